@@ -1,0 +1,24 @@
+"""Kernels: plain functions on tensors, usable without any YAML.
+
+Each has up to three forms behind one signature (reference, torch, Triton); `dispatch` chooses and can say why.
+"""
+
+from seqblocks.kernels.causal_conv import causal_conv
+from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
+from seqblocks.kernels.head_norm import head_norm
+from seqblocks.kernels.headwise_linear import headwise_linear
+from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+
+__all__ = [
+    "BACKENDS",
+    "MLSTMState",
+    "Verdict",
+    "causal_conv",
+    "head_norm",
+    "headwise_linear",
+    "mlstm",
+    "mlstm_init_state",
+    "mlstm_step",
+    "use_backend",
+    "why",
+]

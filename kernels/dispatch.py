@@ -1,0 +1,141 @@
+"""Which form of a kernel runs, and why.
+
+An *op* ("mlstm") has up to three *forms* of one signature: "triton", "torch" and "reference". Each form says
+whether it can run on given *facts* (device, dtype, ...) and why not. The choice is made by, in this order: the
+`backend=` argument, the context manager `use_backend`, the environment variable SEQBLOCKS_BACKEND, "auto".
+
+`auto` never fails: it takes the first form that can run. A form asked for by name either runs or raises
+BackendError; nothing is substituted silently.
+
+A form is added by adding a file: `load_forms("mlstm")` imports every `mlstm_<form>.py` beside this file, and the
+file calls `register`. Such a file must be importable without a GPU: it imports triton where it launches.
+
+This file imports neither torch nor any kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+FORMS = ("triton", "torch", "reference")  # the order in which `auto` asks
+BACKENDS = ("auto", *FORMS)
+VARIABLE = "SEQBLOCKS_BACKEND"
+
+Can = Callable[..., tuple[bool, str]]
+
+
+class Form(NamedTuple):
+    """One way to compute an op: `can(**facts) -> (bool, reason)`, and `run`, which has the op's own signature."""
+
+    run: Callable[..., Any]
+    can: Can
+
+
+class Verdict(NamedTuple):
+    """What `why` says of one form."""
+
+    form: str
+    can: bool
+    reason: str
+
+
+_ops: dict[str, dict[str, Form]] = {}
+_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_backend", default=None)
+
+
+def always(reason: str) -> Can:
+    """A `can` for forms that run wherever torch does."""
+
+    def can(**facts: Any) -> tuple[bool, str]:
+        return True, reason
+
+    return can
+
+
+def register(op: str, form: str, run: Callable[..., Any], can: Can) -> None:
+    """Add (or replace) a form of an op. ValueError for a form name that is not in FORMS."""
+    if form not in FORMS:
+        raise ValueError(f"unknown form {form!r}; forms are {', '.join(FORMS)}")
+    _ops.setdefault(op, {})[form] = Form(run, can)
+
+
+def load_forms(op: str) -> None:
+    """Import `<op>_<form>.py` beside this file, for each form that has such a file."""
+    for form in FORMS:
+        name = f"{__package__}.{op}_{form}"
+        if find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def ops() -> tuple[str, ...]:
+    """Names of the registered ops, sorted."""
+    return tuple(sorted(_ops))
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Within this context, kernels called without `backend=` use this one. Nests; per thread and per task."""
+    _check_name(backend, "use_backend")
+    token = _asked.set(backend)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def requested(backend: str | None = None) -> str:
+    """The backend asked for: argument, else context, else environment, else "auto".
+
+    BackendError for a name that is none of BACKENDS.
+    """
+    if backend is not None:
+        return _check_name(backend, "backend=")
+    asked = _asked.get()
+    if asked is not None:
+        return asked
+    return _check_name(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def why(op: str, **facts: Any) -> list[Verdict]:
+    """For each form, in the order `auto` asks: whether it can run on these facts, and the reason."""
+    return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]
+
+
+def choose(op: str, backend: str | None = None, **facts: Any) -> Callable[..., Any]:
+    """The function to run. BackendError if the form asked for by name cannot run; it says what is missing."""
+    name = requested(backend)
+    if name != "auto":
+        can, reason = _verdict(op, name, facts)
+        if not can:
+            raise _backend_error(f"backend {name!r} cannot run {op}: {reason}")
+        return _ops[op][name].run
+    for form in FORMS:
+        if _verdict(op, form, facts)[0]:
+            return _ops[op][form].run
+    raise _backend_error(f"no form of {op} can run: " + "; ".join(f"{v.form}: {v.reason}" for v in why(op, **facts)))
+
+
+def _verdict(op: str, form: str, facts: dict[str, Any]) -> tuple[bool, str]:
+    if op not in _ops:
+        return False, f"there is no op called {op}"
+    if form not in _ops[op]:
+        return False, f"{op} has no {form} form yet"
+    return _ops[op][form].can(**facts)
+
+
+def _check_name(backend: str, where: str) -> str:
+    if backend not in BACKENDS:
+        raise _backend_error(f"{where}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+    return backend
+
+
+def _backend_error(message: str) -> Exception:
+    from seqblocks.errors import BackendError  # only when needed: kernels stand on nothing else of seqblocks
+
+    return BackendError(message)

@@ -1,0 +1,60 @@
+"""Block-diagonal linear map: every block of channels has a small matrix of its own.
+
+G blocks, I channels into a block, O out of it:  y[g, o] = sum_i w[g, o, i] x[g, i] + bias[g, o]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import dispatch
+
+TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fast as by themselves, of 128 no faster
+
+
+def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block lie side by side.
+
+    The torch form joins small blocks to tiles padded with zeros: an inf or nan may then spread to other blocks of
+    its tile. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    """
+    if weight.dim() != 3 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[2]:
+        raise ValueError(
+            "headwise_linear wants x [..., G * I] and weight [G, O, I]; "
+            f"got x {list(x.shape)}, weight {list(weight.shape)}"
+        )
+    G, O, _ = weight.shape  # noqa: E741
+    if bias is not None and bias.shape != (G * O,):
+        raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
+    run = dispatch.choose("headwise_linear", backend, device=x.device.type, dtype=x.dtype, block=tuple(weight.shape))
+    y = run(x, weight)
+    return y if bias is None else y + bias
+
+
+def _reference(x: Tensor, weight: Tensor) -> Tensor:
+    G, _, I = weight.shape  # noqa: E741
+    return torch.einsum("...gi,goi->...go", x.unflatten(-1, (G, I)), weight).flatten(-2)
+
+
+def _tiled(x: Tensor, weight: Tensor) -> Tensor:
+    """Join `join` blocks to one, then one matrix product per tile. Tiles read x as it lies."""
+    G, O, I = weight.shape  # noqa: E741
+    join = _blocks_per_tile(G, max(I, O))
+    tiles = G // join
+    if join > 1:
+        own = torch.eye(join, dtype=weight.dtype, device=weight.device).view(1, join, 1, join, 1)
+        weight = (weight.view(tiles, join, O, 1, I) * own).view(tiles, join * O, join * I)
+    rows = x.reshape(-1, tiles, join * I).transpose(0, 1)
+    y = torch.matmul(rows, weight.transpose(1, 2))
+    return y.transpose(0, 1).reshape(*x.shape[:-1], G * O)
+
+
+def _blocks_per_tile(G: int, width: int) -> int:
+    """The largest divisor of G with which a tile is not wider than TILE."""
+    return max([n for n in range(1, min(G, TILE // max(width, 1)) + 1) if G % n == 0], default=1)
+
+
+dispatch.register("headwise_linear", "reference", _reference, dispatch.always("one einsum"))
+dispatch.register("headwise_linear", "torch", _tiled, dispatch.always("batched matrix products, on any device"))
+dispatch.load_forms("headwise_linear")

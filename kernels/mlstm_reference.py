@@ -1,0 +1,79 @@
+"""The mLSTM cell as defined: one token after the other (arXiv:2405.04517, eq. 19-27).
+
+B batch, S sequence, H heads, DK width of query and key, DV width of value.
+C [B, H, DK, DV] memory, n [B, H, DK] normaliser, m [B, H] stabiliser: C and n are stored divided by exp(m).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register
+
+
+class MLSTMState(NamedTuple):
+    """What an mLSTM remembers. float32, or float64 where the inputs are."""
+
+    C: Tensor  # [B, H, DK, DV]
+    n: Tensor  # [B, H, DK]
+    m: Tensor  # [B, H]
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """The largest x for which exp(x) and a few times exp(x) are finite: 87 in float32, 708 in float64."""
+    return 87.0 if dtype == torch.float32 else 708.0
+
+
+def cell(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: MLSTMState, *,
+    eps: float, input_gate: str, normalize: bool,
+) -> tuple[Tensor, MLSTMState]:
+    """One token. q, k [B, H, DK] with q scaled, v [B, H, DV], log_i, log_f [B, H]; all in the state's dtype."""
+    C, n, m = state
+    m_new = torch.maximum(log_f + m, log_i) if input_gate == "exp" else torch.zeros_like(m)
+    keep = torch.exp(log_f + m - m_new)[..., None]
+    write = torch.exp(log_i - m_new)[..., None]
+    C = keep[..., None] * C + (write * k)[..., None] * v[..., None, :]
+    n = keep * n + write * k
+    h = (q[..., None] * C).sum(-2)
+    if normalize:
+        floor = torch.exp((-m_new).clamp(max=largest_exponent(m.dtype)))[..., None]
+        h = h / (torch.maximum((q * n).sum(-1, keepdim=True).abs(), floor) + eps)
+    return h, MLSTMState(C, n, m_new)
+
+
+def log_input_gate(i: Tensor, input_gate: str) -> Tensor:
+    """log of the input gate: the pre-activation itself for "exp", log sigmoid of it for "sigmoid"."""
+    return i if input_gate == "exp" else F.logsigmoid(i)
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None, *,
+    reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
+) -> tuple[Tensor, MLSTMState | None]:
+    """The scan. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
+    dtype = f.dtype
+    B, S, H, DK = q.shape
+    if state is None:
+        state = MLSTMState(f.new_zeros(B, H, DK, v.shape[-1]), f.new_zeros(B, H, DK), f.new_zeros(B, H))
+    log_i, log_f = log_input_gate(i, input_gate), F.logsigmoid(f)
+    scaled = q.to(dtype) * DK**-0.5
+    k, values = k.to(dtype), v.to(dtype)
+    outputs: list[Tensor] = []
+    for t in reversed(range(S)) if reverse else range(S):
+        if resets is not None:
+            first = resets[:, t, None]
+            state = MLSTMState(*(s.masked_fill(first.view(B, *[1] * (s.dim() - 1)), 0.0) for s in state))
+        h, state = cell(scaled[:, t], k[:, t], values[:, t], log_i[:, t], log_f[:, t], state,
+                        eps=eps, input_gate=input_gate, normalize=normalize)
+        outputs.append(h)
+    if not outputs:
+        return v.new_empty(v.shape), state
+    return torch.stack(outputs[::-1] if reverse else outputs, 1).to(v.dtype), state
+
+
+register("mlstm", "reference", run, always("the recurrent definition runs wherever torch does"))

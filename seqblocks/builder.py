@@ -1,0 +1,79 @@
+"""Text -> module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from seqblocks import check, graph
+from seqblocks.errors import UnavailableError, UsageError
+from seqblocks.graph import Model
+from seqblocks.module import SequenceModel
+
+
+def build(
+    spec: str | os.PathLike[str],
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> SequenceModel:
+    """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
+
+    Raises SpecError where the spec is at fault, UnavailableError where the device is.
+    """
+    return build_model(check.load_model(spec, set), device=device, dtype=dtype, seed=seed)
+
+
+def build_text(
+    text: str,
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> SequenceModel:
+    """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
+    file, model = check.load_text(text, set=set)
+    return build_model(check.require_model(file, model), device=device, dtype=dtype, seed=seed)
+
+
+def build_model(
+    model: Model, *, device: Any = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> SequenceModel:
+    """Allocate and initialise a proven model.
+
+    On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` make it real later.
+    """
+    if not dtype.is_floating_point:
+        raise UsageError(f"a model's dtype is a floating one, not {dtype}")
+    device = checked_device(device)
+    with torch.device("meta"):
+        module = SequenceModel(model)
+    keep = {item.name for item in graph.parameters(model.graph) if item.parameter.full_precision}
+    for name, parameter in list(module.named_parameters()):
+        wanted = torch.float32 if name in keep and dtype.itemsize < 4 else dtype
+        holder, _, leaf = name.rpartition(".")
+        fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
+        module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
+    module.reset_parameters(seed)
+    return module
+
+
+def checked_device(device: Any) -> torch.device:
+    """The device, or UnavailableError / UsageError that says what is missing."""
+    try:
+        made = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
+    if made.type in ("cpu", "meta"):
+        return made
+    try:
+        torch.empty(0, device=made)
+    except Exception as error:
+        raise UnavailableError(f"device '{device}' cannot be used here: {str(error).splitlines()[0]}") from None
+    return made

@@ -1,0 +1,85 @@
+"""Text in, proven model out: the whole torch-free half in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from seqblocks import overrides
+from seqblocks.document import Node
+from seqblocks.errors import Diagnostic, Report, SpecError
+from seqblocks.graph import Model
+from seqblocks.lower import lower_file
+from seqblocks.report import check_expectations
+from seqblocks.spec import SpecFile, locate, read_file
+
+
+def load_text(
+    text: str, name: str = "<text>", base: Path | None = None, set: Mapping[str, Any] | None = None
+) -> tuple[SpecFile, Model | None]:
+    """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
+
+    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met.
+    """
+    report = Report()
+    changed: tuple[str, ...] = ()
+
+    def edit(root: Node) -> None:
+        nonlocal changed
+        texts = {k: v if isinstance(v, _Raw) else overrides.as_text(v) for k, v in (set or {}).items()}
+        changed = overrides.apply(root, texts, report)
+
+    file = read_file(text, name, base, report, edit)
+    if file is None or (file.model is None and not file.blocks and not report):
+        if file is not None:
+            report.add(Diagnostic("E206", "the file defines nothing", file.root.span, hint="add a `model:` or `blocks:`"))
+        report.raise_if_any()
+        raise SpecError([])
+    model = lower_file(file, report, Path(name).stem, changed)
+    report.raise_if_any()
+    if model is not None:
+        check_expectations(model, file)
+    return file, model
+
+
+class _Raw(str):
+    """An override that is YAML text already (from the command line), not a Python value."""
+
+    __slots__ = ()
+
+
+def raw(text: str) -> str:
+    """Mark an override as YAML text."""
+    return _Raw(text)
+
+
+def load(spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None) -> tuple[SpecFile, Model | None]:
+    """Validate a spec given by path or bundled name; see `load_text`."""
+    text, name, base = locate(spec)
+    return load_text(text, name, base, set)
+
+
+def load_model(spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None) -> Model:
+    """The proven model of a spec. Raises SpecError (E206) where the file only holds blocks."""
+    file, model = load(spec, set)
+    return require_model(file, model)
+
+
+def require_model(file: SpecFile, model: Model | None) -> Model:
+    """The model, or SpecError E206 that says what the file holds instead."""
+    if model is None:
+        block = next(iter(file.blocks.values()))
+        arguments = ", ".join(f"{a.name}: …" for a in block.args.values() if a.default is None)
+        raise SpecError(
+            [
+                Diagnostic(
+                    "E206",
+                    "the file holds blocks only, and there is no model to build",
+                    block.span,
+                    hint=f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{arguments}}}]}}",
+                )
+            ]
+        )
+    return model

@@ -1,0 +1,364 @@
+"""YAML text -> a tree whose nodes know where they stand.
+
+The dialect is a stated subset of YAML 1.2: core-schema scalars (`7:1`, `on` and `no` are words, `1e-3` is a number),
+one document, no tags, no merge keys, no duplicate keys, bounded size, depth and aliases. The parser works on events,
+so that limits hold while reading, before anything is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from seqblocks.errors import Diagnostic, Note, Report, Source, Span, quote
+
+MAX_BYTES = 2 * 1024 * 1024
+MAX_DEPTH = 48
+MAX_NODES = 100_000  # after aliases are followed
+
+Value = None | bool | int | float | str
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Base of the tree: where it stands and how much hangs below it (aliases followed)."""
+
+    span: Span
+    size: int
+    depth: int
+
+
+@dataclass(slots=True, eq=False)
+class Scalar(Node):
+    """A leaf: `value` by the core schema, `text` as written (without quotes)."""
+
+    value: Value
+    text: str
+    offset: int  # 1 if quoted: where the text begins inside the span
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(Node):
+    """A list."""
+
+    items: list[Node]
+
+
+@dataclass(slots=True, eq=False)
+class Mapping(Node):
+    """Keys in order of appearance; a key's own span is kept beside its value."""
+
+    entries: dict[str, tuple[Span, Node]]
+
+    def get(self, key: str) -> Node | None:
+        entry = self.entries.get(key)
+        return entry[1] if entry else None
+
+    def __iter__(self) -> Iterator[tuple[str, Span, Node]]:
+        return ((key, span, node) for key, (span, node) in self.entries.items())
+
+
+def kind_of(node: Node | None) -> str:
+    """How a message names what a node is."""
+    match node:
+        case None | Scalar(value=None):
+            return "nothing"
+        case Mapping():
+            return "a mapping"
+        case Sequence():
+            return "a list"
+        case Scalar(value=bool()):
+            return f"the truth value {node.text}"
+        case Scalar(value=int() | float()):
+            return f"the number {node.text}" if len(node.text) < 40 else "a number"
+        case Scalar():
+            return f"the word {quote(node.text)}"
+    return "a node"
+
+
+def plain(node: Node) -> Any:
+    """The tree as plain Python data, positions dropped."""
+    match node:
+        case Mapping():
+            return {key: plain(value) for key, _, value in node}
+        case Sequence():
+            return [plain(item) for item in node.items]
+        case Scalar():
+            return node.value
+    raise AssertionError(node)
+
+
+# --- YAML 1.2 core schema, section 10.3.2 -----------------------------------------------------------------------
+
+_INT = re.compile(r"[-+]?[0-9]{1,300}\Z")
+_HEX = re.compile(r"0x[0-9a-fA-F]{1,64}\Z")
+_OCT = re.compile(r"0o[0-7]{1,64}\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,10})?\Z")
+_WORDS: dict[str, Value] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+
+
+def resolve(text: str) -> Value:
+    """A plain scalar's value."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if text[0] not in "0123456789+-.":
+        return text
+    if _INT.match(text):
+        return int(text)
+    if _HEX.match(text):
+        return int(text, 16)
+    if _OCT.match(text):
+        return int(text[2:], 8)
+    if _FLOAT.match(text):
+        return float(text)
+    return text
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+class _Stop(Exception):
+    """Reading cannot go on; the diagnostic is in the report."""
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def decode(data: bytes, name: str, report: Report) -> str | None:
+    """Bytes as text, or None with a diagnostic."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8", "replace")
+        line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        source = Source.of(name, data.decode("utf-8", "replace"))
+        span = Span(source, line, column, line, column + 1)
+        report.add(
+            Diagnostic("E103", f"byte 0x{data[error.start]:02x} is not UTF-8", span, hint="save the file as UTF-8")
+        )
+        return None
+
+
+def parse(text: str, name: str, report: Report) -> Node | None:
+    """The tree of one YAML text, or None where it is not even YAML of the dialect (see the report)."""
+    source = Source.of(name, text)
+    start = Span(source, 1, 1, 1, 1)
+    if len(text) > MAX_BYTES:
+        message = f"the text has {len(text):,} characters"
+        report.add(Diagnostic("E104", message, start, expected=f"at most {MAX_BYTES:,}"))
+        return None
+    try:
+        root = _Reader(source, report).read()
+    except _Stop:
+        return None
+    if root is None:
+        report.add(Diagnostic("E108", "the spec is empty", start, hint="begin with `seqblocks: 1`"))
+    return root
+
+
+class _Open:
+    """A collection that is being read."""
+
+    __slots__ = ("anchor", "depth", "entries", "flow", "items", "key", "keyed", "mapping", "size", "span")
+
+    def __init__(self, span: Span, mapping: bool, anchor: str | None, flow: bool) -> None:
+        self.span, self.mapping, self.anchor, self.flow = span, mapping, anchor, flow
+        self.items: list[Node] = []
+        self.entries: dict[str, tuple[Span, Node]] = {}
+        self.key: tuple[str, Span] | None = None
+        self.keyed = False
+        self.size = self.depth = 1
+
+
+class _Reader:
+    def __init__(self, source: Source, report: Report) -> None:
+        self.source, self.report = source, report
+        self.stack: list[_Open] = []
+        self.anchors: dict[str, Node] = {}
+        self.root: Node | None = None
+        self.nodes = 0
+
+    def span(self, event: Any) -> Span:
+        a, b = event.start_mark, event.end_mark
+        return Span(self.source, a.line + 1, a.column + 1, b.line + 1, b.column + 1)
+
+    def stop(self, diagnostic: Diagnostic) -> _Stop:
+        self.report.add(diagnostic)
+        return _Stop()
+
+    def read(self) -> Node | None:
+        try:
+            documents = 0
+            for event in yaml.parse(self.source.text, Loader=_Loader):
+                if isinstance(event, yaml.DocumentStartEvent):
+                    documents += 1
+                    if documents > 1:
+                        raise self.stop(
+                            Diagnostic(
+                                "E105",
+                                "a second document begins here",
+                                self.span(event),
+                                expected="one document in a file",
+                                hint="put it into a file of its own and bring it in with `use:`",
+                            )
+                        )
+                self.take(event)
+        except yaml.YAMLError as error:
+            raise self.stop(self.syntax(error)) from None
+        except (UnicodeError, ValueError, RecursionError) as error:
+            where = Span(self.source, 1, 1, 1, 1)
+            raise self.stop(Diagnostic("E101", f"the text cannot be read as YAML: {error}", where)) from None
+        root = self.root
+        if isinstance(root, Scalar) and root.value is None:
+            return None
+        return root
+
+    def take(self, event: Any) -> None:
+        match event:
+            case yaml.ScalarEvent():
+                span = self.span(event)
+                self.refuse_tag(event, span)
+                style = event.style
+                quoted = style in ("'", '"')
+                value = event.value if style else resolve(event.value)
+                self.put(Scalar(span, 1, 1, value, event.value, 1 if quoted else 0), event.anchor, bool(style))
+            case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
+                span = self.span(event)
+                self.refuse_tag(event, span)
+                if len(self.stack) >= MAX_DEPTH:
+                    raise self.stop(
+                        Diagnostic("E104", "nested too deeply", span, expected=f"at most {MAX_DEPTH} levels")
+                    )
+                mapping = isinstance(event, yaml.MappingStartEvent)
+                self.stack.append(_Open(span, mapping, event.anchor, bool(event.flow_style)))
+            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
+                self.close(event)
+            case yaml.AliasEvent():
+                self.alias(event)
+
+    def refuse_tag(self, event: Any, span: Span) -> None:
+        # the quoted form of a scalar carries the non-specific tag "!" only when written
+        if event.tag is not None:
+            raise self.stop(
+                Diagnostic("E106", f"tags are not part of the language: {quote(event.tag)}", span, hint="remove the tag")
+            )
+
+    def alias(self, event: Any) -> None:
+        span = self.span(event)
+        node = self.anchors.get(event.anchor)
+        if node is None:
+            inside = any(o.anchor == event.anchor for o in self.stack)
+            message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor before it")
+            raise self.stop(Diagnostic("E101", message, span))
+        self.put(node, None, False)
+
+    def put(self, node: Node, anchor: str | None, styled: bool) -> None:
+        if anchor:
+            self.anchors[anchor] = node
+        self.nodes += node.size
+        if self.nodes > MAX_NODES:
+            raise self.stop(
+                Diagnostic(
+                    "E104",
+                    "the document is too large once its aliases are followed",
+                    node.span,
+                    expected=f"at most {MAX_NODES:,} nodes",
+                )
+            )
+        if not self.stack:
+            self.root = node
+            return
+        top = self.stack[-1]
+        top.size += node.size
+        top.depth = max(top.depth, node.depth + 1)
+        if len(self.stack) + node.depth > MAX_DEPTH:
+            raise self.stop(Diagnostic("E104", "nested too deeply", node.span, expected=f"at most {MAX_DEPTH} levels"))
+        if not top.mapping:
+            top.items.append(node)
+        elif not top.keyed:
+            top.key, top.keyed = self.key(node, styled), True
+        else:
+            top.keyed = False
+            if top.key is not None:
+                name, span = top.key
+                top.entries[name] = (span, node)
+
+    def key(self, node: Node, styled: bool) -> tuple[str, Span] | None:
+        """The key's name; None (its value is dropped) where the key itself is at fault."""
+        top = self.stack[-1]
+        if not isinstance(node, Scalar):
+            self.report.add(Diagnostic("E112", "a key must be a word", node.span, found=kind_of(node)))
+            return None
+        if node.text == "<<" and not styled:
+            self.report.add(
+                Diagnostic("E107", "merge keys are not part of the language", node.span, hint="write the keys out")
+            )
+            return None
+        if node.text in top.entries:
+            first = top.entries[node.text][0]
+            self.report.add(
+                Diagnostic(
+                    "E102",
+                    f"key {quote(node.text)} appears twice",
+                    node.span,
+                    notes=(Note("the first one stands here", first),),
+                    hint="keep one of them",
+                )
+            )
+            return None
+        return node.text, node.span
+
+    def close(self, event: Any) -> None:
+        top = self.stack.pop()
+        self.nodes -= top.size - 1  # its children were counted one by one; put() counts the whole
+        end = event.end_mark
+        span = Span(self.source, top.span.line, top.span.column, end.line + 1, end.column + 1)
+        node: Node
+        if top.mapping:
+            node = Mapping(span, top.size, top.depth, top.entries)
+        else:
+            node = Sequence(span, top.size, top.depth, top.items)
+        self.put(node, top.anchor, False)
+
+    def syntax(self, error: yaml.YAMLError) -> Diagnostic:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if isinstance(error, yaml.reader.ReaderError):
+            return self.unreadable(error)
+        if mark is None:
+            return Diagnostic("E101", f"not YAML: {problem}", Span(self.source, 1, 1, 1, 1))
+        line, column = mark.line + 1, mark.column + 1
+        span = Span(self.source, line, column, line, column + 1)
+        notes, hint = [], None
+        unclosed = next((o for o in reversed(self.stack) if o.flow), None)
+        if unclosed:
+            bracket = "{" if unclosed.mapping else "["
+            notes.append(Note(f"the '{bracket}' that is still open stands here", unclosed.span))
+            hint = f"is a '{'}' if unclosed.mapping else ']'}' missing?"
+        text = self.source.line(line)
+        if "\t" in text[:column]:
+            hint = "indent with spaces: YAML does not allow tabs"
+        return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
+
+    def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
+        text = self.source.text
+        at = next((i for i, c in enumerate(text) if not _PRINTABLE.match(c)), 0)
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        span = Span(self.source, line, column, line, column + 1)
+        return Diagnostic(
+            "E109", f"character U+{ord(text[at]):04X} may not appear in YAML", span, hint="remove or escape it"
+        ) if text else Diagnostic("E101", f"not YAML: {error.reason}", span)
+
+
+_PRINTABLE = re.compile("[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

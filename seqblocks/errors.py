@@ -1,0 +1,262 @@
+"""What can go wrong, and how it is told.
+
+    SeqblocksError                 whatever this package raises on purpose
+    ├── SpecError                  the YAML is at fault; carries diagnostics             exit status 1
+    │   └── ExpectationError       it is well formed, but breaks its own `expect:`       exit status 3
+    ├── UsageError                 the command or the call is at fault                   exit status 2
+    ├── UnavailableError           something needed is absent                            exit status 4
+    │   └── BackendError           a kernel form that was asked for by name cannot run
+    └── RunError (ValueError)      a built model was called with what it cannot take     exit status 2
+
+Inner code raises a short `Fault`; the one place that knows the position (`lower.py`) dresses it as a `Diagnostic`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_DIAGNOSTICS = 20
+_WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
+
+
+class SeqblocksError(Exception):
+    """Base of every error that seqblocks raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(SeqblocksError):
+    """The command line or the call is at fault, not the spec."""
+
+    exit_status = 2
+
+
+class UnavailableError(SeqblocksError):
+    """Something needed is absent: torch, a device, an optional extra."""
+
+    exit_status = 4
+
+
+class BackendError(UnavailableError):
+    """A kernel form was asked for by name and cannot run here."""
+
+
+class RunError(SeqblocksError, ValueError):
+    """A built model was called with something it cannot take."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A text and the name it is shown under."""
+
+    name: str
+    text: str
+    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Source:
+        return cls(name, text, tuple(text.splitlines()))
+
+    def line(self, number: int) -> str:
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a source; lines and columns count from 1, the end is exclusive."""
+
+    source: Source
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.line}:{self.column}"
+
+    def within(self, start: int, length: int) -> Span:
+        """The part of a one-line span that begins `start` characters in."""
+        if self.line != self.end_line:
+            return self
+        column = self.column + start
+        return Span(self.source, self.line, column, self.line, min(column + max(length, 1), self.end_column))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A further remark; with a span it also says where."""
+
+    text: str
+    span: Span | None = None
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.span})" if self.span else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One fault of a spec: what, where, what was expected, what was found and where that came from."""
+
+    code: str
+    message: str
+    span: Span | None = None
+    expected: str | None = None
+    found: str | None = None
+    notes: tuple[Note, ...] = ()
+    hint: str | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """The diagnostic as plain data (the `--format json` record)."""
+        data: dict[str, Any] = {"code": self.code, "severity": "error", "message": self.message}
+        if self.span:
+            data |= {
+                "file": self.span.source.name,
+                "line": self.span.line,
+                "column": self.span.column,
+                "end_line": self.span.end_line,
+                "end_column": self.span.end_column,
+            }
+        data |= {"expected": self.expected, "found": self.found, "hint": self.hint}
+        data["notes"] = [
+            {"text": note.text}
+            | ({"file": note.span.source.name, "line": note.span.line, "column": note.span.column} if note.span else {})
+            for note in self.notes
+        ]
+        return data
+
+    def render(self) -> str:
+        """The diagnostic as text: header, source line with a caret, remarks."""
+        out = [f"error[{self.code}]: {self.message}"]
+        gutter = " "
+        if self.span:
+            gutter = " " * len(str(self.span.line))
+            out.append(f"{gutter}--> {self.span}")
+            out += _excerpt(self.span, gutter)
+        remarks = [("expected", self.expected), ("found", self.found)]
+        remarks += [("note", str(note)) for note in self.notes]
+        remarks += [("hint", self.hint)]
+        out += [f"{gutter} = {label}: {text}" for label, text in remarks if text]
+        return "\n".join(out)
+
+
+def _excerpt(span: Span, gutter: str) -> list[str]:
+    raw = span.source.line(span.line)
+    line = "".join(c if c.isprintable() else " " for c in raw)
+    start = span.column - 1
+    end = span.end_column - 1 if span.end_line == span.line else len(line)
+    cut = max(0, start - _WINDOW // 2) if len(line) > _WINDOW else 0
+    shown = line[cut : cut + _WINDOW]
+    lead, tail = ("…" if cut else ""), ("…" if cut + _WINDOW < len(line) else "")
+    width = max(1, min(end, cut + len(shown)) - start)
+    caret = " " * (start - cut + len(lead)) + "^" * width
+    return [f"{gutter} |", f"{span.line} | {lead}{shown}{tail}".rstrip(), f"{gutter} | {caret}"]
+
+
+class SpecError(SeqblocksError):
+    """A spec that does not validate. `diagnostics` holds every fault found; `str()` is the text a person reads."""
+
+    exit_status = 1
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], dropped: int = 0) -> None:
+        self.diagnostics = tuple(diagnostics)
+        self.dropped = dropped
+        super().__init__(render_all(self.diagnostics, dropped))
+
+    def __reduce__(self) -> Any:  # pickling across processes keeps the diagnostics
+        return type(self), (self.diagnostics, self.dropped)
+
+
+class ExpectationError(SpecError):
+    """The spec is well formed but does not meet its own `expect:`."""
+
+    exit_status = 3
+
+
+def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0) -> str:
+    """All diagnostics as one text, with a closing count."""
+    parts = [d.render() for d in diagnostics]
+    count = len(diagnostics) + dropped
+    closing = f"{count} error{'s' if count != 1 else ''}"
+    if dropped:
+        closing += f" (the first {len(diagnostics)} shown)"
+    return "\n\n".join([*parts, closing])
+
+
+class Fault(Exception):
+    """A fault seen by code that does not know the position. `at` names the argument or port it concerns."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        at: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        hint: str | None = None,
+        notes: Iterable[Note] = (),
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.at = code, message, at
+        self.expected, self.found, self.hint = expected, found, hint
+        self.notes = tuple(notes)
+
+    def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
+        """The diagnostic for this fault at `span`."""
+        return Diagnostic(
+            self.code, self.message, span, self.expected, self.found, (*self.notes, *notes), self.hint
+        )
+
+
+class Report:
+    """Collects diagnostics: each place is told once, and the text stays readable however much is wrong."""
+
+    def __init__(self) -> None:
+        self.diagnostics: list[Diagnostic] = []
+        self.dropped = 0
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def add(self, diagnostic: Diagnostic) -> None:
+        span = diagnostic.span
+        where = (span.source.name, span.line, span.column) if span else None
+        # one place and one kind of fault is one fault, even if a block that holds it is used in 48 layers
+        key = (diagnostic.code, where) if where else (diagnostic.code, diagnostic.message)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if len(self.diagnostics) < MAX_DIAGNOSTICS:
+            self.diagnostics.append(diagnostic)
+        else:
+            self.dropped += 1
+
+    def __bool__(self) -> bool:
+        return bool(self.diagnostics)
+
+    def raise_if_any(self) -> None:
+        if self.diagnostics:
+            raise SpecError(self.diagnostics, self.dropped)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A hint that names the closest known word, if one is close."""
+    words = list(known)
+    lowered = {w.lower(): w for w in reversed(words)}
+    close = difflib.get_close_matches(word[:80].lower(), lowered, n=1, cutoff=0.6)
+    return f"did you mean '{lowered[close[0]]}'?" if close else None
+
+
+def listing(words: Iterable[object], limit: int = 12) -> str:
+    """`a, b, c, …` for messages."""
+    texts = [str(w) for w in words]
+    return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
+
+
+def quote(text: str, limit: int = 60) -> str:
+    """User text as shown inside a message: quoted, printable, bounded."""
+    clean = "".join(c if c.isprintable() else "·" for c in text[: limit + 1])
+    return f"'{clean}'" if len(clean) <= limit else f"'{clean[:limit]}…'"

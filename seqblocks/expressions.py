@@ -1,0 +1,240 @@
+"""Numbers that are computed: `2 * inner`, `round_up(expand * dim, 64)`, `0.1 * layer / max(layers - 1, 1)`.
+
+An expression is parsed to a Python syntax tree, checked against a short list of node kinds, and walked. Nothing is
+ever evaluated by Python itself, and size, depth and magnitude are bounded.
+
+A value may be `UNKNOWN` (an argument without a value while an unused block is checked); it spreads silently.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from seqblocks.errors import Fault, did_you_mean, listing, quote
+
+MAX_LENGTH = 400
+MAX_NODES = 100
+MAX_MAGNITUDE = 10**18
+
+Number = int | float
+
+
+class _Unknown:
+    """The value of what nothing is known about yet."""
+
+    def __repr__(self) -> str:
+        return "?"
+
+    def __deepcopy__(self, memo: object) -> _Unknown:
+        return self
+
+
+UNKNOWN = _Unknown()
+
+
+def _divide(a: Number, b: Number) -> Number:
+    quotient = a / b
+    # 384 / 2 is a width: exact quotients of integers stay integers
+    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
+
+
+def _power(a: Number, b: Number) -> Number:
+    if abs(b) > 64 or (b < 0 and a == 0):
+        raise OverflowError
+    result: Number = a**b
+    if isinstance(result, complex):
+        raise ValueError("a root of a negative number")
+    return result
+
+
+def _round_up(value: Number, multiple: Number) -> int:
+    return math.ceil(value / multiple) * _whole(multiple)
+
+
+def _round_down(value: Number, multiple: Number) -> int:
+    return math.floor(value / multiple) * _whole(multiple)
+
+
+def _whole(value: Number) -> int:
+    if value != int(value):
+        raise ValueError(f"{value} is not a whole number")
+    return int(value)
+
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_COMPARE: dict[type, Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+# name -> (function, fewest arguments, most arguments)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    "abs": (abs, 1, 1),
+    "ceil": (math.ceil, 1, 1),
+    "floor": (math.floor, 1, 1),
+    "round": (round, 1, 1),
+    "min": (min, 2, 8),
+    "max": (max, 2, 8),
+    "sqrt": (math.sqrt, 1, 1),
+    "log2": (math.log2, 1, 1),
+    "round_up": (_round_up, 2, 2),
+    "round_down": (_round_down, 2, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A checked syntax tree and the names it needs, each with where it stands in the text."""
+
+    text: str
+    tree: ast.expr
+    names: tuple[tuple[str, int], ...]
+
+    def evaluate(self, names: Mapping[str, Any]) -> Any:
+        """The value, or UNKNOWN where a name is. Raises Fault (E303, E502, E503, E504)."""
+        for name, offset in self.names:
+            if name not in names:
+                raise unknown_name(name, names, offset)
+        if any(names[name] is UNKNOWN for name, _ in self.names):
+            return UNKNOWN
+        try:
+            value = _walk(self.tree, names)
+        except ZeroDivisionError:
+            raise Fault("E502", f"{quote(self.text)} divides by zero") from None
+        except OverflowError:
+            raise Fault("E504", f"{quote(self.text)} is too large a number") from None
+        except (ValueError, TypeError) as error:
+            raise Fault("E502", f"{quote(self.text)} has no value: {error}") from None
+        if isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE:
+            raise Fault("E504", f"{quote(self.text)} is too large a number", expected="at most 10^18")
+        return value
+
+
+class NameFault(Fault):
+    """An unknown name; `offset` is where it stands in the expression's text."""
+
+    def __init__(self, name: str, offset: int, hint: str | None, known: str) -> None:
+        super().__init__("E303", f"nothing is called {quote(name)} here", hint=hint, expected=known)
+        self.name, self.offset = name, offset
+
+
+def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
+    hint = did_you_mean(name, [*known, *FUNCTIONS])
+    return NameFault(name, offset, hint, f"one of {listing(sorted(known))}" if known else "a number")
+
+
+def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            value = names[node.id]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"'{node.id}' is {quote(str(value))}, not a number")
+            return value
+        case ast.UnaryOp():
+            return _UNARY[type(node.op)](_walk(node.operand, names))
+        case ast.BinOp():
+            left, right = _walk(node.left, names), _walk(node.right, names)
+            return _bounded(_BINARY[type(node.op)](left, right))
+        case ast.Compare():
+            return _COMPARE[type(node.ops[0])](_walk(node.left, names), _walk(node.comparators[0], names))
+        case ast.IfExp():
+            return _walk(node.body if _walk(node.test, names) else node.orelse, names)
+        case ast.Call(func=ast.Name(id=name)):
+            return _bounded(FUNCTIONS[name][0](*[_walk(a, names) for a in node.args]))
+    raise AssertionError(node)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) > MAX_MAGNITUDE**2:
+        raise OverflowError
+    return value
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Expression:
+    """The expression in `text`. Raises Fault (E501, E504)."""
+    if len(text) > MAX_LENGTH:
+        raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
+    tree = syntax_tree(text)
+    names: list[tuple[str, int]] = []
+    called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    for count, node in enumerate(ast.walk(tree)):
+        if count > MAX_NODES * 2:
+            raise Fault("E504", "the expression is too complex", hint="split it up with `let:`")
+        _check(node, text)
+        if isinstance(node, ast.Name) and id(node) not in called:
+            names.append((node.id, node.col_offset))
+    return Expression(text, tree, tuple(names))
+
+
+def syntax_tree(text: str) -> ast.expr:
+    """`text` as an unchecked Python syntax tree. Raises Fault (E501)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "2 if": Python warns about literals run into words
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        hint = "write `//` for whole division, `**` for powers" if "^" in text else None
+        raise Fault("E501", f"{quote(text)} is not an expression", hint=hint) from None
+
+
+_ALLOWED = (
+    ast.Name, ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Load, ast.operator, ast.unaryop, ast.cmpop,
+)  # fmt: skip
+
+
+def _check(node: ast.AST, text: str) -> None:
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() | float()):
+            return
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+            if name not in FUNCTIONS:
+                raise Fault(
+                    "E303",
+                    f"there is no function {quote(name)}",
+                    expected=f"one of {listing(FUNCTIONS)}",
+                    hint=did_you_mean(name, FUNCTIONS),
+                )
+            _, least, most = FUNCTIONS[name]
+            if not least <= len(args) <= most:
+                want = str(least) if least == most else f"{least} to {most}"
+                raise Fault("E501", f"{name} takes {want} arguments", found=f"{len(args)}")
+            return
+        case ast.Compare(ops=[op]) if type(op) in _COMPARE:
+            return
+        case ast.BinOp(op=op) if type(op) not in _BINARY:
+            pass
+        case ast.UnaryOp(op=op) if type(op) not in _UNARY:
+            pass
+        case _ if isinstance(node, _ALLOWED):
+            return
+    hint = "powers are written `**`" if isinstance(getattr(node, "op", None), ast.BitXor) else None
+    raise Fault(
+        "E501",
+        f"{quote(text)} uses what expressions do not have",
+        expected="numbers, names, + - * / // % **, comparisons, `a if c else b`, and functions",
+        hint=hint,
+    )

@@ -1,0 +1,198 @@
+"""The typed graph: what a spec means once every number, name and shape is settled.
+
+A graph is a list of nodes in the order they run. Values are numbered through the whole model; a node that holds bodies
+(a block, a combinator) may read values from outside: its captures. Every table here can be printed and counted
+without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from seqblocks.errors import Span
+from seqblocks.op import Op
+from seqblocks.parameters import Parameter, State
+from seqblocks.types import Wire
+
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
+
+
+@dataclass(slots=True)
+class Node:
+    """One step.
+
+    inputs: port -> value numbers (several where a port joins); outputs: value numbers, several where the result is
+    split into `split` widths along the features. `type` is None where a fault hides it.
+    """
+
+    kind: NodeKind
+    name: str
+    verb: str
+    span: Span
+    inputs: dict[str, tuple[int, ...]]
+    outputs: tuple[int, ...]
+    type: Wire | None
+    split: tuple[int, ...] = ()
+    op: Op | None = None
+    arguments: Any = None  # a combinator's own model
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    state: dict[str, State] = field(default_factory=dict)
+    macs: int = 0
+    ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
+    bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
+    owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The namespaces of a several-order scan; empty for everything else."""
+        if self.kind != "scan" or len(self.arguments.orders) < 2:
+            return ()
+        return tuple(self.arguments.orders)
+
+
+@dataclass(slots=True)
+class Graph:
+    """A body: its input value, its nodes, the value it returns, and what it reads from outside."""
+
+    input: int
+    nodes: list[Node]
+    result: int
+    captures: tuple[int, ...] = ()
+    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
+
+
+@dataclass(slots=True)
+class Model:
+    """A whole model: the graph, the types of its values, and what came with it."""
+
+    name: str
+    input: Wire
+    graph: Graph
+    types: dict[int, Wire | None]
+    labels: dict[int, str]
+    expect: Any = None
+    checkpoint: Any = None
+    overridden: tuple[str, ...] = ()
+
+    @property
+    def output(self) -> Wire | None:
+        return self.types[self.graph.result]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter under its full name. `tied` is the name under which it is counted, if it is another's."""
+
+    name: str
+    parameter: Parameter
+    node: Node
+    tied: str | None = None
+
+
+def join(*parts: str) -> str:
+    """A dotted name from its non-empty parts."""
+    return ".".join(p for p in parts if p)
+
+
+def parameters(graph: Graph, prefix: str = "") -> Iterator[Named]:
+    """Every parameter of a graph by its state_dict name, tied ones included."""
+    for node in graph.nodes:
+        yield from node_parameters(node, join(prefix, node.name))
+
+
+def node_parameters(node: Node, name: str) -> Iterator[Named]:
+    """Every parameter of one node whose namespace is `name`."""
+    for own, parameter in node.parameters.items():
+        yield Named(join(name, own), parameter, node, node.ties.get(own))
+    if not node.directions:
+        for label, body in node.bodies.items():
+            yield from parameters(body, join(name, label))
+        return
+    (body,) = node.bodies.values()
+    inside = list(parameters(body))
+    for item in inside:
+        if item.name not in node.owned:
+            yield Named(join(name, item.name), item.parameter, item.node, item.tied)
+    for direction in node.directions:
+        for item in inside:
+            if item.name in node.owned:
+                yield Named(join(name, direction, item.name), item.parameter, item.node, item.tied)
+
+
+def count(graph: Graph) -> int:
+    """Parameters of a graph, tied ones once."""
+    return sum(item.parameter.numel for item in parameters(graph) if item.tied is None)
+
+
+def count_node(node: Node) -> int:
+    """Parameters of a node, tied ones once."""
+    return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
+
+
+def walk(graph: Graph) -> Iterator[Node]:
+    """Every node, outer before inner."""
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies.values():
+            yield from walk(body)
+
+
+def stream_obstacle(graph: Graph) -> tuple[Node, str] | None:
+    """The first node that cannot run step by step, and why; None if the graph can stream."""
+    for node in walk(graph):
+        why = node.op.cannot_stream() if node.op else None
+        if node.kind == "scan" and node.arguments.orders != ("forward",):
+            why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
+        if why:
+            return node, why
+    return None
+
+
+def verify(model: Model) -> None:
+    """What must hold of every graph, whoever made it. Raises AssertionError: a fault here is ours, not the user's."""
+    _verify(model, model.graph, {model.graph.input})
+
+
+def _verify(model: Model, graph: Graph, known: set[int]) -> None:
+    known = set(known) | {graph.input} | set(graph.ports.values())
+    names: set[str] = set()
+    for node in graph.nodes:
+        assert node.name not in names, f"two nodes are called {node.name}"
+        names.add(node.name)
+        for port, values in node.inputs.items():
+            assert set(values) <= known, f"{node.name}.{port} reads a value that is not there yet"
+        assert not set(node.outputs) & known, f"{node.name} writes a value twice"
+        assert node.type is None or node.type.features > 0, f"{node.name} has no width"
+        for body in node.bodies.values():
+            assert set(body.captures) <= known, f"{node.name} captures a value that is not there"
+            _verify(model, body, known)
+        known |= set(node.outputs)
+    assert graph.result in known, "the result is not a value of the graph"
+
+
+def show(model: Model) -> str:
+    """The graph as text, one line a node; the golden form that reviews read."""
+    head = f"{model.name}: %{model.graph.input} {model.input.kind} {model.input}"
+    return "\n".join([head, *_show(model, model.graph, 1)])
+
+
+def _show(model: Model, graph: Graph, depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    for node in graph.nodes:
+        values = ", ".join(f"%{v}" for v in node.outputs)
+        wires = ", ".join(f"{p}={'+'.join(f'%{v}' for v in vs)}" for p, vs in node.inputs.items())
+        line = f"{pad}{values} = {node.name}" + (f":{node.verb}" if node.name != node.verb else "")
+        line += f"({wires}) -> {node.type or '?'}"
+        if node.split:
+            line += f" split {list(node.split)}"
+        yield line
+        for name, parameter in node.parameters.items():
+            tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
+            yield f"{pad}    {name} {list(parameter.shape)}{tie}"
+        for label, body in node.bodies.items():
+            if label:
+                yield f"{pad}  {label}:"
+            yield from _show(model, body, depth + (2 if label else 1))
+    yield f"{pad}return %{graph.result}"

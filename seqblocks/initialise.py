@@ -1,0 +1,75 @@
+"""Drawing parameters. Each has a generator of its own, seeded by its name: inserting a step changes no other weight."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks.parameters import Init, Parameter
+
+Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
+
+
+def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
+    """Fill `target` in place. Numbers are drawn in float32 on the CPU, whatever the target's device and dtype."""
+    if target.device.type == "meta":
+        return
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    shape = parameter.shape
+    fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
+    target.copy_(DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator))
+
+
+def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=g) * (high - low) + low
+
+
+def _normal(shape: tuple[int, ...], std: float, g: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=g) * std
+
+
+def _fan_in_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    bound = 1 / math.sqrt(fan_in)
+    return _uniform(shape, -bound, bound, g)
+
+
+def _xavier_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
+    return _uniform(shape, -bound, bound, g)
+
+
+def _trunc_normal(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return nn.init.trunc_normal_(torch.empty(shape), 0.0, init.values[0], generator=g)
+
+
+def _linspace(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return torch.linspace(init.values[0], init.values[1], math.prod(shape)).reshape(shape)
+
+
+def _small(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return _normal(shape, math.sqrt(2 / (5 * (init.values[0] or fan_in))), g)
+
+
+def _wang(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    width, blocks = init.values
+    return _normal(shape, 2 / (blocks * math.sqrt(width)), g)
+
+
+DRAWS: dict[str, Draw] = {
+    "zeros": lambda shape, init, fan_in, g: torch.zeros(shape),
+    "ones": lambda shape, init, fan_in, g: torch.ones(shape),
+    "constant": lambda shape, init, fan_in, g: torch.full(shape, init.values[0]),
+    "normal": lambda shape, init, fan_in, g: _normal(shape, init.values[1], g) + init.values[0],
+    "uniform": lambda shape, init, fan_in, g: _uniform(shape, *init.values, g=g),
+    "trunc_normal": _trunc_normal,
+    "linspace": _linspace,
+    "fan_in_uniform": _fan_in_uniform,
+    "xavier_uniform": _xavier_uniform,
+    "small": _small,
+    "wang": _wang,
+}

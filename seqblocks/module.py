@@ -1,0 +1,541 @@
+"""The torch modules: one for primitives, one for each kind of body. They own what the graph declares and run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks import graph
+from seqblocks.errors import RunError
+from seqblocks.graph import Graph, Model, Node
+from seqblocks.op import Op
+from seqblocks.state import States, check_state, new_state
+from seqblocks.types import Wire
+
+
+@dataclass(slots=True)
+class Grid:
+    """Rows and columns of the image whose tokens are under way; patch_embed sets it for the steps that follow."""
+
+    size: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """What goes with the tensors of one call.
+
+    state: of the step at hand, or None; keep: whether new states are wanted; resets [batch, seq]: True where a token is
+    the first of a new sequence (in the order scanned); reverse: scan from right to left; streaming: the call carries
+    state, so an op must not look beyond what it is given; owned: parameters of a scan's direction, by step path.
+    """
+
+    training: bool
+    state: States | None = None
+    keep: bool = False
+    resets: Tensor | None = None
+    reverse: bool = False
+    streaming: bool = False
+    grid: Grid | None = None
+    owned: dict[str, nn.Module] | None = None
+
+    @property
+    def compiling(self) -> bool:
+        return torch.compiler.is_compiling()
+
+    def into(self, name: str) -> Call:
+        """The call as the step called `name` sees it."""
+        if not self.streaming:
+            return self
+        return replace(self, state=self.state.get(name) if self.state else None)
+
+    def set_grid(self, size: tuple[int, int]) -> None:
+        if self.grid:
+            self.grid.size = size
+
+    def grid_of(self, x: Tensor) -> tuple[int, int]:
+        """Rows and columns of the tokens x [batch, seq, features]. Raises RunError."""
+        size = self.grid.size if self.grid else None
+        if size is None or size[0] * size[1] != x.shape[1]:
+            raise RunError(
+                f"the {x.shape[1]} tokens are not a grid"
+                + (f" of {size[0]} x {size[1]}" if size else "")
+                + "; say grid=(rows, columns) in the call"
+            )
+        return size
+
+
+def reads(node: Node) -> tuple[int, ...]:
+    """The values a node's module is handed: its inputs in order, then what its bodies capture."""
+    wanted = [v for values in node.inputs.values() for v in values]
+    wanted += [v for body in node.bodies.values() for v in body.captures]
+    made = {body.result for body in node.bodies.values()} if node.kind == "repeat" else set()
+    inputs = {v for values in node.inputs.values() for v in values}
+    return tuple(dict.fromkeys(v for v in wanted if v in inputs or v not in made))
+
+
+class Primitive(nn.Module):
+    """Owns the parameters that an op declares, and calls the op."""
+
+    def __init__(self, node: Node, path: str, types: dict[int, Wire | None], skip: frozenset[str]) -> None:
+        super().__init__()
+        assert node.op is not None
+        self.op, self.path, self.type = node.op, path, node.type
+        self.stateful = type(node.op).state is not Op.state  # such an op returns (output, state)
+        self.sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
+        for name, parameter in node.parameters.items():
+            if graph.join(path, name) not in skip:
+                self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        own: dict[str, Any] = {name: getattr(self, name) for name in self._parameters}
+        if call.owned and self.path in call.owned:
+            other = call.owned[self.path]
+            own |= {name: getattr(other, name) for name in other._parameters}
+        inputs: list[Any] = []
+        at = 0
+        for size in self.sizes:
+            part = tensors[at : at + size]
+            inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, -1))
+            at += size
+        out = self.op.forward(own, call, *inputs)
+        return out if self.stateful else (out, {})
+
+    def _get_name(self) -> str:
+        return self.op.verb
+
+    def extra_repr(self) -> str:
+        given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
+        return ", ".join([*given, f"out={self.type}"])
+
+
+class Body(nn.Module):
+    """Runs the nodes of a graph in order; children carry the nodes' names."""
+
+    def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str], label: str = "") -> None:
+        super().__init__()
+        self.body, self.label = body, label
+        for node in body.nodes:
+            # not add_module: it refuses names that nn.Module has too, and lower.py has refused those that matter
+            self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
+        self.plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
+        self.dying = _dying(body, self.plan)
+
+    def run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
+        states: States = {}
+        for (name, wanted, outputs, split), dead in zip(self.plan, self.dying, strict=True):
+            child = self._modules[name]
+            assert child is not None
+            y, state = child(*[env[v] for v in wanted], call=call.into(name))
+            if state:
+                states[name] = state
+            if split:
+                env.update(zip(outputs, y.split(split, -1), strict=True))
+            else:
+                env[outputs[0]] = y
+            for value in dead:
+                env.pop(value, None)
+        return env[self.body.result], states
+
+    def _get_name(self) -> str:
+        return self.label or "Body"
+
+
+def _handed(node: Node) -> tuple[int, ...]:
+    """A primitive is handed its ports' values (a value may be on two ports); a body what it reads."""
+    return reads(node) if node.bodies else tuple(v for values in node.inputs.values() for v in values)
+
+
+def _dying(body: Graph, plan: list[Any]) -> list[tuple[int, ...]]:
+    """After which step each value is no longer needed: inference then holds only what is still read."""
+    last: dict[int, int] = {}
+    for at, (_, wanted, outputs, _) in enumerate(plan):
+        last |= dict.fromkeys((*wanted, *outputs), at)
+    last.pop(body.result, None)
+    return [tuple(v for v, when in last.items() if when == at) for at in range(len(plan))]
+
+
+class Block(Body):
+    """A block that somebody defined in YAML."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__(node.bodies[""], model, path, skip, node.verb)
+        self.wanted = reads(node)
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+
+
+class Residual(Block):
+    """x + steps(x); while training, a sample may skip the branch."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__(node, model, path, skip)
+        self.drop_path: float = node.arguments.drop_path
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        y, states = super().forward(*tensors, call=call)
+        if self.drop_path and call.training:
+            keep = 1 - self.drop_path
+            shape = (y.shape[0],) + (1,) * (y.ndim - 1)
+            y = y * (torch.rand(shape, device=y.device) < keep).to(y.dtype) / keep
+        return tensors[0] + y, states
+
+    def extra_repr(self) -> str:
+        return f"drop_path={self.drop_path:g}" if self.drop_path else ""
+
+
+class Repeat(nn.Module):
+    """Layers one after the other; each is called by its index."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__()
+        self.wanted = reads(node)
+        self.inputs = [body.input for body in node.bodies.values()]
+        for label, body in node.bodies.items():
+            self._modules[label] = Layer(body, model, graph.join(path, label), skip)
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        env = dict(zip(self.wanted, tensors, strict=True))
+        x, states = tensors[0], {}
+        for (label, layer), value in zip(self._modules.items(), self.inputs, strict=True):
+            assert isinstance(layer, Layer)
+            outer = {**env, value: x}
+            x, state = layer(*[outer[v] for v in layer.wanted], call=call.into(label))
+            if state:
+                states[label] = state
+        return x, states
+
+    def __repr__(self) -> str:
+        lines: list[str] = []
+        groups: list[tuple[str, list[str]]] = []
+        for label, layer in self._modules.items():
+            text = repr(layer)
+            if groups and groups[-1][0] == text:
+                groups[-1][1].append(label)
+            else:
+                groups.append((text, [label]))
+        for text, labels in groups:
+            head = f"({labels[0]})" if len(labels) == 1 else f"({labels[0]}-{labels[-1]}): {len(labels)} x"
+            lines += f"{head} {text}".splitlines()
+        return "\n".join(["repeat(", *("  " + line for line in lines), ")"])
+
+
+class Layer(Body):
+    """One iteration of a repeat, or a branch of a parallel."""
+
+    def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__(body, model, path, skip, "steps")
+        self.wanted = tuple(dict.fromkeys((body.input, *body.captures)))
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+
+
+class Parallel(nn.Module):
+    """Branches on one input, merged."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__()
+        self.wanted, self.merge = reads(node), node.arguments.merge
+        for label, body in node.bodies.items():
+            self._modules[label] = Layer(body, model, graph.join(path, label), skip)
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        env = dict(zip(self.wanted, tensors, strict=True))
+        results, states = [], {}
+        for label, branch in self._modules.items():
+            assert isinstance(branch, Layer)
+            y, state = branch(*[env[v] for v in branch.wanted], call=call.into(label))
+            results.append(y)
+            if state:
+                states[label] = state
+        return merged(results, self.merge), states
+
+    def _get_name(self) -> str:
+        return "parallel"
+
+    def extra_repr(self) -> str:
+        return f"merge={self.merge}"
+
+
+def merged(results: list[Tensor], how: str) -> Tensor:
+    """Several results as one: sum, mean, product, concat (of the features)."""
+    if len(results) == 1:
+        return results[0]
+    if how == "concat":
+        return torch.cat(results, -1)
+    total = results[0]
+    for y in results[1:]:
+        total = total * y if how == "product" else total + y
+    return total / len(results) if how == "mean" else total
+
+
+class Holder(nn.Module):
+    """A name under which parameters are stored."""
+
+
+class Scan(Block):
+    """The steps in another order, or in several whose results are merged, with all parameters shared."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__(node, model, path, skip)
+        self._describe(node, model)
+
+    def _describe(self, node: Node, model: Model) -> None:
+        self.orders: tuple[str, ...] = node.arguments.orders
+        self.merge: str = node.arguments.merge
+        self.sequences = [_is_sequence(model.types[v]) for v in self.wanted]
+        self.in_place = _reversible(node.bodies[""])
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        results, states = [], {}
+        for order in self.orders:
+            inner, ordered = self._entering(order, tensors, call)
+            y, states = self.one(order, ordered, inner)
+            results.append(self._leaving(order, y, call))
+        return merged(results, self.merge), states
+
+    def one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        """Run one direction on tensors that are in its order."""
+        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+
+    def _entering(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
+        if order.startswith("columns"):
+            if call.resets is not None:
+                raise RunError(f"resets have no meaning in the order {order}")
+            rows, columns = call.grid_of(tensors[0])
+            tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
+            call = replace(call, grid=Grid((columns, rows)))
+        if not order.endswith("reverse"):
+            return call, tensors
+        resets = _reversed_resets(call.resets)
+        if self.in_place:
+            return replace(call, reverse=True, resets=resets), tensors
+        resets = None if resets is None else resets.flip(1)
+        return replace(call, resets=resets), self._each(tensors, lambda x: x.flip(1))
+
+    def _leaving(self, order: str, y: Tensor, call: Call) -> Tensor:
+        if order.endswith("reverse") and not self.in_place:
+            y = y.flip(1)
+        if order.startswith("columns"):
+            rows, columns = call.grid_of(y)
+            y = _transposed(y, columns, rows)
+        return y
+
+    def _each(self, tensors: tuple[Tensor, ...], change: Any) -> tuple[Tensor, ...]:
+        return tuple(change(x) if seq else x for x, seq in zip(tensors, self.sequences, strict=True))
+
+    def extra_repr(self) -> str:
+        many = f", merge={self.merge}" if len(self.orders) > 1 else ""
+        return f"order={'+'.join(self.orders)}{many}"
+
+
+class OwnedScan(Scan):
+    """A scan whose directions own parameters, stored under the names of the orders.
+
+    The name `forward` is then a child's (the state_dict says `forward.conv.weight`), so that attribute is a property,
+    and calling the module goes straight to `Scan.forward`; hooks belong on the modules inside or around it.
+    """
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        body = node.bodies[""]
+        names = {item.name for item in graph.parameters(body)}
+        self.separate = node.owned == names
+        owned = frozenset(graph.join(path, name) for name in node.owned)
+        if self.separate:
+            nn.Module.__init__(self)
+            self.separate, self.label, self.wanted = True, "scan", reads(node)
+            for order in node.arguments.orders:
+                self._modules[order] = Layer(body, model, graph.join(path, order), skip)
+        else:
+            Block.__init__(self, node, model, path, skip | owned)
+            self.separate = False
+            for order in node.arguments.orders:
+                self._modules[order] = _holder(node)
+            self.holders = {graph.join(path, step): step for step in _steps_of(node)}
+        self._describe(node, model)
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]
+        return self._modules["forward"] if "forward" in self._modules else self.__call__
+
+    def __call__(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        return Scan.forward(self, *tensors, call=call)
+
+    def one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        own = self._modules[order]
+        assert own is not None
+        if not self.separate:
+            owned = {path: own.get_submodule(step) for path, step in self.holders.items()}
+            return super().one(order, tensors, replace(call, owned=owned))
+        assert isinstance(own, Layer)
+        env = dict(zip(self.wanted, tensors, strict=True))
+        return own(*[env[v] for v in own.wanted], call=call)  # type: ignore[no-any-return]
+
+
+def _steps_of(node: Node) -> list[str]:
+    """Paths, inside the scan, of the steps that own something."""
+    return sorted({name.rpartition(".")[0] for name in node.owned})
+
+
+def _holder(node: Node) -> Holder:
+    """The owned parameters of one direction, under the names of their steps."""
+    root = Holder()
+    for item in graph.parameters(node.bodies[""]):
+        if item.name in node.owned:
+            place: nn.Module = root
+            *steps, leaf = item.name.split(".")
+            for step in steps:
+                if step not in place._modules:
+                    place._modules[step] = Holder()
+                place = place._modules[step]  # type: ignore[assignment]
+            place.register_parameter(leaf, nn.Parameter(torch.empty(item.parameter.shape)))
+    return root
+
+
+def _is_sequence(wire: Wire | None) -> bool:
+    return wire is not None and wire.kind in ("sequence", "tokens")
+
+
+def _reversible(body: Graph) -> bool:
+    """Whether every step computes the reverse order itself, so that nothing need be flipped."""
+    return all(
+        node.kind != "scan" and (node.op is None or node.op.reads == "token" or node.op.reversible)
+        for node in graph.walk(body)
+    )
+
+
+def _reversed_resets(resets: Tensor | None) -> Tensor | None:
+    """Marks of first tokens as seen from the right: t comes first if t + 1 begins another sequence."""
+    if resets is None:
+        return None
+    return torch.cat([resets[:, 1:], torch.zeros_like(resets[:, :1])], 1)
+
+
+def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Tokens of a grid, row by row -> column by column."""
+    return x.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
+
+
+_KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel}
+
+
+def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module:
+    """The module of a node; parameters named in `skip` are held elsewhere."""
+    if node.kind == "op":
+        return Primitive(node, path, model.types, skip)
+    if node.kind == "scan":
+        return (OwnedScan if node.directions and node.owned else Scan)(node, model, path, skip)
+    made: nn.Module = _KINDS[node.kind](node, model, path, skip)
+    return made
+
+
+class SequenceModel(Body):
+    """A built spec: an ordinary module whose parameters carry the names of the YAML.
+
+    Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
+    width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.graph, model, "", frozenset(), model.name)
+        self.model = model
+        obstacle = graph.stream_obstacle(model.graph)
+        self.obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        state: States | None = None,
+        return_state: bool = False,
+        resets: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> Any:
+        """Run a whole sequence, or go on from `state`.
+
+        resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
+        bounds of n sequences packed into a batch of one. grid: rows and columns of the tokens of an image, where the
+        input is tokens and the spec's own grid does not fit. Raises RunError.
+        """
+        self._check_input(x)
+        streaming = state is not None or return_state
+        if streaming and self.obstacle:
+            raise RunError(self.obstacle)
+        if state is not None:
+            check_state(self.model, state, x.shape[0], x.device)
+        if cu_seqlens is not None:
+            resets = _packed_resets(x, cu_seqlens, resets)
+        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[:2]):
+            raise RunError(f"resets must be bool of shape {list(x.shape[:2])}, not {resets.dtype} {list(resets.shape)}")
+        grid = grid or (self.model.input.grid if self.model.input.kind != "image" else None)
+        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
+        y, states = self.run({self.body.input: x}, call)
+        return (y, states) if return_state else y
+
+    def step(self, x: Tensor, state: States | None = None) -> tuple[Tensor, States]:
+        """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state)."""
+        y, states = self(x.unsqueeze(1), state=state, return_state=True)
+        return (y.squeeze(1) if y.ndim == 3 else y), states
+
+    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
+        """The state before the first token: a dict of dicts of tensors, by step names. Raises RunError."""
+        if self.obstacle:
+            raise RunError(self.obstacle)
+        some = next(self.parameters(), None)
+        device = device or (some.device if some is not None else "cpu")
+        dtype = dtype or (some.dtype if some is not None else torch.float32)
+        return new_state(self.model.graph, batch_size, device, dtype)
+
+    def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+        """Two groups for an optimiser: parameters that are customarily decayed, and the others."""
+        decays = {item.name: item.parameter.decay for item in graph.parameters(self.model.graph) if not item.tied}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.named_parameters():
+            groups[decays.get(name, True)].append(parameter)
+        return [
+            {"params": groups[True], "weight_decay": weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ]
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype."""
+        from seqblocks.initialise import draw
+
+        for item in graph.parameters(self.model.graph):
+            if item.tied is None:
+                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let tied names share one parameter (again, after something that copies parameters one by one)."""
+        for item in graph.parameters(self.model.graph):
+            if item.tied is not None:
+                holder, _, leaf = item.name.rpartition(".")
+                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+
+    def _check_input(self, x: Tensor) -> None:
+        wire = self.model.input
+        if wire.kind == "image":
+            if x.ndim != 4 or x.shape[1] != wire.features:
+                raise RunError(f"the model reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+        elif wire.kind == "tokens":
+            if x.ndim != 2 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise RunError(f"the model reads token numbers [batch, seq], not {x.dtype} {list(x.shape)}")
+        elif x.ndim != 3 or x.shape[2] != wire.features:
+            raise RunError(f"the model reads [batch, seq, {wire.features}], not {list(x.shape)}")
+
+
+def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:
+    if resets is not None:
+        raise RunError("give either resets or cu_seqlens")
+    if x.shape[0] != 1 or cu_seqlens.ndim != 1:
+        raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
+    first = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    starts = cu_seqlens[:-1].to(x.device)
+    return first.index_fill(1, starts[starts < x.shape[1]], True)

@@ -1,0 +1,229 @@
+"""What a primitive is. One class in one file says everything about it: arguments, ports, shape, parameters, state, cost,
+and how it computes. The validator reads the declarations without torch; `forward` imports torch when it runs.
+
+    @primitive("scale")
+    class Scale(Op):
+        '''Multiply every feature by a learned gain.'''
+
+        def parameters(self, x):
+            return {"weight": Parameter((x.features,), Init("ones"))}
+
+        def forward(self, p, call, x):
+            return x * p["weight"]
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from seqblocks.errors import Fault
+from seqblocks.parameters import Parameter, State
+from seqblocks.types import Kind, Wire, divisors_near
+
+PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input of an op.
+
+    `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
+    `joins`: accepts a list of wires, joined along the feature axis.
+    """
+
+    name: str
+    about: str = ""
+    main: bool = False
+    joins: bool = False
+    optional: bool = False
+    kinds: tuple[Kind, ...] = ("sequence",)
+
+
+X = Port("x", "the input", main=True)
+ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
+
+
+def argument(default: Any, about: str, *, inherit: str | None = None, **limits: Any) -> Any:
+    """A documented argument; `...` as default makes it required. Limits are pydantic's (`gt`, `ge`, `le`, …).
+
+    `inherit="tokens"` fills it, where the step leaves it out, with that property of the model's input.
+    """
+    extra = {"inherit": inherit} if inherit else None
+    return Field(default, description=about, json_schema_extra=extra, **limits)
+
+
+class Op(BaseModel):
+    """Base of all primitives. Subclass it, decorate it with `@primitive(verb)`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    verb: ClassVar[str] = ""
+    ports: ClassVar[tuple[Port, ...]] = (X,)
+    reads: ClassVar[Literal["token", "past", "all"]] = "token"
+    """What an output position depends on: its own token, the tokens before it too (then `state` says what is carried),
+    or the whole sequence (such an op cannot stream)."""
+    reversible: ClassVar[bool] = False
+    """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
+    source: ClassVar[str] = ""
+    """The paper or equation it implements."""
+
+    # The inputs come in the order of `ports`, an absent optional one as None. The open signatures let every op name its own.
+
+    def shape(self, *wires: Any, **_: Any) -> Wire:
+        """The output's type. Raises Fault. Default: that of the first input."""
+        first: Wire = wires[0]
+        return first
+
+    def parameters(self, *wires: Any, **_: Any) -> dict[str, Parameter]:
+        """What it owns, by name."""
+        return {}
+
+    def state(self, *wires: Any, **_: Any) -> dict[str, State]:
+        """What it carries from token to token, by name."""
+        return {}
+
+    def macs(self, *wires: Any, **_: Any) -> int:
+        """Multiply-accumulates for one output position (one token; one whole input if the output is a vector)."""
+        return 0
+
+    def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
+        """Compute. `p` has the parameters by name, `call` what goes with the call (`seqblocks.module.Call`).
+
+        An op that declares state returns `(output, state)`; `call.state` is the state it was given, or None.
+        """
+        raise TypeError(f"{type(self).__name__} does not compute")
+
+    def cannot_stream(self) -> str | None:
+        """Why it cannot run step by step, or None."""
+        return "it reads the whole sequence" if self.reads == "all" else None
+
+
+T = TypeVar("T", bound=type[Op])
+
+PRIMITIVES: dict[str, type[Op]] = {}
+
+
+def primitive(verb: str) -> Callable[[T], T]:
+    """Register an Op under its verb."""
+
+    def register(cls: T) -> T:
+        known = PRIMITIVES.get(verb)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"the verb '{verb}' is taken by {known.__module__}.{known.__qualname__}")
+        cls.verb = verb
+        PRIMITIVES[verb] = cls
+        return cls
+
+    return register
+
+
+@lru_cache(maxsize=1)
+def load_builtin() -> None:
+    """Import every file of `seqblocks.ops`: a new file there is a new primitive, with no list to edit."""
+    package = importlib.import_module("seqblocks.ops")
+    for module in pkgutil.iter_modules(package.__path__, "seqblocks.ops."):
+        importlib.import_module(module.name)
+
+
+@lru_cache(maxsize=1)
+def load_plugins() -> tuple[str, ...]:
+    """Import what other packages offer under the entry-point group `seqblocks.ops`; returns what failed, as text."""
+    from importlib.metadata import entry_points  # 20 ms that only a spec with an unknown verb pays
+
+    failed = []
+    for entry in entry_points(group=PLUGIN_GROUP):
+        try:
+            entry.load()
+        except Exception as error:  # a broken plug-in must not take every spec down with it
+            failed.append(f"plug-in '{entry.name}' ({entry.value}) did not load: {error}")
+    return tuple(failed)
+
+
+def find_primitive(verb: str) -> type[Op] | None:
+    """The op called `verb`, plug-ins included."""
+    load_builtin()
+    if verb not in PRIMITIVES:
+        load_plugins()
+    return PRIMITIVES.get(verb)
+
+
+# --- what kind of value an argument takes: decided by the field's type, never by how the text looks ---------------
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKind:
+    """number | flag | word | words | value; `choices` are the legal words."""
+
+    kind: Literal["number", "flag", "word", "words", "value"]
+    choices: tuple[str, ...] = ()
+    whole: bool = False
+    optional: bool = False
+
+
+@lru_cache(maxsize=1024)
+def fields_of(model: type[BaseModel]) -> dict[str, FieldKind]:
+    """The kind of every argument of an op or combinator, by the name that YAML uses."""
+    return {info.alias or name: field_kind(info.annotation) for name, info in model.model_fields.items()}
+
+
+def field_kind(annotation: Any) -> FieldKind:
+    """See FieldKind."""
+    options = [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        options = [a for a in typing.get_args(annotation) if a is not type(None)]
+    optional = len(options) != len(typing.get_args(annotation) or (annotation,))
+    choices: list[str] = []
+    plural = False
+    for option in options:
+        if typing.get_origin(option) in (list, tuple):
+            plural = True
+            option = typing.get_args(option)[0]
+        if typing.get_origin(option) is Literal:
+            choices += [c for c in typing.get_args(option) if c not in choices]
+    if choices:
+        return FieldKind("words" if plural else "word", tuple(map(str, choices)), optional=optional)
+    if options[0] is bool:
+        return FieldKind("flag", optional=optional)
+    if options[0] in (int, float):
+        return FieldKind("number", whole=options[0] is int, optional=optional)
+    if options[0] is str:
+        return FieldKind("word", optional=optional)
+    return FieldKind("value", optional=optional)
+
+
+# --- checks that many ops share -----------------------------------------------------------------------------------
+
+
+def must_divide(value: int, width: int, what: str, of: str, at: str | None = None) -> int:
+    """width / value, or Fault E401 that names the legal values."""
+    if value <= 0 or width % value:
+        raise Fault(
+            "E401",
+            f"{what} {value} does not divide {of} {width}",
+            at=at or what,
+            hint=divisors_near(width, value),
+        )
+    return width // value
+
+
+def must_match(name: str, found: Wire, width: int, because: str) -> None:
+    """Fault E402 unless port `name` carries `width` features."""
+    if found.features != width:
+        note = found.whence(f"`{name}`")
+        raise Fault(
+            "E402",
+            f"{name} must have {width} features",
+            at=name,
+            expected=f"{width} ({because})",
+            found=f"{found.features}",
+            notes=[note] if note else [],
+        )

@@ -1,0 +1,103 @@
+"""Convolutions over tokens.   D features, K taps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, argument, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+Activation = Literal["none", "silu"]
+
+
+@primitive("causal_conv")
+class CausalConv(Op):
+    """Convolution over the token and the K - 1 before it; tap K - 1 meets the current token.
+
+    Depthwise weight [D, 1, K], or [D, D, K] with `mixing`. State: the last K - 1 inputs [K - 1, D], oldest first.
+    """
+
+    reads = "past"
+    reversible = True
+    kernel: int = argument(4, "number of taps, K", ge=1, le=4096)
+    activation: Activation = argument("none", "applied to the result")
+    mixing: bool = argument(False, "mix the features (a full convolution) instead of treating each on its own")
+    bias: bool = argument(True, "whether a bias is added")
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        width = x.features if self.mixing else 1
+        fan_in = width * self.kernel
+        out = {"weight": Parameter((x.features, width, self.kernel), Init("fan_in_uniform"), fan_in=fan_in)}
+        if self.bias:
+            out["bias"] = Parameter((x.features,), Init("fan_in_uniform"), decay=False, fan_in=fan_in)
+        return out
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"window": State((self.kernel - 1, x.features), "model")} if self.kernel > 1 else {}
+
+    def macs(self, x: Wire) -> int:
+        return x.features * self.kernel * (x.features if self.mixing else 1)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels import causal_conv
+
+        activation = None if self.activation == "none" else self.activation
+        out = causal_conv(
+            x,
+            p["weight"],
+            p.get("bias"),
+            activation=activation,
+            state=call.state["window"] if call.state else None,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+        )
+        y, window = out if call.keep else (out, None)
+        return y, {"window": window} if call.keep and self.kernel > 1 else {}
+
+
+@primitive("conv2d")
+class Conv2d(Op):
+    """Depthwise K x K convolution over an image's grid of tokens, zero-padded to keep its size."""
+
+    reads = "all"
+    kernel: int = argument(3, "height and width of the window, K; odd, so that the grid keeps its size", ge=1, le=255)
+    activation: Activation = argument("none", "applied to the result")
+    bias: bool = argument(True, "whether a bias is added")
+    source = "Vision-LSTM (arXiv:2406.04303), version 2"
+
+    def shape(self, x: Wire) -> Wire:
+        if self.kernel % 2 == 0:
+            hint = f"kernel: {self.kernel - 1} or {self.kernel + 1}"
+            raise Fault("E412", "the kernel of conv2d must be odd", at="kernel", found=str(self.kernel), hint=hint)
+        if x.grid is None:
+            raise Fault(
+                "E407",
+                "conv2d needs the tokens of an image",
+                found=f"{x} without rows and columns",
+                hint="use causal_conv, or give the input a `grid: [rows, columns]`",
+            )
+        return x
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        fan_in = self.kernel**2
+        shape = (x.features, 1, self.kernel, self.kernel)
+        out = {"weight": Parameter(shape, Init("fan_in_uniform"), fan_in=fan_in)}
+        if self.bias:
+            out["bias"] = Parameter((x.features,), Init("fan_in_uniform"), decay=False, fan_in=fan_in)
+        return out
+
+    def macs(self, x: Wire) -> int:
+        return x.features * self.kernel**2
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import conv2d, silu
+
+        rows, columns = call.grid_of(x)
+        batch, seq, width = x.shape
+        image = x.transpose(1, 2).reshape(batch, width, rows, columns)
+        y = conv2d(image, p["weight"], p.get("bias"), padding=self.kernel // 2, groups=width)
+        y = y.reshape(batch, width, seq).transpose(1, 2)
+        return silu(y) if self.activation == "silu" else y

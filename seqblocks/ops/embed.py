@@ -1,0 +1,213 @@
+"""Into and out of the feature space: images, tokens, positions.   D features, P patch, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from seqblocks.errors import Fault, RunError
+from seqblocks.op import Op, Port, argument, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+@primitive("patch_embed")
+class PatchEmbed(Op):
+    """Cut an image [batch, C, height, width] into P x P patches and map each to D features, row by row.
+
+    Weight [D, C, P, P], Glorot-uniform as one matrix; bias 0.
+    """
+
+    ports = (Port("x", "the image", main=True, kinds=("image",)),)
+    patch: int = argument(..., "height and width of a patch, P", ge=1)
+    features: int = argument(..., "width of a token, D", ge=1)
+    stride: int | None = argument(None, "distance between patches (default: P, no overlap)", ge=1)
+    bias: bool = argument(True, "whether a bias is added")
+    source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        step = self.stride or self.patch
+        return (height - self.patch) // step + 1, (width - self.patch) // step + 1
+
+    def shape(self, x: Wire) -> Wire:
+        assert x.grid
+        step = self.stride or self.patch
+        for side in x.grid:
+            if side < self.patch or (side - self.patch) % step:
+                sizes = f"{x.grid[0]} x {x.grid[1]}"
+                near = self.patch + max(0, side - self.patch) // step * step
+                raise Fault(
+                    "E401",
+                    f"patches of {self.patch} at every {step} do not tile an image of {sizes}",
+                    at="patch",
+                    hint=f"sides that work: {near}, {near + step}",
+                )
+        rows, columns = self.grid(*x.grid)
+        return Wire("sequence", self.features, rows * columns, (rows, columns))
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        out = {"weight": Parameter((self.features, x.features, self.patch, self.patch), Init("xavier_uniform"))}
+        if self.bias:
+            out["bias"] = Parameter((self.features,), Init("zeros"), decay=False)
+        return out
+
+    def macs(self, x: Wire) -> int:
+        return self.features * x.features * self.patch**2
+
+    def cannot_stream(self) -> str | None:
+        return "it reads a whole image"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import conv2d
+
+        step = self.stride or self.patch
+        if x.shape[-2] < self.patch or x.shape[-1] < self.patch:
+            raise RunError(f"an image of {x.shape[-2]} x {x.shape[-1]} is smaller than a patch of {self.patch}")
+        y = conv2d(x, p["weight"], p.get("bias"), stride=step)
+        call.set_grid((y.shape[-2], y.shape[-1]))
+        return y.flatten(2).transpose(1, 2)
+
+
+@primitive("position_embed")
+class PositionEmbed(Op):
+    """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
+
+    An image of another size gets the grid interpolated (bicubic).
+    """
+
+    length: int | None = argument(None, "number of positions, where the input's length is open", ge=1)
+    source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
+
+    def positions(self, x: Wire) -> tuple[int, ...]:
+        if x.grid and self.length is None:
+            return x.grid
+        length = self.length or x.length
+        if not isinstance(length, int):
+            hint = "length: 2048, here or in the model's input"
+            raise Fault("E202", "position_embed must know how many positions there are", hint=hint)
+        if isinstance(x.length, int) and x.length > length:
+            raise Fault("E412", "fewer positions than tokens", at="length", expected=str(x.length), found=str(length))
+        return (length,)
+
+    def shape(self, x: Wire) -> Wire:
+        self.positions(x)
+        return x
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        shape = (1, *self.positions(x), x.features)
+        return {"weight": Parameter(shape, Init("trunc_normal", (0.02,)), decay=False)}
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"position": State((), "int64")} if len(self.positions(x)) == 1 else {}
+
+    def cannot_stream(self) -> str | None:
+        return None
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        weight = p["weight"]
+        if weight.ndim == 4:
+            if call.streaming:
+                raise RunError("position_embed over an image's grid cannot run step by step")
+            return x + _resized(weight, call.grid_of(x)).flatten(1, 2), {}
+        before = call.state["position"] if call.state else None
+        index, after = _running_positions(x, before, call.resets)
+        if not call.compiling and index.numel() and int(index.max()) >= weight.shape[1]:
+            raise RunError(f"position {int(index.max())} is beyond the {weight.shape[1]} of position_embed")
+        return x + weight[0][index], {"position": after}
+
+
+def _resized(weight: Any, grid: tuple[int, int]) -> Any:
+    from torch.nn.functional import interpolate
+
+    if tuple(weight.shape[1:3]) == tuple(grid):
+        return weight
+    image = weight.permute(0, 3, 1, 2).float()
+    return interpolate(image, size=grid, mode="bicubic").permute(0, 2, 3, 1).to(weight.dtype)
+
+
+def _running_positions(x: Any, before: Any, resets: Any) -> tuple[Any, Any]:
+    """Index of each token since its sequence began [batch, seq], and that of the token to come [batch]."""
+    import torch
+
+    batch, seq = x.shape[:2]
+    start = torch.zeros(batch, dtype=torch.long, device=x.device) if before is None else before
+    count = torch.arange(seq, device=x.device).expand(batch, seq)
+    index = count + start[:, None]
+    if resets is not None:
+        latest = torch.where(resets, count, -1).cummax(1).values
+        index = torch.where(latest >= 0, count - latest, index)
+    return index, index[:, -1] + 1 if seq else start
+
+
+@primitive("class_token")
+class ClassToken(Op):
+    """Insert a learned token before, amid or after the others; the grid of an image is given up."""
+
+    reads = "all"
+    position: Literal["first", "middle", "last"] = argument("first", "where the token is inserted")
+
+    def shape(self, x: Wire) -> Wire:
+        if not isinstance(x.length, int):
+            hint = "give the input a length"
+            raise Fault("E412", "class_token needs a sequence of known length", found=str(x), hint=hint)
+        return replace(x, length=x.length + 1, grid=None)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        return {"weight": Parameter((1, 1, x.features), Init("trunc_normal", (0.02,)), decay=False)}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        at = {"first": 0, "middle": x.shape[1] // 2, "last": x.shape[1]}[self.position]
+        token = p["weight"].expand(x.shape[0], 1, -1).to(x.dtype)
+        return torch.cat([x[:, :at], token, x[:, at:]], 1)
+
+
+@primitive("embed")
+class Embed(Op):
+    """Look up a learned vector for each token number. Weight [V, D]; no weight decay by custom."""
+
+    ports = (Port("x", "token numbers", main=True, kinds=("tokens",)),)
+    features: int = argument(..., "width of a token, D", ge=1)
+
+    def shape(self, x: Wire) -> Wire:
+        return Wire("sequence", self.features, x.length, x.grid)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        shape = (x.features, self.features)
+        return {"weight": Parameter(shape, Init("small", (float(self.features),)), decay=False)}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import embedding
+
+        return embedding(x, p["weight"])
+
+
+@primitive("unembed")
+class Unembed(Op):
+    """Scores for every token number: logits = W x + b, W [V, D]. `tie: embed` shares the embedding's weight."""
+
+    vocabulary: int | None = argument(None, "number of tokens, V (default: the model's input)", ge=1, inherit="tokens")
+    bias: bool = argument(True, "whether a bias is added")
+
+    def shape(self, x: Wire) -> Wire:
+        if self.vocabulary is None:
+            hint = "vocabulary: 50304"
+            raise Fault("E202", "unembed must know the vocabulary: the model's input is not tokens", hint=hint)
+        return x.with_features(self.vocabulary)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        vocabulary = self.vocabulary or 0
+        out = {"weight": Parameter((vocabulary, x.features), Init("small", (float(x.features),)))}
+        if self.bias:
+            out["bias"] = Parameter((vocabulary,), Init("zeros"), decay=False)
+        return out
+
+    def macs(self, x: Wire) -> int:
+        return x.features * (self.vocabulary or 0)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import linear
+
+        return linear(x, p["weight"], p.get("bias"))

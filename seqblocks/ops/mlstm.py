@@ -1,0 +1,67 @@
+"""The mLSTM cell: a matrix memory with exponential input gate.   H heads, DK/DV head widths of q, k / v."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.parameters import State
+from seqblocks.types import Wire
+
+
+@primitive("mlstm")
+class MLSTM(Op):
+    """Matrix memory C = sum of gated v k^T, read by q and normalised; one input and one forget gate per head.
+
+    q, k are [batch, seq, H * DK], v is [batch, seq, H * DV], i and f are [batch, seq, H] before their gates;
+    1/sqrt(DK) is applied inside. State per sequence: C [H, DK, DV], n [H, DK] and the stabiliser m [H], float32.
+    """
+
+    ports = (
+        Port("q", "queries"),
+        Port("k", "keys"),
+        Port("v", "values"),
+        Port("i", "input gate, one number per head"),
+        Port("f", "forget gate, one number per head"),
+    )
+    reads = "past"
+    reversible = True
+    heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
+    input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
+    eps: float = argument(1e-6, "added to the normaliser", ge=0)
+    source = "xLSTM (arXiv:2405.04517), eq. 19-27"
+
+    def shape(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> Wire:
+        must_divide(self.heads, q.features, "heads", "the width of q")
+        must_match("k", k, q.features, "the width of q")
+        must_divide(self.heads, v.features, "heads", "the width of v")
+        must_match("i", i, self.heads, "one for each head")
+        must_match("f", f, self.heads, "one for each head")
+        return v
+
+    def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
+        dk, dv = q.features // self.heads, v.features // self.heads
+        return {"C": State((self.heads, dk, dv)), "n": State((self.heads, dk)), "m": State((self.heads,))}
+
+    def macs(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> int:
+        """Of the recurrent form: update and read C and n."""
+        dk, dv = q.features // self.heads, v.features // self.heads
+        return self.heads * (2 * dk * dv + 2 * dk)
+
+    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+        from seqblocks.kernels import MLSTMState, mlstm
+
+        state = call.state
+        out = mlstm(
+            *(x.unflatten(-1, (self.heads, -1)) for x in (q, k, v)),
+            i,
+            f,
+            state=MLSTMState(state["C"], state["n"], state["m"]) if state else None,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+            eps=self.eps,
+            input_gate=self.input_gate,
+        )
+        h, last = out if call.keep else (out, None)
+        return h.flatten(-2), last._asdict() if last else {}

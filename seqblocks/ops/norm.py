@@ -1,0 +1,68 @@
+"""Normalisation of the features of each token."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.op import ANY, Op, argument, must_divide, primitive
+from seqblocks.parameters import Init, Parameter
+from seqblocks.types import Wire
+
+Gain = Literal["plain", "one_plus", "none"]
+
+
+class Norm(Op):
+    """Base: a gain and a bias per feature. Neither is customarily decayed."""
+
+    ports = (ANY,)
+    gain: Gain = argument(
+        "plain", "plain: the gain is the weight, from 1; one_plus: it is 1 + weight, from 0; none: no gain"
+    )
+    bias: bool = argument(True, "whether a bias is added")
+    eps: float = argument(1e-5, "added to the variance", gt=0)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        out = {}
+        if self.gain != "none":
+            out["weight"] = Parameter((x.features,), Init("ones" if self.gain == "plain" else "zeros"), decay=False)
+        if self.bias:
+            out["bias"] = Parameter((x.features,), Init("zeros"), decay=False)
+        return out
+
+    def effective_gain(self, p: Any) -> Any:
+        weight = p.get("weight")
+        return 1 + weight if self.gain == "one_plus" else weight
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features  # variance and scaling; the mean is additions
+
+
+@primitive("layer_norm")
+class LayerNorm(Norm):
+    """Layer normalisation over the features: (x - mean) / sqrt(var + eps) * gain + bias."""
+
+    source = "Ba et al. 2016 (arXiv:1607.06450)"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import layer_norm
+
+        return layer_norm(x, x.shape[-1:], self.effective_gain(p), p.get("bias"), self.eps)
+
+
+@primitive("head_norm")
+class HeadNorm(Norm):
+    """Layer normalisation of each head's own features; gain and bias run over all of them."""
+
+    heads: int = argument(..., "number of heads; must divide the width", ge=1)
+    gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")
+    bias: bool = argument(False, "whether a bias is added")
+    source = "xLSTM (arXiv:2405.04517), MultiHeadLayerNorm"
+
+    def shape(self, x: Wire) -> Wire:
+        must_divide(self.heads, x.features, "heads", "the width")
+        return x
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels import head_norm
+
+        return head_norm(x, self.heads, self.effective_gain(p), p.get("bias"), self.eps)

@@ -1,0 +1,64 @@
+"""From a sequence to one vector, or back to an image."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, argument, primitive
+from seqblocks.types import Wire
+
+Mode = Literal["mean", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
+
+
+@primitive("pool")
+class Pool(Op):
+    """One vector for the whole sequence.
+
+    mean of all tokens; first (cls: a class token put there), middle, last token; bilateral_mean and bilateral_concat
+    of the first and the last.
+    """
+
+    mode: Mode = argument("mean", "how the tokens become one")
+    source = "bilateral: Vision-LSTM (arXiv:2406.04303)"
+
+    def shape(self, x: Wire) -> Wire:
+        width = 2 * x.features if self.mode == "bilateral_concat" else x.features
+        return Wire("vector", width, origin=x.origin if width == x.features else None)
+
+    def cannot_stream(self) -> str | None:
+        return None if self.mode == "last" else f"its mode {self.mode} reads the whole sequence"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        match self.mode:
+            case "mean":
+                return x.mean(1)
+            case "first" | "cls":
+                return x[:, 0]
+            case "middle":
+                return x[:, (x.shape[1] - 1) // 2]
+            case "last":
+                return x[:, -1]
+            case "bilateral_mean":
+                return (x[:, 0] + x[:, -1]) / 2
+            case "bilateral_concat":
+                return torch.cat([x[:, 0], x[:, -1]], -1)
+
+
+@primitive("to_image")
+class ToImage(Op):
+    """The tokens of an image as feature maps [batch, features, rows, columns]."""
+
+    reads = "all"
+
+    def shape(self, x: Wire) -> Wire:
+        if x.grid is None:
+            hint = "start from an image, or give the input a `grid: [rows, columns]`"
+            raise Fault("E407", "to_image needs the tokens of an image", found=f"{x} without rows and columns", hint=hint)
+        return Wire("image", x.features, None, x.grid, x.origin)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        rows, columns = call.grid_of(x)
+        return x.transpose(1, 2).unflatten(2, (rows, columns))

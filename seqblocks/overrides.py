@@ -1,0 +1,145 @@
+"""`--set dim=384` and `set={...}`: replace values of a document before it is read, addressed by names.
+
+    dim, let.dim                     an entry of the file's own `let:`
+    blocks.vil.heads                 the default of a block's argument (or an entry of its `let:`)
+    blocks.vil.residual.drop_path    an argument of a step, by the namespaces of the steps
+    model.blocks.m.vil.heads         likewise inside the model (here through the word m of a repeat)
+    input.image.size, expect.params  likewise
+
+What is not there already is an error: an override never adds a thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingABC
+from dataclasses import replace
+from typing import Any
+
+from seqblocks import document
+from seqblocks.document import Mapping, Node, Scalar, Sequence
+from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
+
+
+def as_text(value: Any) -> str:
+    """A Python value as the YAML that means it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(as_text(v) for v in value) + "]"
+    if isinstance(value, MappingABC):
+        return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, int | float):
+        return repr(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[str, ...]:
+    """Apply `path -> YAML text` to a document in place. Returns those that changed something, as `path=text`."""
+    changed = []
+    for path, text in overrides.items():
+        shown = f"--set {path}={text}"
+        value = _parse(text, shown, report)
+        if value is None:
+            continue
+        slot = _find(root, path, shown, report)
+        if slot is None:
+            continue
+        holder, key = slot
+        span, old = holder.entries[key]
+        if document.plain(old) != document.plain(value):
+            if not path.startswith("expect"):
+                changed.append(f"{path}={text}")
+            holder.entries[key] = (span, value)
+    return tuple(changed)
+
+
+def _parse(text: str, shown: str, report: Report) -> Node | None:
+    if not text.strip():
+        report.add(_fault(shown, "the override has no value", hint="--set dim=384"))
+        return None
+    try:
+        node = document.parse(text, shown, report)
+    except RecursionError:
+        node = None
+    if node is None:
+        return None
+    source = Source.of(shown, shown)
+    return _moved(node, Span(source, 1, 1, 1, len(shown) + 1))
+
+
+def _moved(node: Node, span: Span) -> Node:
+    """The same value, standing at the override rather than at line 1 of a text nobody sees."""
+    if isinstance(node, Scalar):
+        return replace(node, span=span)
+    if isinstance(node, Sequence):
+        return replace(node, span=span, items=[_moved(item, span) for item in node.items])
+    assert isinstance(node, Mapping)
+    return replace(node, span=span, entries={k: (span, _moved(v, span)) for k, (_, v) in node.entries.items()})
+
+
+def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
+    source = Source.of("command line", shown)
+    return Diagnostic("E310", message, Span(source, 1, 1, 1, len(shown) + 1), **more)
+
+
+def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, str] | None:
+    """The mapping and key that a path names."""
+    parts = path.split(".")
+    if isinstance(root, Mapping) and parts[0] not in root.entries:
+        let = root.get("let")
+        if isinstance(let, Mapping) and parts[0] in let.entries:
+            parts = ["let", *parts]
+        elif isinstance(model := root.get("model"), Mapping) and parts[0] == "input":
+            root = model
+    node: Node = root
+    for depth, part in enumerate(parts):
+        choices = _choices(node)
+        if part not in choices:
+            where = ".".join(parts[:depth]) or "the spec"
+            known = sorted(choices)
+            if depth == 0:
+                let = root.get("let") if isinstance(root, Mapping) else None
+                known = sorted([*known, *(let.entries if isinstance(let, Mapping) else ())])
+            report.add(
+                _fault(
+                    shown,
+                    f"there is no {quote(part)} in {where}",
+                    expected=f"one of {listing(known)}" if known else None,
+                    hint=did_you_mean(part, known) or "an override replaces what the spec says; it adds nothing",
+                )
+            )
+            return None
+        holder, key = choices[part]
+        if depth == len(parts) - 1:
+            return holder, key
+        node = holder.entries[key][1]
+    return None
+
+
+def _choices(node: Node) -> dict[str, tuple[Mapping, str]]:
+    """What the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
+    out: dict[str, tuple[Mapping, str]] = {}
+    if isinstance(node, Mapping):
+        for key, _, value in node:
+            out[key] = (node, key)
+            if key in ("args", "let"):
+                out |= {k: v for k, v in _choices(value).items() if k not in out}
+            elif key in ("steps", "branches"):
+                out |= {k: v for k, v in _steps(value).items() if k not in out}
+    elif isinstance(node, Sequence):
+        out |= _steps(node)
+    return out
+
+
+def _steps(node: Node) -> dict[str, tuple[Mapping, str]]:
+    out: dict[str, tuple[Mapping, str]] = {}
+    for item in node.items if isinstance(node, Sequence) else ():
+        if isinstance(item, Mapping) and len(item.entries) == 1:
+            ((verb, _, arguments),) = list(item)
+            name = verb
+            for key in ("as", "name"):
+                given = arguments.get(key) if isinstance(arguments, Mapping) else None
+                if isinstance(given, Scalar) and isinstance(given.value, str):
+                    name = given.value
+            out.setdefault(name, (item, verb))
+    return out

@@ -1,0 +1,121 @@
+"""What an op owns and what it carries: declarations that are counted before anything is allocated.
+
+The validator sums these tables and the builder allocates from them, so the analytic count is the built count.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from seqblocks.errors import Fault, did_you_mean, listing, quote
+from seqblocks.expressions import UNKNOWN, Expression, parse, syntax_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """An initialiser by name with its numbers, for instance `normal(0, 0.1)`."""
+
+    name: str
+    values: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{v:g}' for v in self.values)})" if self.values else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One learned tensor of an op.
+
+    `fan_in` is what the initialisers that scale with it use (default: the product of all axes but the first).
+    `decay` says whether weight decay is customary for it. `full_precision` keeps it float32 in a half-precision model.
+    """
+
+    shape: tuple[int, ...]
+    init: Init
+    decay: bool = True
+    fan_in: int | None = None
+    full_precision: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One tensor that an op carries along the sequence: shape without the batch axis.
+
+    dtype "float32" stays so whatever the model's dtype is (stabilisers, accumulators); "model" follows the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    fill: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Initialiser:
+    """What `init:` may name: parameter names with defaults (None: must be given), and one line of explanation."""
+
+    arguments: tuple[tuple[str, float | None], ...]
+    about: str
+
+
+INITIALISERS: dict[str, Initialiser] = {
+    "zeros": Initialiser((), "all 0"),
+    "ones": Initialiser((), "all 1"),
+    "constant": Initialiser((("value", None),), "all equal to value"),
+    "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution"),
+    "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high"),
+    "trunc_normal": Initialiser((("std", 0.02),), "normal(0, std), redrawn beyond two absolute units"),
+    "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the elements"),
+    "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
+    "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
+    "small": Initialiser((("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in"),
+    "wang": Initialiser((("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))"),
+}
+
+
+def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
+    """`normal(0, 0.1)` as an Init; arguments may be expressions. None while a name in it is UNKNOWN.
+
+    Raises Fault (E408, and what expressions raise).
+    """
+    tree = syntax_tree(text)
+    match tree:
+        case ast.Name(id=name):
+            given: list[ast.expr] = []
+        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]):
+            pass
+        case _:
+            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
+    known = INITIALISERS.get(name)
+    if known is None:
+        raise Fault(
+            "E408",
+            f"there is no initialiser {quote(name)}",
+            expected=f"one of {listing(INITIALISERS, 20)}",
+            hint=did_you_mean(name, INITIALISERS),
+        )
+    values = [_evaluate(ast.unparse(argument), names) for argument in given]
+    wanted = known.arguments
+    rest = [default for _, default in wanted[len(values) :]]
+    if len(values) > len(wanted) or None in rest:
+        signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted)})"
+        raise Fault("E408", f"{name} does not take {len(values)} numbers", expected=signature)
+    if any(value is UNKNOWN for value in values):
+        return None
+    return Init(name, tuple(float(v) for v in [*values, *rest]))
+
+
+def _evaluate(text: str, names: Mapping[str, Any]) -> Any:
+    expression: Expression = parse(text)
+    return expression.evaluate(names)

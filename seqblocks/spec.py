@@ -1,0 +1,331 @@
+"""The typed spec: what a document says, sorted into let, blocks, model, expect; other files brought in by `use`.
+
+Only structure is decided here (known keys, legal names, which file a name comes from). What a step means is settled
+in `lower.py`, once the numbers are known.
+"""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from seqblocks import document
+from seqblocks.combinators import COMBINATORS
+from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.errors import (
+    Diagnostic,
+    Note,
+    Report,
+    Source,
+    Span,
+    SpecError,
+    did_you_mean,
+    listing,
+    quote,
+)
+from seqblocks.op import find_primitive
+
+VERSION = 1
+FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
+BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
+MODEL_KEYS = ("about", "input", "steps")
+EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "tolerance")
+ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(slots=True)
+class Argument:
+    """An argument of a block: its type, and its default node unless it is required."""
+
+    name: str
+    type: str  # one of ARGUMENT_TYPES, or "any" where the default is a list, a mapping or nothing
+    span: Span
+    default: Node | None
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block as defined in some file."""
+
+    name: str
+    span: Span
+    home: SpecFile
+    about: str
+    args: dict[str, Argument]
+    let: Mapping | None
+    steps: Node | None
+    checkpoint: Node | None
+
+
+@dataclass(slots=True, eq=False)
+class SpecFile:
+    """One file: its own definitions, and what is visible in it."""
+
+    source: Source
+    root: Mapping
+    about: str = ""
+    let: Mapping | None = None
+    blocks: dict[str, Block] = field(default_factory=dict)
+    visible: dict[str, Block] = field(default_factory=dict)
+    model: Mapping | None = None
+    model_span: Span | None = None
+    expect: Mapping | None = None
+    checkpoint: Node | None = None
+
+
+# --- where specs are found ------------------------------------------------------------------------------------------
+
+
+def bundled() -> dict[str, Path]:
+    """Bundled specs by name, blocks and models alike."""
+    root = Path(str(resources.files("seqblocks"))) / "specs"
+    return {path.stem: path for folder in ("blocks", "models") for path in sorted((root / folder).glob("*.yaml"))}
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a SPEC or `use:` entry means a file rather than a bundled name."""
+    return name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name
+
+
+def read_text(path: Path, shown: str, report: Report) -> str | None:
+    """A file's text, or None with a diagnostic."""
+    try:
+        if path.stat().st_size > 4 * document.MAX_BYTES:
+            report.add(Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes"))
+            return None
+        return document.decode(path.read_bytes(), shown, report)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}"))
+    except ValueError as error:  # a null byte in the name
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}"))
+    return None
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a file and, once each, the files it uses."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.files: dict[str, SpecFile | None] = {}
+        self.open: list[str] = []
+
+    def fault(self, code: str, message: str, span: Span | None, **more: str | None) -> None:
+        self.report.add(Diagnostic(code, message, span, more.get("expected"), more.get("found"), (), more.get("hint")))
+
+    def read(self, root: Node | None, source: Source, base: Path | None) -> SpecFile | None:
+        """The typed form of a parsed document; relative `use:` entries start from `base`."""
+        if root is None:
+            return None
+        if not isinstance(root, Mapping):
+            self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint="begin with `seqblocks: 1`")
+            return None
+        file = SpecFile(source, root)
+        self.known_keys(root, FILE_KEYS, "a spec")
+        self._version(root)
+        file.about = self._text(root, "about")
+        file.let = self._mapping(root, "let")
+        file.expect = self._mapping(root, "expect")
+        if file.expect:
+            self.known_keys(file.expect, EXPECT_KEYS, "expect")
+        file.checkpoint = root.get("checkpoint")
+        file.model = self._mapping(root, "model")
+        if file.model:
+            file.model_span = root.entries["model"][0]
+            self.known_keys(file.model, MODEL_KEYS, "model")
+        self._use(file, base)
+        for name, span, node in self._mapping(root, "blocks") or ():
+            self._block(file, name, span, node)
+        return file
+
+    def known_keys(self, node: Mapping, known: Iterable[str], what: str) -> None:
+        """E201 for every key that is not known here."""
+        words = tuple(known)
+        for key, span, _ in node:
+            if key not in words:
+                self.fault(
+                    "E201",
+                    f"unknown key {quote(key)} in {what}",
+                    span,
+                    expected=f"one of {listing(words)}",
+                    hint=did_you_mean(key, words),
+                )
+
+    def is_name(self, name: str, span: Span | None) -> bool:
+        """Whether `name` may name a thing; E207 if not."""
+        if _NAME.match(name) and len(name) <= 64 and not keyword.iskeyword(name):
+            return True
+        self.fault("E207", f"{quote(name)} is not a name", span, expected="letters, digits and _, not beginning with a digit")
+        return False
+
+    def _mapping(self, root: Mapping, key: str) -> Mapping | None:
+        node = root.get(key)
+        if node is None or isinstance(node, Mapping):
+            return node
+        if not (isinstance(node, Scalar) and node.value is None):
+            self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node))
+        return None
+
+    def _text(self, root: Mapping, key: str) -> str:
+        node = root.get(key)
+        if node is None:
+            return ""
+        if isinstance(node, Scalar):
+            return node.text
+        self.fault("E203", f"{key} must be text", node.span, found=kind_of(node))
+        return ""
+
+    def _version(self, root: Mapping) -> None:
+        node = root.get("seqblocks")
+        if node is None:
+            self.fault(
+                "E205",
+                "the spec does not say which version of the language it is written in",
+                Span(root.span.source, root.span.line, root.span.column, root.span.line, root.span.column + 1),
+                hint=f"begin with `seqblocks: {VERSION}`",
+            )
+        elif not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool):
+            self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
+
+    def _use(self, file: SpecFile, base: Path | None) -> None:
+        node = file.root.get("use")
+        if node is None:
+            return
+        if not isinstance(node, Sequence):
+            self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint="use: [vil]")
+            return
+        for item in node.items:
+            if not isinstance(item, Scalar) or not isinstance(item.value, str):
+                self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
+                continue
+            other = self._used(item.value, item.span, base)
+            for name, block in (other.blocks if other else {}).items():
+                clash = file.visible.get(name)
+                if clash and clash is not block:
+                    self.report.add(
+                        Diagnostic(
+                            "E309",
+                            f"block {quote(name)} is defined by two of the files in use",
+                            item.span,
+                            notes=(Note("defined here", clash.span), Note("and here", block.span)),
+                        )
+                    )
+                file.visible[name] = block
+
+    def _used(self, name: str, span: Span, base: Path | None) -> SpecFile | None:
+        if looks_like_path(name):
+            path = (base or Path()) / name
+            shown = os.path.normpath(str(path))
+        else:
+            found = bundled()
+            if name not in found:
+                self.fault(
+                    "E306",
+                    f"there is no bundled spec {quote(name)}",
+                    span,
+                    expected=f"one of {listing(found)}",
+                    hint=did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
+                )
+                return None
+            path, shown = found[name], f"{name}.yaml"
+        key = os.path.abspath(path)
+        if key in self.open:
+            ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
+            self.fault("E307", f"the files use each other: {ring}", span, hint="move what both need to a third file")
+            return None
+        if key not in self.files:
+            if not path.is_file():
+                self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}")
+                return None
+            self.files[key] = None
+            text = read_text(path, shown, self.report)
+            if text is not None:
+                self.open.append(key)
+                tree = document.parse(text, shown, self.report)
+                self.files[key] = self.read(tree, Source.of(shown, text), path.parent)
+                self.open.pop()
+        return self.files[key]
+
+    def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
+        if not self.is_name(name, span):
+            return
+        if name in COMBINATORS or find_primitive(name):
+            self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
+            return
+        if name in file.visible:
+            clash = file.visible[name]
+            note = Note("the other one stands here", clash.span)
+            self.report.add(Diagnostic("E309", f"block {quote(name)} is already defined", span, notes=(note,)))
+            return
+        if not isinstance(node, Mapping):
+            self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
+            return
+        self.known_keys(node, BLOCK_KEYS, f"block {name}")
+        args = {a.name: a for k, s, n in self._mapping(node, "args") or () if (a := self._argument(k, s, n))}
+        steps = node.get("steps")
+        if steps is None:
+            self.fault("E202", f"block {name} has no steps", span)
+        block = Block(
+            name, span, file, self._text(node, "about"), args, self._mapping(node, "let"), steps, node.get("checkpoint")
+        )
+        file.blocks[name] = file.visible[name] = block
+
+    def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
+        if not self.is_name(name, span):
+            return None
+        if name in STEP_KEYS:
+            self.fault("E311", f"{quote(name)} means something in every step", span, hint="give the argument another name")
+            return None
+        if not isinstance(node, Scalar) or node.value is None:
+            return Argument(name, "any", span, node)
+        match node.value:
+            case str() if node.value in ARGUMENT_TYPES:
+                return Argument(name, node.value, span, None)
+            case bool():
+                return Argument(name, "bool", span, node)
+            case int():
+                return Argument(name, "int", span, node)
+            case float():
+                return Argument(name, "float", span, node)
+        return Argument(name, "word", span, node)
+
+
+STEP_KEYS = ("from", "as", "name", "init", "tie")
+
+
+def read_file(text: str, name: str, base: Path | None, report: Report, edit: object = None) -> SpecFile | None:
+    """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
+    tree = document.parse(text, name, report)
+    if tree is not None and callable(edit):
+        edit(tree)
+    reader = Reader(report)
+    if base is not None:
+        reader.open.append(os.path.abspath(base / Path(name).name))
+    return reader.read(tree, Source.of(name, text), base)
+
+
+def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
+    """A SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError."""
+    name = os.fspath(spec)
+    report = Report()
+    if looks_like_path(name) or os.path.isfile(name):
+        path, shown = Path(name), name
+    else:
+        found = bundled()
+        if name not in found:
+            hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled ones; a file ends in .yaml"
+            raise SpecError([Diagnostic("E803", f"there is no bundled spec {quote(name)}", hint=hint)])
+        path, shown = found[name], f"{name}.yaml"
+    text = read_text(path, shown, report)
+    report.raise_if_any()
+    assert text is not None
+    return text, shown, path.parent

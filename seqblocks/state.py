@@ -1,0 +1,91 @@
+"""The state of a stream: a dict of dicts of tensors, keyed by step names, batch first. Any pytree tool works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.errors import RunError
+from seqblocks.graph import Graph, Model
+from seqblocks.parameters import State
+
+States = dict[str, Any]
+
+
+def declared(body: Graph) -> States:
+    """The declarations in the form of the state."""
+    out: States = {}
+    for node in body.nodes:
+        inside: States = dict(node.state)
+        for label, inner in node.bodies.items():
+            nested = declared(inner)
+            inside |= nested if label == "" else ({label: nested} if nested else {})
+        if inside:
+            out[node.name] = inside
+    return out
+
+
+def new_state(body: Graph, batch: int, device: Any, dtype: torch.dtype) -> States:
+    """The state before the first token. Float states are at least float32; float64 models carry float64."""
+
+    def fresh(state: State) -> Tensor:
+        if state.dtype == "int64":
+            kind = torch.int64
+        elif state.dtype == "model":
+            kind = dtype
+        else:
+            kind = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.full((batch, *state.shape), state.fill, dtype=kind, device=device)
+
+    return _filled(declared(body), fresh)
+
+
+def _filled(tree: States, make: Callable[[Any], Any]) -> States:
+    return {k: _filled(v, make) if isinstance(v, dict) else make(v) for k, v in tree.items()}
+
+
+def check_state(model: Model, state: States, batch: int, device: torch.device) -> None:
+    """RunError unless `state` is one of this model, for this batch and device."""
+    _check(declared(model.graph), state, batch, device, "state")
+
+
+def _check(tree: States, state: Any, batch: int, device: torch.device, path: str) -> None:
+    if not isinstance(state, dict) or set(state) != set(tree):
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise RunError(f"{path} is not of this model: it must have {sorted(tree)}, and has {found}")
+    for key, wanted in tree.items():
+        here = f"{path}.{key}"
+        if isinstance(wanted, dict):
+            _check(wanted, state[key], batch, device, here)
+            continue
+        tensor = state[key]
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape[1:]) != wanted.shape:
+            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RunError(f"{here} must be [batch, {', '.join(map(str, wanted.shape))}], and is {shape}")
+        if tensor.shape[0] != batch:
+            raise RunError(f"{here} holds {tensor.shape[0]} sequences and the input {batch}")
+        if tensor.device != device:
+            raise RunError(f"{here} is on {tensor.device} and the input on {device}; move it with seqblocks.state.to")
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: States) -> States:
+    """Apply a function to every tensor."""
+    return _filled(state, function)
+
+
+def detach(state: States) -> States:
+    """The state cut from the graph of gradients: what truncated backpropagation through time carries on."""
+    return map_state(Tensor.detach, state)
+
+
+def to(state: States, device: Any) -> States:
+    """The state on another device."""
+    return map_state(lambda x: x.to(device), state)
+
+
+def index_select(state: States, index: Tensor) -> States:
+    """The states of the sequences `index` [n], in that order: beam search, or dropping finished sequences."""
+    return map_state(lambda x: x.index_select(0, index.to(x.device)), state)

@@ -1,0 +1,80 @@
+"""What travels on a wire: named axes with integer or symbolic sizes, and a kind.
+
+    image      [batch, channels, height, width]  float
+    tokens     [batch, seq]                      integers below `features`
+    sequence   [batch, seq, features]            float; `grid` says how an image's tokens were cut (rows, columns)
+    vector     [batch, features]                 float
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from seqblocks.errors import Note, Span
+
+Kind = Literal["image", "tokens", "sequence", "vector"]
+Size = int | str  # a number, or the name of an axis whose size only a call knows
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The step that fixed a width."""
+
+    verb: str
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The type of a value. Immutable; ops derive new ones with `with_features` and friends."""
+
+    kind: Kind
+    features: int
+    length: Size | None = None
+    grid: tuple[int, int] | None = None
+    origin: Origin | None = field(default=None, compare=False)
+
+    @property
+    def axes(self) -> tuple[Size, ...]:
+        """Sizes by axis, `batch` first."""
+        match self.kind:
+            case "image":
+                assert self.grid
+                return ("batch", self.features, *self.grid)
+            case "tokens":
+                return ("batch", self.length or "seq")
+            case "sequence":
+                return ("batch", self.length or "seq", self.features)
+            case "vector":
+                return ("batch", self.features)
+
+    def __str__(self) -> str:
+        return show_axes(self.axes)
+
+    def with_features(self, features: int) -> Wire:
+        """The same wire with a width of its own (whose origin the caller stamps)."""
+        return replace(self, features=features, origin=None if features != self.features else self.origin)
+
+    def made_by(self, origin: Origin) -> Wire:
+        """Stamp who fixed the width, unless it came through unchanged."""
+        return self if self.origin else replace(self, origin=origin)
+
+    def whence(self, name: str) -> Note | None:
+        """`u` is [batch, seq, 768]: made by proj_up (file:line:column)."""
+        if self.origin is None:
+            return None
+        return Note(f"{name} is {self}: made by {self.origin.verb}", self.origin.span)
+
+
+def show_axes(axes: tuple[Any, ...]) -> str:
+    """`[batch, seq, 768]`."""
+    return "[" + ", ".join(str(a) for a in axes) + "]"
+
+
+def divisors_near(width: int, wanted: int, count: int = 4) -> str:
+    """Hint text: the divisors of `width` that lie closest to `wanted`."""
+    small = [d for d in range(1, min(width, 4096) + 1) if width % d == 0]
+    every = sorted({*small, *(width // d for d in small)})
+    near = sorted(sorted(every, key=lambda d: (abs(d - wanted), d))[:count])
+    return f"divisors of {width} near {wanted}: {', '.join(map(str, near))}"

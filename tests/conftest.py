@@ -1,0 +1,110 @@
+"""What every test may lean on. Nothing here imports torch: the tests of the language must run where it is absent."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+if IN_WORKER:  # one process per core already: more threads would only wait for each other
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = "1"
+
+# The default is the same on every machine and every day; `--hypothesis-profile=thorough` goes looking for new failures.
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, database=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the files of tests/golden/ with what the tests see now"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items) and not _cuda_is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=lambda item: item.get_closest_marker("timing") is not None)  # stable: the rest keep their order
+
+
+def _cuda_is_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with _share_of_the_machine(item):
+        return (yield)
+
+
+@contextlib.contextmanager
+def _share_of_the_machine(item: pytest.Item) -> Iterator[None]:
+    """Under xdist every test holds a common lock, shared by all but those that measure time: these hold it alone."""
+    if not IN_WORKER:
+        yield
+        return
+    import fcntl  # absent on Windows, where the tests run in one process
+
+    with (item.config.cache.mkdir("machine") / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX if item.get_closest_marker("timing") else fcntl.LOCK_SH)
+        yield
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """True where a snapshot test should write what it sees instead of comparing."""
+    return request.config.getoption("--update-golden")
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `seqblocks ARGUMENTS` in a process of its own, from the checkout, installed or not.
+
+    The result has `returncode`, `stdout` and `stderr`; nothing is asserted about them. Without `env` the output is
+    plain and 100 columns wide, so that it can be compared.
+    """
+
+    def run(
+        *arguments: object,
+        input: str | None = None,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+    ) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, "-m", "seqblocks.cli", *map(str, arguments)],
+            input=input,
+            cwd=cwd or ROOT,
+            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "100", **(env or {})},
+            timeout=timeout,
+            capture_output=True,
+            encoding="utf-8",
+        )
+
+    return run

@@ -1,0 +1,344 @@
+"""The shape of the tree: which file may import which, what stays free of torch, what is packaged.
+
+The order of the rooms is the table ROOMS. A file may import what stands above it, at its top or inside a function; what
+it imports for type checkers only is not counted. A new file fails these tests until it has its place in the table.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The files of seqblocks/, from the top down. `ops/*` stands for all files of the folder: any of them may import what
+# is above, and its neighbours as long as they do not import it in turn.
+ROOMS = """
+    _version
+    errors
+    document
+    expressions
+    types
+    parameters
+    op
+    ops/*
+    graph
+    combinators
+    overrides
+    spec
+    lower
+    passes
+    report
+    check
+    ------ torch begins
+    state
+    module
+    build
+    checkpoint
+    __init__
+"""
+
+LINKS = {"kernels": "../kernels", "cli": "../cli", "specs": "../specs"}
+MAY_USE_KERNELS = "ops/*"  # the first room that may; above it nothing computes
+KERNELS_MAY_IMPORT = {"errors"}
+HEAVY = {"torch", "triton", "numpy"}  # what the rooms above the torch line leave alone until something runs
+
+# What may be imported from outside, and the requirement in pyproject.toml that brings it.
+REQUIREMENTS = {
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic",
+    "yaml": "pyyaml",
+    "einops": "einops",
+    "rich": "rich",
+    "torch": "torch",
+    "triton": "triton",
+    "safetensors": "safetensors",  # an extra: imported where it is used, never at the top of a file
+}
+
+TABLE = [line.strip() for line in ROOMS.strip().splitlines()]
+LINE = next(place for place, name in enumerate(TABLE) if name.startswith("---"))
+PLACE = {name: place for place, name in enumerate(TABLE) if place != LINE}
+
+
+# ------------------------------------------------------------------------------
+# Reading the tree
+
+
+class Import(NamedTuple):
+    module: str  # absolute: "seqblocks.op", "torch.nn"
+    line: int
+    at_import: bool  # it runs when the file is imported, not when a function does
+
+
+def python_files(folder: str) -> list[Path]:
+    """Every .py file below a root folder, where it really lies (links are not followed)."""
+    found = []
+    for here, folders, files in os.walk(ROOT / folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not (Path(here) / name).is_symlink())
+        found += [Path(here) / name for name in sorted(files) if name.endswith(".py")]
+    return found
+
+
+LIBRARY = [path for folder in ("seqblocks", "kernels", "cli") for path in python_files(folder)]
+
+
+def module_name(path: Path) -> str:
+    """kernels/mlstm.py -> seqblocks.kernels.mlstm"""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "seqblocks" else ("seqblocks", *parts)).removesuffix(".__init__")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+MODULES = {module_name(path): path for path in LIBRARY}
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    return tuple(_imports(ast.parse(path.read_text("utf-8")), package, at_import=True))
+
+
+def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, at_import)
+        elif isinstance(child, ast.ImportFrom):
+            climbed = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+            base = ".".join([*climbed, child.module] if child.module else climbed)
+            for alias in child.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(inner if inner in MODULES else base, child.lineno, at_import)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        else:
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, package, at_import and not inside)
+
+
+def room(module: str) -> str:
+    """The row of the table in which a module of seqblocks (not of kernels/ or cli/) stands."""
+    first, *rest = module.split(".")[1:] or ["__init__"]
+    return f"{first}/*" if rest or (ROOT / "seqblocks" / first).is_dir() else first
+
+
+def part(module: str) -> str:
+    """Which of the folders at the root a module belongs to, or "" for a module from elsewhere."""
+    if module.split(".")[0] != "seqblocks":
+        return ""
+    second = [*module.split("."), ""][1]
+    return second if second in LINKS else "seqblocks"
+
+
+CORE = [path for path in LIBRARY if part(module_name(path)) == "seqblocks"]
+
+
+# ------------------------------------------------------------------------------
+# The arrows
+
+
+def test_every_file_has_a_place():
+    rooms = {room(module_name(path)): path for path in CORE}
+    homeless = sorted(relative(path) for name, path in rooms.items() if name not in PLACE)
+    assert not homeless, f"give {homeless} a place in the order of ROOMS, at the top of tests/test_layout.py"
+    gone = sorted(set(PLACE) - set(rooms))
+    assert not gone, f"ROOMS names {gone}, which seqblocks/ does not have: take the rows out"
+
+
+@pytest.mark.parametrize("path", CORE, ids=relative)
+def test_arrows_point_up(path):
+    """A file imports only what stands above it."""
+    own = room(module_name(path))
+    wrong = []
+    for module, line, _ in imports(path):
+        where = part(module)
+        if where == "kernels" and PLACE[own] < PLACE[MAY_USE_KERNELS]:
+            wrong.append(f"{relative(path)}:{line} imports {module}: kernels are used from {MAY_USE_KERNELS} on")
+        if where == "seqblocks" and own != room(module) and PLACE[own] <= PLACE[room(module)]:
+            wrong.append(f"{relative(path)}:{line} imports {module}, which stands below {own}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_reaches_itself():
+    """No circle of imports, whatever the folder: neighbours in one room may import each other one way only."""
+    edges = {
+        name: {module for module, _, at_import in imports(path) if at_import and module in MODULES} - {name}
+        for name, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "imports in a circle: " + " -> ".join([*trail[trail.index(name) :], name])
+        if name not in done:
+            for other in sorted(edges[name]):
+                walk(other, (*trail, name))
+            done.add(name)
+
+    for name in MODULES:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("path", python_files("kernels"), ids=relative)
+def test_kernels_stand_alone(path):
+    """Functions on tensors, usable without any YAML: of seqblocks they know the errors and each other."""
+    allowed = {f"seqblocks.{name}" for name in KERNELS_MAY_IMPORT}
+    wrong = [
+        f"{relative(path)}:{line} imports {module}"
+        for module, line, _ in imports(path)
+        if part(module) in ("seqblocks", "cli", "specs") and module not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_imports_the_command_line():
+    wrong = [
+        f"{relative(path)}:{line}"
+        for path in LIBRARY
+        for module, line, _ in imports(path)
+        if part(module) == "cli" and part(module_name(path)) != "cli"
+    ]
+    assert not wrong, f"seqblocks.cli is imported at {wrong}"
+
+
+def test_nobody_imports_a_root_folder_by_its_bare_name():
+    """From the root `import kernels` would work too, and make a second copy of every module in it."""
+    everywhere = [*LIBRARY, *(path for folder in ("tests", "benchmarks", "examples") for path in python_files(folder))]
+    wrong = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in everywhere
+        for module, line, _ in imports(path)
+        if module.split(".")[0] in LINKS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_from_outside_are_declared():
+    """What is imported is required by pyproject.toml; what only an extra brings is imported where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    required = {_distribution(text) for text in project["dependencies"]}
+    optional = {_distribution(text) for extra in project["optional-dependencies"].values() for text in extra}
+    wrong = []
+    for path in LIBRARY:
+        for module, line, at_import in imports(path):
+            name = module.split(".")[0]
+            if name == "seqblocks" or name in sys.stdlib_module_names:
+                continue
+            brings = REQUIREMENTS.get(name)
+            if brings not in required and (at_import or brings not in optional):
+                wrong.append(f"{relative(path)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _distribution(requirement: str) -> str:
+    return re.match(r"[A-Za-z0-9._-]+", requirement)[0].lower()
+
+
+# ------------------------------------------------------------------------------
+# The torch line
+
+# `import seqblocks` itself must stay light too, although its room is the last.
+LIGHT = [path for path in CORE if room(module_name(path)) == "__init__" or PLACE.get(room(module_name(path)), 0) < LINE]
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=relative)
+def test_above_the_line_torch_waits(path):
+    """Read from the text: importing a file above the line imports no torch, no kernel and no room below the line."""
+    wrong = []
+    for module, line, at_import in imports(path):
+        below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[room(module)] > LINE
+        if at_import and (module.split(".")[0] in HEAVY or part(module) == "kernels" or below):
+            wrong.append(f"{relative(path)}:{line} imports {module}: import it inside the function that needs it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_above_the_line_torch_stays_unloaded():
+    """Seen from outside: importing all modules above the line, and the whole command line, loads nothing heavy."""
+    names = [module_name(path) for path in [*LIGHT, *python_files("cli")] if path.name != "__main__.py"]
+    _run(
+        f"""
+import importlib, sys
+for name in {names}:
+    importlib.import_module(name)
+    came = {HEAVY} & set(sys.modules)
+    assert not came, f"{{name}} loads {{came}}"
+"""
+    )
+
+
+def test_kernels_import_without_triton():
+    """Triton exists for Linux alone: elsewhere every form must load but those written in it, which bear its name."""
+    names = [module_name(path) for path in python_files("kernels") if "triton" not in relative(path)]
+    _run(f"import importlib, sys\nsys.modules['triton'] = None\nfor name in {names}: importlib.import_module(name)")
+
+
+def _run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------
+# What is packaged, linked and committed
+
+
+def test_every_folder_is_packaged():
+    """What `packages` and `package-data` do not name is missing from the wheel, and no tool says so."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    specs = [path for path in (ROOT / "specs").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    folders = {ROOT / "specs", *(path.parent for path in [*LIBRARY, *specs])}
+    assert sorted(build["packages"]) == sorted(module_name(folder / "__init__.py") for folder in folders)
+    for path in specs:
+        package = module_name(path.parent / "__init__.py")
+        assert f"*{path.suffix}" in build["package-data"].get(package, ()), f"package-data leaves out {relative(path)}"
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_links_lead_to_the_root(name):
+    assert os.readlink(ROOT / "seqblocks" / name) == LINKS[name]
+    tracked = _git("ls-files", "-s", f"seqblocks/{name}")
+    if tracked is not None:
+        assert tracked.startswith("120000 "), f"git must hold seqblocks/{name} as a link: git add seqblocks/{name}"
+
+
+def test_the_readme_and_ci_run_the_same_command():
+    command = next(line for line in (ROOT / ".ci" / "run").read_text("utf-8").splitlines() if "-m pytest" in line)
+    assert command in (ROOT / "README.md").read_text("utf-8").splitlines(), f"README.md does not show: {command}"
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    somewhere = re.compile(rb"(?<![\w.:/-])/(?:work|home|root|Users)/[\w.]")
+    names = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if names is None:
+        pytest.skip("not a git checkout, so what is committed is unknown")
+    wrong = []
+    for name in filter(None, names.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            lines = enumerate(path.read_bytes().splitlines(), 1)
+            wrong += [f"{name}:{number}" for number, line in lines if somewhere.search(line)]
+    assert not wrong, f"an absolute path at {wrong}"
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says, or None where this is no checkout or there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
