@@ -10,7 +10,8 @@ BackendError; nothing is substituted silently.
 A form is added by adding a file: `load_forms("mlstm")` imports every `mlstm_<form>.py` beside this file, and the
 file calls `register`. Such a file must be importable without a GPU: it imports triton where it launches.
 
-This file imports neither torch nor any kernel.
+Compiled code takes the choice that holds while it is traced; `use_backend` goes around the call of a compiled
+function, not inside it, and a change of the environment variable is not seen by what is compiled already.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+import torch
 
 FORMS = ("triton", "torch", "reference")  # the order in which `auto` asks
 BACKENDS = ("auto", *FORMS)
@@ -47,6 +50,7 @@ class Verdict(NamedTuple):
 
 _ops: dict[str, dict[str, Form]] = {}
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_backend", default=None)
+_last_asked: str | None = None  # torch.compile cannot watch a context variable; it watches this and compiles again
 
 
 def always(reason: str) -> Can:
@@ -81,12 +85,15 @@ def ops() -> tuple[str, ...]:
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
     """Within this context, kernels called without `backend=` use this one. Nests; per thread and per task."""
+    global _last_asked
     _check_name(backend, "use_backend")
-    token = _asked.set(backend)
+    token, before = _asked.set(backend), _last_asked
+    _last_asked = backend
     try:
         yield
     finally:
         _asked.reset(token)
+        _last_asked = before
 
 
 def requested(backend: str | None = None) -> str:
@@ -96,10 +103,12 @@ def requested(backend: str | None = None) -> str:
     """
     if backend is not None:
         return _check_name(backend, "backend=")
-    asked = _asked.get()
-    if asked is not None:
-        return asked
-    return _check_name(os.environ.get(VARIABLE) or "auto", VARIABLE)
+    return _check_name(_surroundings(_last_asked), VARIABLE)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _surroundings(watched: str | None) -> str:
+    return _asked.get() or os.environ.get(VARIABLE) or "auto"
 
 
 def why(op: str, **facts: Any) -> list[Verdict]:

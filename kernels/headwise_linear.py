@@ -24,7 +24,7 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
             "headwise_linear wants x [..., G * I] and weight [G, O, I]; "
             f"got x {list(x.shape)}, weight {list(weight.shape)}"
         )
-    G, O, _ = weight.shape  # noqa: E741
+    G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
     run = dispatch.choose("headwise_linear", backend, device=x.device.type, dtype=x.dtype, block=tuple(weight.shape))
@@ -33,13 +33,13 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:
-    G, _, I = weight.shape  # noqa: E741
+    G, _, I = weight.shape
     return torch.einsum("...gi,goi->...go", x.unflatten(-1, (G, I)), weight).flatten(-2)
 
 
 def _tiled(x: Tensor, weight: Tensor) -> Tensor:
     """Join `join` blocks to one, then one matrix product per tile. Tiles read x as it lies."""
-    G, O, I = weight.shape  # noqa: E741
+    G, O, I = weight.shape
     join = _blocks_per_tile(G, max(I, O))
     tiles = G // join
     if join > 1:

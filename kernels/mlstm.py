@@ -21,6 +21,8 @@ from torch import Tensor
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.mlstm_reference import MLSTMState, cell, log_input_gate
 
+__all__ = ["MLSTMState", "mlstm", "mlstm_init_state", "mlstm_step"]
+
 dispatch.load_forms("mlstm")
 
 INPUT_GATES = ("exp", "sigmoid")
@@ -46,7 +48,8 @@ def mlstm(
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; the state is
     all zeros, m included, before that token.
     reverse: scan from right to left; the given state enters at the right end and the returned one leaves at the left.
-    chunk_size: tokens per chunk of the torch form (default: equal chunks of up to 128); it changes rounding and speed only.
+    chunk_size: tokens per chunk of the torch form (default: equal chunks of up to 128); it changes
+    rounding and speed only.
     input_gate: "exp", or "sigmoid" (m stays 0); normalize=False, for the sigmoid gate alone, leaves h undivided.
 
     Returns h [B, S, H, DV] in v's dtype, and with return_state the state after the last token.

@@ -299,8 +299,119 @@ def _empty_state(q: Tensor, v: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor,
 
 
 @_mlstm.register_fake
-def _mlstm_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize, return_state):  # type: ignore[no-untyped-def]  # noqa: E501
+def _mlstm_fake(  # type: ignore[no-untyped-def]
+    q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize, return_state
+):
     return v.new_empty(v.shape), *_empty_state(q, v, f, return_state)
+
+
+class ChunkGrads(NamedTuple):
+    """Gradients of one chunk: of its operands, of its gates [N, L, 1], and of the state before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    e: Tensor
+    x: Tensor
+    b: Tensor | None
+    p: Tensor | None
+    C: Tensor | None
+    n: Tensor | None
+
+
+def _chunk_backward(
+    dh: Tensor, dC: Tensor | None, dn: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates,
+    last: int, scale: float, eps: float, *, exponential: bool, normalize: bool,
+) -> ChunkGrads:
+    """From the gradients of h and of the state after the chunk (None: zero); C, n: the state before it (None: zero).
+
+    With dC, dn those of the state after the chunk, and r_t = dh_t . h_t:
+    dnum = dh / (max + eps), dden = -sign(den) r / (max + eps) where |den| wins over the floor, else 0;
+    every log weight gets (its weight) x (gradient of its weight), and m itself gets what eps leaves of it.
+    """
+    us = g.u * scale
+    W = torch.baddbmm(g.D, q, k.transpose(1, 2), beta=0, alpha=scale).mul_(g.D)
+    before = C is not None and n is not None
+    dp = db = qn = dden = None
+    dnum = dh
+    if normalize:
+        den = W.sum(2, keepdim=True)
+        if before:
+            qn = torch.bmm(q, n).mul_(us)
+            den += qn
+        size = den.abs()
+        wins = size >= g.floor
+        inverse = torch.maximum(size, g.floor).add_(eps).reciprocal_()
+        dnum = dh * inverse
+
+    # through num
+    dW = torch.bmm(dnum, v.transpose(1, 2))
+    r = (W * dW).sum(2, keepdim=True)
+    if before:
+        dq = torch.bmm(dnum, C.transpose(1, 2))
+        dp = (q * dq).sum(2, keepdim=True).mul_(us)
+        r += dp
+    dx = -r
+
+    # through den and the stabiliser
+    if normalize:
+        share = r * inverse
+        dden = -torch.sign(den) * share * wins
+        dW += dden
+        if before:
+            dp += dden * qn
+            dq += dden * n.transpose(1, 2)
+        if exponential:
+            dx = -eps * share
+            db = (share * g.floor).mul_(~wins)
+        else:
+            dx -= dden * den
+
+    # to the operands of the chunk
+    de = (dW * W).sum(1).unsqueeze(2)
+    dS = dW.mul_(g.D).mul_(scale)
+    dq = dq.mul_(us).baddbmm_(dS, k) if before else torch.bmm(dS, k)
+    if dC is None or dn is None:
+        dk = torch.bmm(dS.transpose(1, 2), q)
+        dv = torch.bmm(W.transpose(1, 2), dnum)
+    else:
+        dk = torch.bmm(v, dC.transpose(1, 2)).add_(dn.transpose(1, 2))
+        dwrite = (k * dk).sum(2, keepdim=True).mul_(g.write)
+        dk.mul_(g.write).baddbmm_(dS.transpose(1, 2), q)
+        dv = torch.bmm(k, dC).mul_(g.write).baddbmm_(W.transpose(1, 2), dnum)
+        de += dwrite
+        dx[:, last] -= dwrite.sum(1)
+        if before:
+            kept = (_dot(C, dC) + _dot(n, dn)).mul_(g.keep.squeeze(2))
+            dp[:, last] += kept
+            dx[:, last] -= kept
+
+    # to the state before it
+    if before:
+        read = (q * us).transpose(1, 2)
+        dC = torch.bmm(read, dnum) if dC is None else torch.baddbmm(dC * g.keep, read, dnum)
+        through_den = torch.zeros_like(n) if dden is None else torch.bmm(read, dden)
+        dn = through_den if dn is None else dn * g.keep + through_den
+    return ChunkGrads(dq, dk, dv, de, dx, db, dp, dC, dn)
+
+
+def _given_or_zeros(
+    dC: Tensor | None, dn: Tensor | None, rows: slice, shape: tuple[int, int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the last C [N, DK, DV] and n [N, DK, 1]: both or neither."""
+    N, DK, _ = shape
+    some = dC if dC is not None else dn
+    if some is None:
+        return None, None
+    C = some.new_zeros(shape) if dC is None else dC[rows].reshape(shape)
+    n = some.new_zeros(N, DK, 1) if dn is None else dn[rows].reshape(N, DK, 1)
+    return C, n
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a * b over the last two axes: [N, P, Q], [N, P, Q] -> [N, 1]."""
+    return torch.linalg.vecdot(a.flatten(1), b.flatten(1)).unsqueeze(1)
 
 
 @torch.library.custom_op("seqblocks::mlstm_backward", mutates_args=())
@@ -310,12 +421,7 @@ def _mlstm_backward(
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, i, f and of the initial C, n, m.
-
-    With d the gradient of what follows it, ' the state after the chunk, r_t = dh_t . h_t:
-    dnum = dh / (max + eps); dden = -sign(den) r / (max + eps) where |den| wins over the floor, else 0;
-    every log weight gets (its weight) x (gradient of its weight), and m itself gets what eps leaves of it.
-    """
+    """Gradients of q, k, v, i, f and of the initial C, n, m, from those of h and of the last C, n, m."""
     B, S, H, DK = q.shape
     DV, dtype = v.shape[-1], f.dtype
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -329,6 +435,7 @@ def _mlstm_backward(
         gates, scan, _ = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
         hidden = _triangle(plan.L, reverse, q)
         scale = DK**-0.5
+        exponential = input_gate == "exp"
         de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
         for group in plan.groups:
             rows = slice(*group)
@@ -340,114 +447,38 @@ def _mlstm_backward(
             for g, (first, end, _) in zip(parts[:-1], plan.chunks[:-1], strict=True):
                 kc, vc = (_rows(y, group, first, end, dtype) for y in (k, v))
                 states.append(_advance(*states[-1], kc, vc, g))
-            dC = None if dC_out is None else dC_out[rows].reshape(N, DK, DV)
-            dn = None if dn_out is None else dn_out[rows].reshape(N, DK, 1)
-            if (dC is None) != (dn is None):
-                dC = f.new_zeros(N, DK, DV) if dC is None else dC
-                dn = f.new_zeros(N, DK, 1) if dn is None else dn
-
+            dC, dn = _given_or_zeros(dC_out, dn_out, rows, (N, DK, DV))
             for g, (C, n), (first, end, last) in zip(
                 reversed(parts), reversed(states), reversed(plan.chunks), strict=True
             ):
-                shape = (group[1] - group[0], H, end - first)
-                at = (rows, slice(None), slice(first, end))
                 qc, kc, vc = (_rows(y, group, first, end, dtype) for y in (q, k, v))
-                S_ = torch.baddbmm(g.D, qc, kc.transpose(1, 2), beta=0, alpha=scale)
-                W = S_.mul_(g.D)
-                us = g.u * scale
-                if dh is None:
-                    dnum = torch.zeros_like(vc)
-                else:
-                    dnum = _rows(dh, group, first, end, dtype)
-                inverse = None
-                if normalize:
-                    den = W.sum(2, keepdim=True)
-                    if n is not None:
-                        qn = torch.bmm(qc, n).mul_(us)
-                        den += qn
-                    size = den.abs()
-                    wins = size >= g.floor
-                    inverse = torch.maximum(size, g.floor).add_(eps).reciprocal_()
-                    dnum = dnum * inverse
-
-                # gradient of the weights through num
-                dW = torch.bmm(dnum, vc.transpose(1, 2))
-                r = (W * dW).sum(2, keepdim=True)
-                if C is not None:
-                    dqc = torch.bmm(dnum, C.transpose(1, 2))
-                    dlog_u = (qc * dqc).sum(2, keepdim=True).mul_(us)
-                    r += dlog_u
-                dxc = -r
-                if normalize and inverse is not None:
-                    share = r * inverse
-                    dden = -torch.sign(den) * share * wins
-                    dW += dden
-                    if C is not None:
-                        dlog_u += dden * qn
-                        dqc += dden * n.transpose(1, 2)
-                    if input_gate == "exp":
-                        dxc = -eps * share
-                        db[at] = (share * g.floor).mul_(~wins).view(shape)
-                    else:
-                        dxc = -r - dden * den
-                dlog = dW * W  # gradient of log D
-                dS = dW.mul_(g.D).mul_(scale)
-                if C is None:
-                    dqc = torch.bmm(dS, kc)
-                else:
-                    dqc.mul_(us).baddbmm_(dS, kc)
-                dec = dlog.sum(1).unsqueeze(2)
-
-                # gradient through the state after this chunk
-                if dC is None:
-                    dkc = torch.bmm(dS.transpose(1, 2), qc)
-                    dvc = torch.bmm(W.transpose(1, 2), dnum)
-                else:
-                    dkc = torch.bmm(vc, dC.transpose(1, 2)).add_(dn.transpose(1, 2))
-                    dwrite = (kc * dkc).sum(2, keepdim=True).mul_(g.write)
-                    dkc.mul_(g.write).baddbmm_(dS.transpose(1, 2), qc)
-                    dvc = torch.bmm(kc, dC).mul_(g.write).baddbmm_(W.transpose(1, 2), dnum)
-                    dec = dec + dwrite
-                    out = dwrite.sum(1)
-                    if C is not None:
-                        kept = (_dot(C, dC) + _dot(n, dn)).mul_(g.keep.squeeze(2))
-                        dlog_u[:, last] += kept
-                        out = out + kept
-                    dxc[:, last] -= out
-                de[at], dx[at] = dec.view(shape), dxc.view(shape)
-                if C is not None:
-                    dp[at] = dlog_u.view(shape)
-                for out, part in ((dq, dqc), (dk, dkc), (dv, dvc)):
+                dhc = torch.zeros_like(vc) if dh is None else _rows(dh, group, first, end, dtype)
+                grads = _chunk_backward(
+                    dhc, dC, dn, qc, kc, vc, C, n, g, last, scale, eps, exponential=exponential, normalize=normalize
+                )
+                dC, dn = grads.C, grads.n
+                for out, part in ((dq, grads.q), (dk, grads.k), (dv, grads.v)):
                     _put(out, group, first, end, part)
-
-                # gradient of the state before this chunk
-                if C is not None or C0 is not None:
-                    qu = (qc * us).transpose(1, 2)
-                    before = torch.bmm(qu, dnum) if dC is None else torch.baddbmm(dC * g.keep, qu, dnum)
-                    dn_before = torch.bmm(qu, dden) if normalize else torch.zeros_like(qu[:, :, :1])
-                    dn = dn_before if dn is None else dn * g.keep + dn_before
-                    dC = before
-            if C0 is not None:
+                for vector, part in ((de, grads.e), (dx, grads.x), (db, grads.b), (dp, grads.p)):
+                    if part is not None:
+                        target = vector[rows, :, first:end]
+                        target.copy_(part.view(target.shape))
+            if C0 is not None and dC is not None and dn is not None:
                 dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
         if C0 is None:
-            dC0.zero_(), dn0.zero_()
+            dC0.zero_()
+            dn0.zero_()
         di, df, dm0 = _prepare_backward(
             i, f, scan, *(y.transpose(1, 2) for y in (de, dx, db, dp)), dm_out, plan.L, reverse, input_gate
         )
     return dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a * b over the last two axes: [N, P, Q], [N, P, Q] -> [N, 1]."""
-    return torch.linalg.vecdot(a.flatten(1), b.flatten(1)).unsqueeze(1)
-
-
 @_mlstm_backward.register_fake
 def _mlstm_backward_fake(  # type: ignore[no-untyped-def]
     dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize
 ):
-    like = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), i.new_empty(i.shape), f.new_empty(f.shape))
-    return *like, *_empty_state(q, v, f, True)
+    return *(x.new_empty(x.shape) for x in (q, k, v, i, f)), *_empty_state(q, v, f, True)
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -10,36 +10,45 @@ from typing import Any
 from seqblocks import overrides
 from seqblocks.document import Node
 from seqblocks.errors import Diagnostic, Report, SpecError
-from seqblocks.graph import Model
+from seqblocks.graph import Model, Recipe
 from seqblocks.lower import lower_file
 from seqblocks.report import check_expectations
-from seqblocks.spec import SpecFile, locate, read_file
+from seqblocks.spec import Reader, SpecFile, locate, read_file
 
 
 def load_text(
-    text: str, name: str = "<text>", base: Path | None = None, set: Mapping[str, Any] | None = None
+    text: str,
+    name: str = "<text>",
+    base: Path | None = None,
+    set: Mapping[str, Any] | None = None,
+    files: dict[str, str] | None = None,
 ) -> tuple[SpecFile, Model | None]:
     """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
 
+    Relative `use:` entries start from `base`, or are taken from `files` (relative path -> text) where they are there.
     Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met.
     """
     report = Report()
     changed: tuple[str, ...] = ()
+    texts = {k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in (set or {}).items()}
 
     def edit(root: Node) -> None:
         nonlocal changed
-        texts = {k: v if isinstance(v, _Raw) else overrides.as_text(v) for k, v in (set or {}).items()}
         changed = overrides.apply(root, texts, report)
 
-    file = read_file(text, name, base, report, edit)
+    reader = Reader(report, base, files)
+    file = read_file(reader, text, name, edit)
     if file is None or (file.model is None and not file.blocks and not report):
         if file is not None:
-            report.add(Diagnostic("E206", "the file defines nothing", file.root.span, hint="add a `model:` or `blocks:`"))
+            report.add(
+                Diagnostic("E206", "the file defines nothing", file.root.span, hint="add a `model:` or `blocks:`")
+            )
         report.raise_if_any()
         raise SpecError([])
     model = lower_file(file, report, Path(name).stem, changed)
     report.raise_if_any()
     if model is not None:
+        model.recipe = Recipe(name, text, tuple(texts.items()), tuple(reader.texts.items()))
         check_expectations(model, file)
     return file, model
 

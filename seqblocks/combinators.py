@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from seqblocks import graph
-from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.document import Mapping, Node, Sequence, kind_of
 from seqblocks.errors import Fault, did_you_mean, listing, quote
 from seqblocks.op import argument
 from seqblocks.types import Wire
@@ -125,9 +125,7 @@ class Scan(Combinator):
             )
         if result and self.merge == "concat":
             result = result.with_features(result.features * len(self.orders))
-        return frame.node(
-            step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=self, owned=self._owned(body)
-        )
+        return frame.node(step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=self, owned=self._owned(body))
 
     def _check(self, wire: Wire | None) -> None:
         if not self.orders:
@@ -159,7 +157,7 @@ class Scan(Combinator):
                     f"no parameter is called {quote(wanted)} inside this scan",
                     at="own",
                     expected=f"one of {listing(names)}" if names else "the steps have no parameters",
-                    hint=did_you_mean(wanted, [*names, *{n.rpartition('.')[0] for n in names}]),
+                    hint=did_you_mean(wanted, [*names, *{n.rpartition(".")[0] for n in names}]),
                 )
             owned |= found
         return frozenset(owned)
@@ -243,9 +241,7 @@ class Repeat(Combinator):
             body = frame.body(steps, value, path=(str(index),), names=names)
             bodies[str(index)] = body
             value = body.result
-        return frame.node(
-            step, "repeat", {"x": (x,)}, frame.types[value], bodies=bodies, arguments=self
-        )
+        return frame.node(step, "repeat", {"x": (x,)}, frame.types[value], bodies=bodies, arguments=self)
 
     def _sequence(self) -> list[Node]:
         if (self.pattern is None) == (self.steps is None):
@@ -281,12 +277,3 @@ class Repeat(Combinator):
                 message = f"{quote(word)} is not in the pattern" if self.pattern else f"unknown key {quote(word)}"
                 hint = did_you_mean(word, used or ("times", "steps", "pattern", "index", "name", "from", "as"))
                 frame.fault(Fault("E603" if self.pattern else "E201", message, found=self.pattern, hint=hint), span)
-
-
-def steps_of(node: Node | None) -> list[Node]:
-    """The step nodes of a body; a faulty body has none (`lower.py` has told it)."""
-    return node.items if isinstance(node, Sequence) else []
-
-
-def is_empty(node: Node | None) -> bool:
-    return node is None or (isinstance(node, Scalar) and node.value is None)

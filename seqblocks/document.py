@@ -251,7 +251,9 @@ class _Reader:
         # the quoted form of a scalar carries the non-specific tag "!" only when written
         if event.tag is not None:
             raise self.stop(
-                Diagnostic("E106", f"tags are not part of the language: {quote(event.tag)}", span, hint="remove the tag")
+                Diagnostic(
+                    "E106", f"tags are not part of the language: {quote(event.tag)}", span, hint="remove the tag"
+                )
             )
 
     def alias(self, event: Any) -> None:
@@ -356,9 +358,13 @@ class _Reader:
         at = next((i for i, c in enumerate(text) if not _PRINTABLE.match(c)), 0)
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
         span = Span(self.source, line, column, line, column + 1)
-        return Diagnostic(
-            "E109", f"character U+{ord(text[at]):04X} may not appear in YAML", span, hint="remove or escape it"
-        ) if text else Diagnostic("E101", f"not YAML: {error.reason}", span)
+        return (
+            Diagnostic(
+                "E109", f"character U+{ord(text[at]):04X} may not appear in YAML", span, hint="remove or escape it"
+            )
+            if text
+            else Diagnostic("E101", f"not YAML: {error.reason}", span)
+        )
 
 
 _PRINTABLE = re.compile("[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

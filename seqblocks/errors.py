@@ -208,9 +208,7 @@ class Fault(Exception):
 
     def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
         """The diagnostic for this fault at `span`."""
-        return Diagnostic(
-            self.code, self.message, span, self.expected, self.found, (*self.notes, *notes), self.hint
-        )
+        return Diagnostic(self.code, self.message, span, self.expected, self.found, (*self.notes, *notes), self.hint)
 
 
 class Report:

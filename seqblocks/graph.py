@@ -42,6 +42,7 @@ class Node:
     macs: int = 0
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
+    checkpoint: Any = None  # block: its own names -> official ones, as a document node
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
 
     @property
@@ -63,6 +64,16 @@ class Graph:
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a model was made from, so that a saved one can be made again: the text, its overrides, the files it uses."""
+
+    name: str
+    text: str
+    overrides: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()  # relative path -> text; bundled files are not repeated
+
+
 @dataclass(slots=True)
 class Model:
     """A whole model: the graph, the types of its values, and what came with it."""
@@ -73,8 +84,9 @@ class Model:
     types: dict[int, Wire | None]
     labels: dict[int, str]
     expect: Any = None
-    checkpoint: Any = None
+    checkpoint: Any = None  # the document node; `checkpoint.py` reads it
     overridden: tuple[str, ...] = ()
+    recipe: Recipe | None = None
 
     @property
     def output(self) -> Wire | None:

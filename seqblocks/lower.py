@@ -7,77 +7,26 @@ arguments without a default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Mapping as MappingABC
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from seqblocks import expressions, graph
+from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
-from seqblocks.errors import Diagnostic, Fault, Note, Report, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
+from seqblocks.inputs import read_input
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, fields_of, find_primitive, load_plugins
-from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.ownership import initialised, ties
+from seqblocks.scope import Names, Scope, Step
 from seqblocks.spec import STEP_KEYS, Block, Reader, SpecFile
 from seqblocks.types import Origin, Wire
 
-# A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
-RESERVED_NAMES = frozenset(
-    """forward reverse rows rows_reverse columns columns_reverse train eval float double half bfloat16 type to cuda cpu
-    xpu ipu mtia apply call modules children parameters buffers state_dict load_state_dict register_buffer step
-    register_parameter register_module add_module get_parameter get_submodule get_buffer extra_repr requires_grad_
-    zero_grad share_memory compile training dump_patches named_parameters named_modules named_children named_buffers
-    get_extra_state set_extra_state set_submodule to_empty init_state parameter_groups reset_parameters graph input
-    T_destination call_super_init""".split()
-)  # fmt: skip
 MAX_STEPS = 50_000
-
-
-class Names(MappingABC[str, Any]):
-    """Numbers and words by name. `let` entries are computed when first asked for, so their order does not matter."""
-
-    def __init__(self, outer: MappingABC[str, Any] | None = None, values: dict[str, Any] | None = None) -> None:
-        self.outer: MappingABC[str, Any] = outer if outer is not None else {}
-        self.values: dict[str, Any] = values or {}
-        self.pending: dict[str, Callable[[], Any]] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.pending:
-            compute = self.pending.pop(name)
-            self.values[name] = UNKNOWN  # what a cycle sees; the thunk tells it
-            self.values[name] = compute()
-        return self.values[name] if name in self.values else self.outer[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.values or name in self.pending or name in self.outer
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.values, **self.pending, **dict.fromkeys(self.outer)})
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-@dataclass(slots=True)
-class Step:
-    """One step, its keys sorted: what every verb has, and the verb's own."""
-
-    verb: str
-    span: Span  # of the verb
-    fields: dict[str, tuple[Span, Node]]
-    common: dict[str, tuple[Span, Node]]
-
-    def key_span(self, key: str) -> Span:
-        entry = self.fields.get(key) or self.common.get(key)
-        return entry[0] if entry else self.span
-
-    def value_span(self, key: str | None) -> Span:
-        entry = (self.fields.get(key) or self.common.get(key)) if key else None
-        return entry[1].span if entry else self.span
 
 
 @dataclass(slots=True)
@@ -94,37 +43,27 @@ class Shared:
     input_features: int = 0
 
 
-@dataclass(slots=True)
-class Frame:
-    """Where the walk stands: the file, the names and wires in scope, the path of namespaces, the trail of blocks."""
+@dataclass(slots=True, kw_only=True)
+class Frame(Scope):
+    """Where the walk stands: a scope, the file, the wires in sight, the path of namespaces, the body around."""
 
     shared: Shared
     home: SpecFile
-    names: Names
-    wires: dict[str, int]
+    wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
-    trail: tuple[tuple[str, Span], ...] = ()
     outer: Frame | None = None
     nodes: dict[str, graph.Node] = field(default_factory=dict)
+
+    @classmethod
+    def top(cls, shared: Shared, home: SpecFile) -> Frame:
+        """The outermost scope of a file: its own `let:`."""
+        frame = cls(report=shared.report, names=Names(), shared=shared, home=home)
+        frame.let(home.let)
+        return frame
 
     @property
     def types(self) -> dict[int, Wire | None]:
         return self.shared.types
-
-    # --- faults -----------------------------------------------------------------------------------------------------
-
-    def fault(self, fault: Fault, where: Step | Span | None) -> None:
-        """Report a fault: at the argument it names, with the trail of blocks."""
-        span = where.value_span(fault.at) if isinstance(where, Step) else where
-        notes = [Note(f"in block {name}, used", at) for name, at in reversed(self.trail)]
-        self.shared.report.add(fault.dress(span, notes))
-
-    def is_name(self, name: str, span: Span) -> bool:
-        """Whether `name` may be a namespace; told if not."""
-        if name in RESERVED_NAMES:
-            self.fault(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
-            return False
-        return Reader(self.shared.report).is_name(name, span)
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +96,7 @@ class Frame:
             entry = step.common.get(key)
             if entry and isinstance(entry[1], Scalar) and isinstance(entry[1].value, str):
                 name, span = entry[1].value, entry[1].span
-        if "name" in step.common and not self.is_name(name, span):
+        if name != step.verb and not self.is_name(name, span):
             return f"{step.verb}@{span.line}"
         clash = self.nodes.get(name)
         if clash:
@@ -197,7 +136,7 @@ class Frame:
                 widths: list[Any] = [width] * len(labels)
             case Mapping(entries=entries) if entries:
                 labels = [self._define(key, span) for key, span, _ in node]
-                self._comma_trap(node)
+                self.comma_trap(node)
                 widths = [self.number(value, whole=True) for _, _, value in node]
                 if type is None or any(w is UNKNOWN for w in widths):
                     return [None] * len(labels), (), labels
@@ -223,178 +162,9 @@ class Frame:
     def _define(self, name: str, span: Span) -> str:
         if name == "input":
             self.fault(Fault("E311", "'input' is what the steps were given", hint="choose another name"), span)
-        elif Reader(self.shared.report).is_name(name, span) and name in self.wires:
+        elif Reader(self.report).is_name(name, span) and name in self.wires:
             self.fault(Fault("E305", f"a wire called {quote(name)} exists already"), span)
         return name
-
-    # --- arguments --------------------------------------------------------------------------------------------------
-
-    def number(self, node: Node, whole: bool = False, optional: bool = False) -> Any:
-        """A number or an expression's value; UNKNOWN after a fault."""
-        value = self._number(node, optional)
-        if whole and isinstance(value, float):
-            if value == int(value):
-                return int(value)
-            hint = "use ceil(…), floor(…) or // for a whole number"
-            self.fault(Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint), node.span)
-            return UNKNOWN
-        return value
-
-    def _number(self, node: Node, optional: bool) -> Any:
-        match node:
-            case Scalar(value=None) if optional:
-                return None
-            case Scalar(value=bool()):
-                pass
-            case Scalar(value=int() | float() as value):
-                return value
-            case Scalar(value=str(text)):
-                value = self.evaluate(text, node)
-                if isinstance(value, str) or value is None or isinstance(value, list | bool):
-                    if value is None and optional:
-                        return None
-                    found = f"{quote(text)}, which is {quote(str(value))}"
-                    self.fault(Fault("E203", "a number is needed here", found=found), node.span)
-                    return UNKNOWN
-                return value
-        self.fault(Fault("E203", "a number or an expression is needed here", found=kind_of(node)), node.span)
-        return UNKNOWN
-
-    def evaluate(self, text: str, node: Scalar) -> Any:
-        """An expression's value in this scope; UNKNOWN after a fault. A bare name may stand for any kind of value."""
-        try:
-            if text.isidentifier() and text in self.names:
-                return self.names[text]
-            return expressions.parse(text).evaluate(self.names)
-        except expressions.NameFault as fault:
-            self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
-        except Fault as fault:
-            self.fault(fault, node.span)
-        return UNKNOWN
-
-    def argument(self, node: Node, kind: FieldKind) -> Any:
-        """The value of an argument whose field is of `kind`; UNKNOWN after a fault."""
-        match kind.kind:
-            case "number":
-                return self.number(node, kind.whole, kind.optional)
-            case "flag":
-                return self._flag(node, kind)
-            case "word":
-                return self.word(node, kind)
-            case "words":
-                if isinstance(node, Sequence):
-                    items = [self.word(item, kind) for item in node.items]
-                    return UNKNOWN if any(i is UNKNOWN for i in items) else items
-                return self.word(node, kind)
-        return node
-
-    def _flag(self, node: Node, kind: FieldKind) -> Any:
-        if isinstance(node, Scalar):
-            if isinstance(node.value, bool) or (node.value is None and kind.optional):
-                return node.value
-            if isinstance(node.value, str):
-                value = self.evaluate(node.text, node)
-                if isinstance(value, bool) or value is UNKNOWN:
-                    return value
-        self.fault(Fault("E203", "true or false is needed here", found=kind_of(node)), node.span)
-        return UNKNOWN
-
-    def word(self, node: Node, kind: FieldKind) -> Any:
-        """A legal word, or what a name of this scope stands for."""
-        if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
-            self.fault(Fault("E203", "a word is needed here", expected=_choices(kind), found=kind_of(node)), node.span)
-            return UNKNOWN
-        if node.value is None:
-            return None
-        text = node.text
-        if text in kind.choices:
-            return text
-        if text in self.names:
-            value = self.names[text]
-            if value is None and kind.optional:
-                return None
-            if value is UNKNOWN or not kind.choices or value in kind.choices:
-                return value
-            if isinstance(value, list) and kind.kind == "words":
-                return value
-            found = f"{quote(text)}, which is {quote(str(value))}"
-            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node.span)
-            return UNKNOWN
-        if not kind.choices and isinstance(node.value, str):
-            return text
-        self.fault(
-            Fault(
-                "E208",
-                f"{quote(text)} is not a legal word here",
-                expected=_choices(kind),
-                hint=did_you_mean(text, [*kind.choices, *self.names]),
-            ),
-            node.span,
-        )
-        return UNKNOWN
-
-    def _comma_trap(self, node: Mapping) -> frozenset[str]:
-        """Keys that are the torn halves of a call with a comma inside { }; told once, as what it is."""
-        torn: set[str] = set()
-        keys = list(node)
-        for at, (key, _, value) in enumerate(keys):
-            if not isinstance(value, Scalar) or value.text.count("(") <= value.text.count(")"):
-                continue
-            pieces = [value.text]
-            for other, _, empty in keys[at + 1 :]:
-                if not (isinstance(empty, Scalar) and empty.value is None):
-                    break
-                pieces.append(other)
-                if ")" in other:
-                    break
-            if len(pieces) > 1:
-                text = ", ".join(pieces)
-                message = f"the comma in {quote(text)} ends the value: inside braces, quote a call that has a comma"
-                self.fault(Fault("E110", message, hint=f'{key}: "{text}"'), value.span)
-                torn |= {key, *pieces[1:]}
-        return frozenset(torn)
-
-    def let(self, node: Mapping | None) -> None:
-        """Add `let:` entries to the names of this frame."""
-        if node is None:
-            return
-        torn = self._comma_trap(node)
-        reader = Reader(self.shared.report)
-        open_now: list[str] = []
-        for key, span, value in node:
-            if key in torn:
-                self.names.values[key] = UNKNOWN
-            elif reader.is_name(key, span):
-                self.names.pending[key] = self._thunk(key, span, value, open_now)
-
-    def _thunk(self, key: str, span: Span, node: Node, open_now: list[str]) -> Callable[[], Any]:
-        def compute() -> Any:
-            open_now.append(key)
-            try:
-                cycle = _cycle(node, open_now)
-                if cycle:
-                    ring = " -> ".join([*open_now[open_now.index(cycle) :], cycle])
-                    self.fault(Fault("E505", f"let entries need each other: {ring}"), span)
-                    return UNKNOWN
-                return self.free_value(node)
-            finally:
-                open_now.pop()
-
-        return compute
-
-    def free_value(self, node: Node) -> Any:
-        """The value of something whose type nobody declares (`let`, a default): number, word, flag, list."""
-        if isinstance(node, Sequence):
-            return [self.free_value(item) for item in node.items]
-        if isinstance(node, Mapping):
-            return plain(node)
-        assert isinstance(node, Scalar)
-        if not isinstance(node.value, str):
-            return node.value
-        text = node.value
-        if text.isidentifier() and text not in self.names:
-            return text  # a word
-        return self.evaluate(text, node)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -457,36 +227,8 @@ class Frame:
         """A document node as a step; read once however often its body is lowered."""
         cache = self.shared.step_cache
         if id(item) not in cache:
-            cache[id(item)] = self._read_step(item)
+            cache[id(item)] = self.read_step(item, self.is_verb)
         return cache[id(item)]
-
-    def _read_step(self, item: Node) -> Step | None:
-        match item:
-            case Scalar(value=str(verb)):
-                return Step(verb, item.span, {}, {})
-            case Mapping(entries=entries) if len(entries) == 1:
-                ((verb, span, node),) = list(item)
-            case Mapping(entries=entries) if entries:
-                verb, span, node = next(iter(item))
-                others = [key for key in entries if key != verb]
-                hint = f"indent {listing(others)} below `{verb}:`" if self.is_verb(verb) else "one verb a step"
-                message = f"a step is one verb with its arguments, not {len(entries)} keys"
-                self.fault(Fault("E204", message, found=listing(entries), hint=hint), entries[others[0]][0])
-                return None
-            case _:
-                self.fault(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
-                return None
-        if isinstance(node, Scalar) and node.value is None:
-            return Step(verb, span, {}, {})
-        if not isinstance(node, Mapping):
-            message = f"the arguments of {quote(verb)} must be a mapping"
-            self.fault(Fault("E203", message, found=kind_of(node), hint=f"{verb}: {{name: value}}"), node.span)
-            return None
-        torn = self._comma_trap(node)
-        if torn:
-            return None
-        fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
-        return Step(verb, span, fields, {key: (s, n) for key, s, n in node if key in STEP_KEYS})
 
     def is_verb(self, word: str) -> bool:
         return word in COMBINATORS or word in self.home.visible or find_primitive(word) is not None
@@ -561,7 +303,9 @@ class Frame:
             found = self.wire(node)
             return (self.value(None, "?"),) if found is None else (found,)
         if not joins:
-            fault = Fault("E410", "this input takes one wire, not a list", hint="join with `parallel` and merge: concat")
+            fault = Fault(
+                "E410", "this input takes one wire, not a list", hint="join with `parallel` and merge: concat"
+            )
             self.fault(fault, node.span)
             return (self.value(None, "?"),)
         found_all = [self.wire(item) for item in node.items]
@@ -598,10 +342,10 @@ class Frame:
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
-        parameters = self._initialised(step, parameters, known=arguments is not None)
-        ties = self._ties(step, parameters)
+        parameters = initialised(self, step, parameters, known=arguments is not None)
+        tied = ties(self, step, parameters)
         return self.node(
-            step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=ties
+            step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=tied
         )
 
     def _joined(self, step: Step, port: Port, values: tuple[int, ...] | None) -> Wire | None:
@@ -687,116 +431,11 @@ class Frame:
         found = str(item["input"])
         self.fault(Fault(code, f"{key} of {step.verb} must be {message}", at=key, found=found[:60]), step)
 
-    def _initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
-        """The parameters with the initialisers that `init:` gives."""
-        entry = step.common.get("init")
-        if entry is None:
-            return parameters
-        node = entry[1]
-        if not isinstance(node, Mapping):
-            hint = "init: {weight: zeros}"
-            self.fault(Fault("E203", "init is a mapping of parameter: initialiser", found=kind_of(node), hint=hint), node.span)
-            return parameters
-        torn = self._comma_trap(node)
-        out = dict(parameters)
-        for key, span, value in node:
-            if key in torn:
-                continue
-            init = self._init(value)
-            if key in out and init:
-                out[key] = replace(out[key], init=init)
-            elif known and parameters and key not in out:
-                self._no_parameter(step, key, span, parameters)
-        return out
-
-    def _init(self, node: Node) -> Init | None:
-        if not isinstance(node, Scalar) or not isinstance(node.value, str):
-            expected = "a name such as zeros, or name(numbers)"
-            self.fault(Fault("E408", "not an initialiser", expected=expected, found=kind_of(node)), node.span)
-            return None
-        try:
-            return read_init(node.value, self.names)
-        except Fault as fault:
-            self.fault(fault, node.span)
-            return None
-
-    def _no_parameter(self, step: Step, key: str, span: Span, parameters: dict[str, Parameter]) -> None:
-        fault = Fault(
-            "E201",
-            f"{step.verb} has no parameter {quote(key)} as it is used here",
-            expected=f"one of {listing(parameters)}",
-            hint=did_you_mean(key, parameters),
-        )
-        self.fault(fault, span)
-
-    # --- tied parameters ----------------------------------------------------------------------------------------------
-
-    def _ties(self, step: Step, parameters: dict[str, Parameter]) -> dict[str, str]:
-        """`tie: embed` ties every parameter to the like-named one there; `tie: {weight: embed.weight}` names them."""
-        entry = step.common.get("tie")
-        if entry is None or not parameters:
-            return {}
-        node = entry[1]
-        pairs: list[tuple[str, str, Span]] = []
-        if isinstance(node, Mapping):
-            for key, span, value in node:
-                if key not in parameters:
-                    self._no_parameter(step, key, span, parameters)
-                elif isinstance(value, Scalar) and isinstance(value.value, str):
-                    pairs.append((key, value.value, value.span))
-                else:
-                    fault = Fault("E203", "tie names a parameter, step.parameter", found=kind_of(value))
-                    self.fault(fault, value.span)
-        elif isinstance(node, Scalar) and isinstance(node.value, str):
-            pairs = [(key, f"{node.value}.{key}", node.span) for key in parameters]
-        else:
-            fault = Fault("E203", "tie names a step, or maps parameters to step.parameter", found=kind_of(node))
-            self.fault(fault, node.span)
-        ties = {}
-        for key, target, span in pairs:
-            try:
-                name, theirs = self._tie_target(target)
-            except Fault as fault:
-                self.fault(fault, span)
-                continue
-            if theirs.shape != parameters[key].shape:
-                fault = Fault(
-                    "E409",
-                    f"{step.verb}.{key} cannot be {target}: their shapes differ",
-                    expected=f"{list(parameters[key].shape)}",
-                    found=f"{list(theirs.shape)}",
-                )
-                self.fault(fault, span)
-            else:
-                ties[key] = name
-        return ties
-
-    def _tie_target(self, target: str) -> tuple[str, Parameter]:
-        """A tie's target by full name, and its declaration: looked up here, then in the bodies around."""
-        first = target.split(".")[0]
-        frame: Frame | None = self
-        known: list[str] = []
-        while frame:
-            known += [name for name in frame.nodes if name not in known]
-            node = frame.nodes.get(first)
-            if node:
-                for item in graph.node_parameters(node, first):
-                    if item.name == target:
-                        return item.tied or graph.join(*frame.path, item.name), item.parameter
-                names = [item.name for item in graph.node_parameters(node, first)]
-                raise Fault(
-                    "E312",
-                    f"there is no parameter {quote(target)}",
-                    expected=f"one of {listing(names)}" if names else f"{first} has no parameters",
-                    hint=did_you_mean(target, names),
-                )
-            frame = frame.outer
-        hint = did_you_mean(first, known) or "tie to a step that stands above"
-        raise Fault("E312", f"there is no step {quote(first)} to tie to", hint=hint)
-
     # --- combinators and blocks -----------------------------------------------------------------------------------------
 
-    def _combinator(self, step: Step, cls: type[Combinator], previous: int, maker: graph.Node | None) -> graph.Node | None:
+    def _combinator(
+        self, step: Step, cls: type[Combinator], previous: int, maker: graph.Node | None
+    ) -> graph.Node | None:
         for key in ("init", "tie"):
             if key in step.common:
                 self.fault(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
@@ -841,7 +480,7 @@ class Frame:
         values, ports = self._block_arguments(step, block)
         inputs = {"x": (x,)} | {name: (value,) for name, value in ports.items()}
         body, result = self.call(block, x, values, ports, graph_path=self._namespace_of(step), at=step.span)
-        return self.node(step, "block", inputs, result, bodies={"": body})
+        return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
     def _namespace_of(self, step: Step) -> str:
         for key in ("name", "as"):
@@ -854,19 +493,15 @@ class Frame:
         self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, at: Span
     ) -> tuple[graph.Graph, Wire | None]:
         """Lower a block's body for one set of arguments."""
-        top = Frame(self.shared, block.home, Names(), {})
-        top.let(block.home.let)
-        inner = Frame(
-            self.shared,
-            block.home,
-            Names(top.names, values),
-            {"input": x, **ports},
-            (*self.path, graph_path),
-            (*self.trail, (block.name, at)),
-            None,
+        inner = replace(
+            Frame.top(self.shared, block.home),
+            wires={"input": x, **ports},
+            path=(*self.path, graph_path),
+            trail=(*self.trail, (block.name, at)),
         )
+        inner.names = Names(inner.names, values)
         inner.let(block.let)
-        _settle(inner.names)
+        inner.names.settle()
         body = inner.lower_steps(block.steps, x, ports)
         return body, self.types[body.result]
 
@@ -924,23 +559,6 @@ def default_value(node: Node) -> Any:
     return plain(node)
 
 
-def _settle(names: Names) -> None:
-    """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
-    for name in list(names.pending):
-        names[name]
-
-
-def _cycle(node: Node, open_now: list[str]) -> str | None:
-    """A name of an open `let` entry that this one needs."""
-    if isinstance(node, Scalar) and isinstance(node.value, str):
-        try:
-            needed = {name for name, _ in expressions.parse(node.value).names}
-        except Fault:
-            return None
-        return next((name for name in open_now if name in needed), None)
-    return None
-
-
 def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     """Values that a body reads and does not make: everything numbered before its first value."""
     made = set(own)
@@ -954,10 +572,6 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     if body.result < first and body.result not in made:
         seen.append(body.result)
     return tuple(seen)
-
-
-def _choices(kind: FieldKind) -> str:
-    return f"one of {listing(kind.choices)}" if kind.choices else "a word"
 
 
 def _a(kind: str) -> str:
@@ -978,9 +592,8 @@ _KIND_HINTS = {
 def lower_file(file: SpecFile, report: Report, name: str, overridden: tuple[str, ...] = ()) -> graph.Model | None:
     """The graph of a file's model, and a check of every block in it. None if there is no sound model."""
     shared = Shared(report)
-    frame = Frame(shared, file, Names(), {})
-    frame.let(file.let)
-    _settle(frame.names)
+    frame = Frame.top(shared, file)
+    frame.names.settle()
     model = _lower_model(frame, file, name, overridden) if file.model else None
     for block in file.blocks.values():
         if id(block) not in shared.used:
@@ -990,7 +603,7 @@ def lower_file(file: SpecFile, report: Report, name: str, overridden: tuple[str,
 
 def _lower_model(frame: Frame, file: SpecFile, name: str, overridden: tuple[str, ...]) -> graph.Model | None:
     assert file.model is not None
-    wire = _input(frame, file.model.get("input"), file.model_span)
+    wire = read_input(frame, file.model.get("input"), file.model_span)
     steps = file.model.get("steps")
     if steps is None:
         frame.fault(Fault("E202", "the model has no steps"), file.model_span)
@@ -1000,14 +613,14 @@ def _lower_model(frame: Frame, file: SpecFile, name: str, overridden: tuple[str,
         frame.shared.input_kind, frame.shared.input_features = wire.kind, wire.features
     body = frame.lower_steps(steps, x)
     body.captures = ()
-    if frame.shared.report or wire is None:
+    if frame.report or wire is None:
         return None
     types, labels = frame.shared.types, frame.shared.labels
     return graph.Model(name, wire, body, types, labels, file.expect, file.checkpoint, overridden)
 
 
 def _check_unused(frame: Frame, block: Block) -> None:
-    lost = Frame(frame.shared, frame.home, Names(), {})
+    lost = Frame.top(frame.shared, frame.home)
     x = lost.value(None, "input")
     values: dict[str, Any] = {}
     ports: dict[str, int] = {}
@@ -1019,81 +632,8 @@ def _check_unused(frame: Frame, block: Block) -> None:
     lost.call(block, x, values, ports, block.name, block.span)
 
 
-def _input(frame: Frame, node: Node | None, span: Span | None) -> Wire | None:
-    """`input: {tokens: 50304}`, `{features: 384}`, `{image: {size: 224, channels: 3}}`."""
-    expected = "{tokens: vocabulary}, {features: width} or {image: {size: 224, channels: 3}}"
-    if not isinstance(node, Mapping):
-        frame.fault(
-            Fault("E202" if node is None else "E203", "the model must say what its input is", expected=expected),
-            node.span if node else span,
-        )
-        return None
-    kinds = [key for key in ("tokens", "features", "image") if key in node.entries]
-    allowed = {"tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",)}
-    words = allowed[kinds[0]] if kinds else (*allowed, "length", "grid")
-    Reader(frame.shared.report).known_keys(node, words, "input")
-    if len(kinds) != 1:
-        if not any(key not in words for key in node.entries):
-            frame.fault(Fault("E202", "the input is of one kind", expected=expected), node.span)
-        return None
-    kind = kinds[0]
-    if kind == "image":
-        return _image(frame, node.entries["image"][1])
-    features = _positive(frame, node.get(kind))
-    length = _positive(frame, node.get("length")) if "length" in node.entries else None
-    grid = _grid(frame, node.get("grid")) if "grid" in node.entries else None
-    if features is UNKNOWN or length is UNKNOWN or grid is UNKNOWN:
-        return None
-    if grid and length and length != grid[0] * grid[1]:
-        frame.fault(Fault("E412", "length must be rows times columns", found=f"{length}, {grid[0]} x {grid[1]}"), node.span)
-    if grid:
-        length = grid[0] * grid[1]
-    origin = Origin("input", node.span)
-    return Wire("tokens" if kind == "tokens" else "sequence", features, length or "seq", grid, origin)
-
-
-def _image(frame: Frame, node: Node) -> Wire | None:
-    if not isinstance(node, Mapping):
-        frame.fault(Fault("E203", "an image is {size: 224, channels: 3}", found=kind_of(node)), node.span)
-        return None
-    Reader(frame.shared.report).known_keys(node, ("size", "channels"), "image")
-    if "size" not in node.entries:
-        frame.fault(Fault("E202", "an image needs its size", hint="size: 224, or size: [height, width]"), node.span)
-        return None
-    size = _grid(frame, node.get("size"))
-    channels = _positive(frame, node.get("channels")) if "channels" in node.entries else 3
-    if size is UNKNOWN or channels is UNKNOWN:
-        return None
-    return Wire("image", channels, None, size, Origin("input", node.span))
-
-
-def _positive(frame: Frame, node: Node | None) -> Any:
-    assert node is not None
-    value = frame.number(node, whole=True)
-    if value is not UNKNOWN and not 1 <= value <= 10**9:
-        frame.fault(Fault("E209", "a positive number is needed here", found=str(value)), node.span)
-        return UNKNOWN
-    return value
-
-
-def _grid(frame: Frame, node: Node | None) -> Any:
-    """`224` or `[rows, columns]`."""
-    if isinstance(node, Sequence):
-        if len(node.items) != 2:
-            frame.fault(Fault("E203", "two numbers: [rows, columns]", found=f"{len(node.items)} of them"), node.span)
-            return UNKNOWN
-        pair = [_positive(frame, item) for item in node.items]
-        return UNKNOWN if UNKNOWN in pair else tuple(pair)
-    value = _positive(frame, node)
-    return UNKNOWN if value is UNKNOWN else (value, value)
-
-
 @lru_cache(maxsize=1)
 def verbs() -> tuple[str, ...]:
     """Every built-in and plugged-in verb."""
     find_primitive("")
     return (*COMBINATORS, *sorted(PRIMITIVES))
-
-
-__all__ = ["Frame", "Names", "Shared", "Step", "lower_file", "verbs"]
-_ = Diagnostic

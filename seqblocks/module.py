@@ -116,16 +116,16 @@ class Body(nn.Module):
 
     def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str], label: str = "") -> None:
         super().__init__()
-        self.body, self.label = body, label
+        self._body, self._label = body, label
         for node in body.nodes:
             # not add_module: it refuses names that nn.Module has too, and lower.py has refused those that matter
             self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
-        self.plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
-        self.dying = _dying(body, self.plan)
+        self._plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
+        self._dying = _dying(body, self._plan)
 
-    def run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
+    def _run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
         states: States = {}
-        for (name, wanted, outputs, split), dead in zip(self.plan, self.dying, strict=True):
+        for (name, wanted, outputs, split), dead in zip(self._plan, self._dying, strict=True):
             child = self._modules[name]
             assert child is not None
             y, state = child(*[env[v] for v in wanted], call=call.into(name))
@@ -137,10 +137,10 @@ class Body(nn.Module):
                 env[outputs[0]] = y
             for value in dead:
                 env.pop(value, None)
-        return env[self.body.result], states
+        return env[self._body.result], states
 
     def _get_name(self) -> str:
-        return self.label or "Body"
+        return self._label or "Body"
 
 
 def _handed(node: Node) -> tuple[int, ...]:
@@ -162,10 +162,10 @@ class Block(Body):
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__(node.bodies[""], model, path, skip, node.verb)
-        self.wanted = reads(node)
+        self._wanted = reads(node)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+        return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
 
 
 class Residual(Block):
@@ -173,18 +173,18 @@ class Residual(Block):
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__(node, model, path, skip)
-        self.drop_path: float = node.arguments.drop_path
+        self._drop_path: float = node.arguments.drop_path
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         y, states = super().forward(*tensors, call=call)
-        if self.drop_path and call.training:
-            keep = 1 - self.drop_path
+        if self._drop_path and call.training:
+            keep = 1 - self._drop_path
             shape = (y.shape[0],) + (1,) * (y.ndim - 1)
             y = y * (torch.rand(shape, device=y.device) < keep).to(y.dtype) / keep
         return tensors[0] + y, states
 
     def extra_repr(self) -> str:
-        return f"drop_path={self.drop_path:g}" if self.drop_path else ""
+        return f"drop_path={self._drop_path:g}" if self._drop_path else ""
 
 
 class Repeat(nn.Module):
@@ -192,18 +192,18 @@ class Repeat(nn.Module):
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
-        self.wanted = reads(node)
-        self.inputs = [body.input for body in node.bodies.values()]
+        self._wanted = reads(node)
+        self._inputs = [body.input for body in node.bodies.values()]
         for label, body in node.bodies.items():
             self._modules[label] = Layer(body, model, graph.join(path, label), skip)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        env = dict(zip(self.wanted, tensors, strict=True))
+        env = dict(zip(self._wanted, tensors, strict=True))
         x, states = tensors[0], {}
-        for (label, layer), value in zip(self._modules.items(), self.inputs, strict=True):
+        for (label, layer), value in zip(self._modules.items(), self._inputs, strict=True):
             assert isinstance(layer, Layer)
             outer = {**env, value: x}
-            x, state = layer(*[outer[v] for v in layer.wanted], call=call.into(label))
+            x, state = layer(*[outer[v] for v in layer._wanted], call=call.into(label))
             if state:
                 states[label] = state
         return x, states
@@ -228,10 +228,10 @@ class Layer(Body):
 
     def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__(body, model, path, skip, "steps")
-        self.wanted = tuple(dict.fromkeys((body.input, *body.captures)))
+        self._wanted = tuple(dict.fromkeys((body.input, *body.captures)))
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+        return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
 
 
 class Parallel(nn.Module):
@@ -239,26 +239,26 @@ class Parallel(nn.Module):
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
-        self.wanted, self.merge = reads(node), node.arguments.merge
+        self._wanted, self._merge = reads(node), node.arguments.merge
         for label, body in node.bodies.items():
             self._modules[label] = Layer(body, model, graph.join(path, label), skip)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        env = dict(zip(self.wanted, tensors, strict=True))
+        env = dict(zip(self._wanted, tensors, strict=True))
         results, states = [], {}
         for label, branch in self._modules.items():
             assert isinstance(branch, Layer)
-            y, state = branch(*[env[v] for v in branch.wanted], call=call.into(label))
+            y, state = branch(*[env[v] for v in branch._wanted], call=call.into(label))
             results.append(y)
             if state:
                 states[label] = state
-        return merged(results, self.merge), states
+        return merged(results, self._merge), states
 
     def _get_name(self) -> str:
         return "parallel"
 
     def extra_repr(self) -> str:
-        return f"merge={self.merge}"
+        return f"merge={self._merge}"
 
 
 def merged(results: list[Tensor], how: str) -> Tensor:
@@ -285,22 +285,22 @@ class Scan(Block):
         self._describe(node, model)
 
     def _describe(self, node: Node, model: Model) -> None:
-        self.orders: tuple[str, ...] = node.arguments.orders
-        self.merge: str = node.arguments.merge
-        self.sequences = [_is_sequence(model.types[v]) for v in self.wanted]
-        self.in_place = _reversible(node.bodies[""])
+        self._orders: tuple[str, ...] = node.arguments.orders
+        self._merge: str = node.arguments.merge
+        self._sequences = [_is_sequence(model.types[v]) for v in self._wanted]
+        self._in_place = _reversible(node.bodies[""])
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         results, states = [], {}
-        for order in self.orders:
+        for order in self._orders:
             inner, ordered = self._entering(order, tensors, call)
-            y, states = self.one(order, ordered, inner)
+            y, states = self._one(order, ordered, inner)
             results.append(self._leaving(order, y, call))
-        return merged(results, self.merge), states
+        return merged(results, self._merge), states
 
-    def one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
         """Run one direction on tensors that are in its order."""
-        return self.run(dict(zip(self.wanted, tensors, strict=True)), call)
+        return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
 
     def _entering(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
         if order.startswith("columns"):
@@ -312,13 +312,13 @@ class Scan(Block):
         if not order.endswith("reverse"):
             return call, tensors
         resets = _reversed_resets(call.resets)
-        if self.in_place:
+        if self._in_place:
             return replace(call, reverse=True, resets=resets), tensors
         resets = None if resets is None else resets.flip(1)
         return replace(call, resets=resets), self._each(tensors, lambda x: x.flip(1))
 
     def _leaving(self, order: str, y: Tensor, call: Call) -> Tensor:
-        if order.endswith("reverse") and not self.in_place:
+        if order.endswith("reverse") and not self._in_place:
             y = y.flip(1)
         if order.startswith("columns"):
             rows, columns = call.grid_of(y)
@@ -326,11 +326,11 @@ class Scan(Block):
         return y
 
     def _each(self, tensors: tuple[Tensor, ...], change: Any) -> tuple[Tensor, ...]:
-        return tuple(change(x) if seq else x for x, seq in zip(tensors, self.sequences, strict=True))
+        return tuple(change(x) if seq else x for x, seq in zip(tensors, self._sequences, strict=True))
 
     def extra_repr(self) -> str:
-        many = f", merge={self.merge}" if len(self.orders) > 1 else ""
-        return f"order={'+'.join(self.orders)}{many}"
+        many = f", merge={self._merge}" if len(self._orders) > 1 else ""
+        return f"order={'+'.join(self._orders)}{many}"
 
 
 class OwnedScan(Scan):
@@ -343,19 +343,19 @@ class OwnedScan(Scan):
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         body = node.bodies[""]
         names = {item.name for item in graph.parameters(body)}
-        self.separate = node.owned == names
+        self._separate = node.owned == names
         owned = frozenset(graph.join(path, name) for name in node.owned)
-        if self.separate:
+        if self._separate:
             nn.Module.__init__(self)
-            self.separate, self.label, self.wanted = True, "scan", reads(node)
+            self._separate, self._label, self._wanted = True, "scan", reads(node)
             for order in node.arguments.orders:
                 self._modules[order] = Layer(body, model, graph.join(path, order), skip)
         else:
             Block.__init__(self, node, model, path, skip | owned)
-            self.separate = False
+            self._separate = False
             for order in node.arguments.orders:
                 self._modules[order] = _holder(node)
-            self.holders = {graph.join(path, step): step for step in _steps_of(node)}
+            self._holders = {graph.join(path, step): step for step in _steps_of(node)}
         self._describe(node, model)
 
     @property
@@ -365,15 +365,15 @@ class OwnedScan(Scan):
     def __call__(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return Scan.forward(self, *tensors, call=call)
 
-    def one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
         own = self._modules[order]
         assert own is not None
-        if not self.separate:
-            owned = {path: own.get_submodule(step) for path, step in self.holders.items()}
-            return super().one(order, tensors, replace(call, owned=owned))
+        if not self._separate:
+            owned = {path: own.get_submodule(step) for path, step in self._holders.items()}
+            return super()._one(order, tensors, replace(call, owned=owned))
         assert isinstance(own, Layer)
-        env = dict(zip(self.wanted, tensors, strict=True))
-        return own(*[env[v] for v in own.wanted], call=call)  # type: ignore[no-any-return]
+        env = dict(zip(self._wanted, tensors, strict=True))
+        return own(*[env[v] for v in own._wanted], call=call)  # type: ignore[no-any-return]
 
 
 def _steps_of(node: Node) -> list[str]:
@@ -442,9 +442,9 @@ class SequenceModel(Body):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.graph, model, "", frozenset(), model.name)
-        self.model = model
+        self.graph = model
         obstacle = graph.stream_obstacle(model.graph)
-        self.obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
+        self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
 
     def forward(  # type: ignore[override]
         self,
@@ -464,17 +464,17 @@ class SequenceModel(Body):
         """
         self._check_input(x)
         streaming = state is not None or return_state
-        if streaming and self.obstacle:
-            raise RunError(self.obstacle)
+        if streaming and self._obstacle:
+            raise RunError(self._obstacle)
         if state is not None:
-            check_state(self.model, state, x.shape[0], x.device)
+            check_state(self.graph, state, x.shape[0], x.device)
         if cu_seqlens is not None:
             resets = _packed_resets(x, cu_seqlens, resets)
         if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[:2]):
             raise RunError(f"resets must be bool of shape {list(x.shape[:2])}, not {resets.dtype} {list(resets.shape)}")
-        grid = grid or (self.model.input.grid if self.model.input.kind != "image" else None)
+        grid = grid or (self.graph.input.grid if self.graph.input.kind != "image" else None)
         call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
-        y, states = self.run({self.body.input: x}, call)
+        y, states = self._run({self._body.input: x}, call)
         return (y, states) if return_state else y
 
     def step(self, x: Tensor, state: States | None = None) -> tuple[Tensor, States]:
@@ -484,16 +484,16 @@ class SequenceModel(Body):
 
     def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
         """The state before the first token: a dict of dicts of tensors, by step names. Raises RunError."""
-        if self.obstacle:
-            raise RunError(self.obstacle)
+        if self._obstacle:
+            raise RunError(self._obstacle)
         some = next(self.parameters(), None)
         device = device or (some.device if some is not None else "cpu")
         dtype = dtype or (some.dtype if some is not None else torch.float32)
-        return new_state(self.model.graph, batch_size, device, dtype)
+        return new_state(self.graph.graph, batch_size, device, dtype)
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Two groups for an optimiser: parameters that are customarily decayed, and the others."""
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.model.graph) if not item.tied}
+        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph.graph) if not item.tied}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             groups[decays.get(name, True)].append(parameter)
@@ -507,20 +507,20 @@ class SequenceModel(Body):
         """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype."""
         from seqblocks.initialise import draw
 
-        for item in graph.parameters(self.model.graph):
+        for item in graph.parameters(self.graph.graph):
             if item.tied is None:
                 draw(self.get_parameter(item.name), item.name, item.parameter, seed)
         self.tie()
 
     def tie(self) -> None:
         """Let tied names share one parameter (again, after something that copies parameters one by one)."""
-        for item in graph.parameters(self.model.graph):
+        for item in graph.parameters(self.graph.graph):
             if item.tied is not None:
                 holder, _, leaf = item.name.rpartition(".")
                 self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
 
     def _check_input(self, x: Tensor) -> None:
-        wire = self.model.input
+        wire = self.graph.input
         if wire.kind == "image":
             if x.ndim != 4 or x.shape[1] != wire.features:
                 raise RunError(f"the model reads images [batch, {wire.features}, height, width], not {list(x.shape)}")

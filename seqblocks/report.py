@@ -15,7 +15,7 @@ from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report, SpecError
 from seqblocks.expressions import UNKNOWN
 from seqblocks.graph import Graph, Model
-from seqblocks.lower import Frame, Names, Shared
+from seqblocks.lower import Frame, Shared
 from seqblocks.spec import SpecFile
 from seqblocks.types import Wire
 
@@ -39,7 +39,9 @@ class Row:
     rows: list[Row] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
-        out = {key: getattr(self, key) for key in ("names", "verb", "kind", "input", "output", "params", "macs", "state")}
+        out = {
+            key: getattr(self, key) for key in ("names", "verb", "kind", "input", "output", "params", "macs", "state")
+        }
         return out | {"tied": self.tied, "notes": self.notes, "steps": [row.as_data() for row in self.rows]}
 
 
@@ -66,11 +68,7 @@ class Summary:
         return None if self.macs_per_token is None else 2 * self.macs_per_token
 
     def as_data(self) -> dict[str, Any]:
-        out = {
-            key: getattr(self, key)
-            for key in self.__slots__
-            if key != "rows"
-        }
+        out = {key: getattr(self, key) for key in self.__slots__ if key != "rows"}
         return out | {"flops_per_token": self.flops_per_token, "steps": [row.as_data() for row in self.rows]}
 
 
@@ -222,7 +220,13 @@ def _notes(node: graph.Node) -> list[str]:
             body = node.bodies[""]
             total = sum(1 for _ in graph.parameters(body))
             shared = total - len(node.owned)
-            notes.append("all owned" if not shared else "all shared" if not node.owned else f"{len(node.owned)} owned, {shared} shared")
+            notes.append(
+                "all owned"
+                if not shared
+                else "all shared"
+                if not node.owned
+                else f"{len(node.owned)} owned, {shared} shared"
+            )
             notes.append(node.arguments.merge)
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
@@ -239,8 +243,7 @@ def check_expectations(model: Model, file: SpecFile) -> None:
     if expect is None or model.overridden:
         return
     malformed, broken = Report(), Report()
-    frame = Frame(Shared(malformed), file, Names(), {})
-    frame.let(file.let)
+    frame = Frame.top(Shared(malformed), file)
     tolerance = _number(frame, expect, "tolerance", 0.0)
     summary = summarise(model)
     largest = sorted(summary.rows, key=lambda r: -r.params)[:3]
@@ -255,9 +258,15 @@ def check_expectations(model: Model, file: SpecFile) -> None:
         if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
             continue
         if found is None or abs(found - wanted) > tolerance * abs(wanted):
-            shown = "unknown: the sequence length is open" if found is None else f"{found:,.10g} ({found - wanted:+,.10g})"
+            shown = (
+                "unknown: the sequence length is open" if found is None else f"{found:,.10g} ({found - wanted:+,.10g})"
+            )
             span = expect.entries[key][1].span
-            broken.add(Diagnostic(code, f"the spec does not have the {key} it expects", span, f"{wanted:,.10g}", shown, (), hint))
+            broken.add(
+                Diagnostic(
+                    code, f"the spec does not have the {key} it expects", span, f"{wanted:,.10g}", shown, (), hint
+                )
+            )
     _check_output(frame, expect.get("output"), model.output, broken)
     malformed.raise_if_any()
     if broken:

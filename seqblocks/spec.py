@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -97,7 +97,9 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
     """A file's text, or None with a diagnostic."""
     try:
         if path.stat().st_size > 4 * document.MAX_BYTES:
-            report.add(Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes"))
+            report.add(
+                Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes")
+            )
             return None
         return document.decode(path.read_bytes(), shown, report)
     except OSError as error:
@@ -114,8 +116,11 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
 class Reader:
     """Reads a file and, once each, the files it uses."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, base: Path | None = None, provided: dict[str, str] | None = None) -> None:
         self.report = report
+        self.base = base or Path()
+        self.provided = provided  # texts of used files, in place of the disk
+        self.texts: dict[str, str] = {}  # what was read: relative path -> text, bundled files left out
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
 
@@ -164,7 +169,9 @@ class Reader:
         """Whether `name` may name a thing; E207 if not."""
         if _NAME.match(name) and len(name) <= 64 and not keyword.iskeyword(name):
             return True
-        self.fault("E207", f"{quote(name)} is not a name", span, expected="letters, digits and _, not beginning with a digit")
+        self.fault(
+            "E207", f"{quote(name)} is not a name", span, expected="letters, digits and _, not beginning with a digit"
+        )
         return False
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
@@ -243,11 +250,16 @@ class Reader:
             self.fault("E307", f"the files use each other: {ring}", span, hint="move what both need to a third file")
             return None
         if key not in self.files:
-            if not path.is_file():
+            relative = os.path.relpath(path, self.base)
+            own = looks_like_path(name) and not _is_bundled(path)
+            given = self.provided.get(relative) if self.provided is not None and own else None
+            if given is None and not path.is_file():
                 self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}")
                 return None
             self.files[key] = None
-            text = read_text(path, shown, self.report)
+            text = read_text(path, shown, self.report) if given is None else given
+            if text is not None and own:
+                self.texts[relative] = text
             if text is not None:
                 self.open.append(key)
                 tree = document.parse(text, shown, self.report)
@@ -283,7 +295,9 @@ class Reader:
         if not self.is_name(name, span):
             return None
         if name in STEP_KEYS:
-            self.fault("E311", f"{quote(name)} means something in every step", span, hint="give the argument another name")
+            self.fault(
+                "E311", f"{quote(name)} means something in every step", span, hint="give the argument another name"
+            )
             return None
         if not isinstance(node, Scalar) or node.value is None:
             return Argument(name, "any", span, node)
@@ -302,15 +316,17 @@ class Reader:
 STEP_KEYS = ("from", "as", "name", "init", "tie")
 
 
-def read_file(text: str, name: str, base: Path | None, report: Report, edit: object = None) -> SpecFile | None:
+def _is_bundled(path: Path) -> bool:
+    return path.resolve() in {p.resolve() for p in bundled().values()}
+
+
+def read_file(reader: Reader, text: str, name: str, edit: Callable[[Node], None]) -> SpecFile | None:
     """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
-    tree = document.parse(text, name, report)
-    if tree is not None and callable(edit):
+    tree = document.parse(text, name, reader.report)
+    if tree is not None:
         edit(tree)
-    reader = Reader(report)
-    if base is not None:
-        reader.open.append(os.path.abspath(base / Path(name).name))
-    return reader.read(tree, Source.of(name, text), base)
+    reader.open.append(os.path.abspath(reader.base / Path(name).name))
+    return reader.read(tree, Source.of(name, text), reader.base)
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:

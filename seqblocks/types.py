@@ -1,9 +1,9 @@
 """What travels on a wire: named axes with integer or symbolic sizes, and a kind.
 
-    image      [batch, channels, height, width]  float
-    tokens     [batch, seq]                      integers below `features`
-    sequence   [batch, seq, features]            float; `grid` says how an image's tokens were cut (rows, columns)
-    vector     [batch, features]                 float
+image      [batch, channels, height, width]  float
+tokens     [batch, seq]                      integers below `features`
+sequence   [batch, seq, features]            float; `grid` says how an image's tokens were cut (rows, columns)
+vector     [batch, features]                 float
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ class Softplus(Activation):
 class Gate(Op):
     """Multiply by another wire after an activation: x * activation(by)."""
 
-    ports = (Port("x", "what is gated", main=True, kinds=BOTH), Port("by", "the gate, before its activation", kinds=BOTH))
+    ports = (
+        Port("x", "what is gated", main=True, kinds=BOTH),
+        Port("by", "the gate, before its activation", kinds=BOTH),
+    )
     activation: ActivationName = argument("silu", "the gate's nonlinearity")
 
     def shape(self, x: Wire, by: Wire) -> Wire:

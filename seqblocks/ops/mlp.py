@@ -22,9 +22,7 @@ class SwiGLU(Op):
         sizes = {"gate": (self.hidden, x.features), "up": (self.hidden, x.features), "down": (x.features, self.hidden)}
         out = {f"{name}_weight": Parameter(size, Init("fan_in_uniform")) for name, size in sizes.items()}
         if self.bias:
-            out |= {
-                f"{name}_bias": Parameter(size[:1], Init("zeros"), decay=False) for name, size in sizes.items()
-            }
+            out |= {f"{name}_bias": Parameter(size[:1], Init("zeros"), decay=False) for name, size in sizes.items()}
         return out
 
     def macs(self, x: Wire) -> int:

@@ -56,7 +56,9 @@ class ToImage(Op):
     def shape(self, x: Wire) -> Wire:
         if x.grid is None:
             hint = "start from an image, or give the input a `grid: [rows, columns]`"
-            raise Fault("E407", "to_image needs the tokens of an image", found=f"{x} without rows and columns", hint=hint)
+            raise Fault(
+                "E407", "to_image needs the tokens of an image", found=f"{x} without rows and columns", hint=hint
+            )
         return Wire("image", x.features, None, x.grid, x.origin)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -1,0 +1,245 @@
+"""Saving and restoring models, and reading official checkpoints through a spec's own `checkpoint:` map.
+
+A map's keys are names of ours (a parameter, or the namespace of a step: then everything below it), its values the
+official names. `{layer}` in a key matches an index; in a value it stands in an expression: `blocks.{layer // 2}`.
+A block's map covers the names inside it, so a model only maps where its blocks stand.
+
+    head: classifier                             rename
+    qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
+    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor
+    w: {transpose: v}                            last two axes swapped
+    w: {reshape: v}                              the same numbers in our shape
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks import check, graph
+from seqblocks.builder import build_model
+from seqblocks.document import plain
+from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
+from seqblocks.expressions import parse
+from seqblocks.graph import Graph, Model
+from seqblocks.module import SequenceModel
+
+FORMAT = 1
+
+# --- our own files --------------------------------------------------------------------------------------------------
+
+
+def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
+    """Write weights and spec to one file, so that `restore(path)` needs nothing else.
+
+    `.safetensors` writes that format (needs the `safetensors` extra); any other ending what torch.save makes. A tied
+    parameter is written once. The file appears only when it is complete.
+    """
+    recipe = model.graph.recipe
+    if recipe is None:
+        raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
+    tied = {item.name for item in graph.parameters(model.graph.graph) if item.tied}
+    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied}
+    about = {
+        "format": FORMAT,
+        "name": recipe.name,
+        "text": recipe.text,
+        "overrides": dict(recipe.overrides),
+        "files": dict(recipe.files),
+    }
+    target = Path(path)
+    if target.suffix == ".safetensors":
+        data = _safetensors().torch.save(tensors, {"seqblocks": json.dumps(about)})
+        _write(target, lambda file: file.write(data))
+    else:
+        _write(target, lambda file: torch.save({"seqblocks": about, "tensors": tensors}, file))
+
+
+def restore(path: str | os.PathLike[str], *, device: Any = "cpu", dtype: torch.dtype | None = None) -> SequenceModel:
+    """The model that `save` wrote, in the dtype it had unless another is asked for. Raises UsageError."""
+    about, tensors = _read(Path(path))
+    if about.get("format") != FORMAT:
+        raise UsageError(f"{os.fspath(path)} was written by another version (format {about.get('format')})")
+    overrides = {key: check.raw(text) for key, text in about["overrides"].items()}
+    file, found = check.load_text(about["text"], about["name"], set=overrides, files=about["files"])
+    floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
+    dtype = dtype or min(floating, key=lambda d: d.itemsize, default=torch.float32)
+    model = build_model(check.require_model(file, found), device="meta", dtype=dtype)
+    model = model.to_empty(device=device)
+    model.tie()
+    _copy(model, tensors)
+    return model
+
+
+def _write(target: Path, write: Callable[[Any], Any]) -> None:
+    """Write beside the target, then rename: a full disk or an interrupt leaves the old file as it was."""
+    handle, name = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            with _safetensors().safe_open(str(path), framework="pt") as file:
+                about = json.loads((file.metadata() or {})["seqblocks"])
+                return about, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        data = torch.load(path, map_location="cpu", weights_only=True)
+        return data["seqblocks"], data["tensors"]
+    except UnavailableError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{path} was not written by seqblocks.save: {str(error).splitlines()[0]}") from None
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise UnavailableError("this file format needs an extra: pip install 'seqblocks[safetensors]'") from None
+    return safetensors
+
+
+@torch.no_grad()
+def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
+    wanted = {item.name: item for item in graph.parameters(model.graph.graph) if not item.tied}
+    missing = [name for name in wanted if name not in tensors]
+    spare = [name for name in tensors if name not in wanted]
+    if missing or spare:
+        raise RunError(f"the weights are not of this model: missing {listing(missing)}; not known {listing(spare)}")
+    for name in wanted:
+        parameter = model.get_parameter(name)
+        if parameter.shape != tensors[name].shape:
+            raise RunError(f"{name} must be {list(parameter.shape)}, and is {list(tensors[name].shape)}")
+        parameter.copy_(tensors[name])
+
+
+# --- official checkpoints -------------------------------------------------------------------------------------------
+
+
+def load_official(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
+    """Load an official state dict through the spec's `checkpoint:` maps. Every tensor must find its place.
+
+    Raises RunError naming what is missing or left over.
+    """
+    out: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for item in graph.parameters(model.graph.graph):
+        if item.tied is None:
+            source = official_name(model.graph, item.name)
+            out[item.name] = _assembled(item.name, source, item.parameter.shape, tensors, used)
+    spare = [name for name in tensors if name not in used]
+    if spare:
+        raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
+    _copy(model, out)
+
+
+def official_name(model: Model, name: str) -> Any:
+    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}."""
+    return _translated(model.graph, name, plain(model.checkpoint) if model.checkpoint else {})
+
+
+def _translated(body: Graph, name: str, table: Any) -> Any:
+    ours, theirs, values = _matching(name, table if isinstance(table, dict) else {})
+    rest = name[len(ours) :].lstrip(".") if ours else name
+    inner = _block_at(body, ours) if ours else None
+    if rest and inner is not None and inner.checkpoint is not None:
+        rest = _translated(inner.bodies[""], rest, plain(inner.checkpoint))
+    if not ours:
+        return rest
+    return _placed(theirs, values, rest)
+
+
+def _matching(name: str, table: dict[str, Any]) -> tuple[str, Any, dict[str, int]]:
+    """The longest entry that is a prefix of `name`: the matched part, the official side, the indices."""
+    best: tuple[str, Any, dict[str, int]] = ("", None, {})
+    for pattern, theirs in table.items():
+        regex = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[0-9]+)", re.escape(pattern))
+        match = re.match(f"{regex}(?=\\.|$)", name)
+        if match and len(match[0]) > len(best[0]):
+            best = (match[0], theirs, {k: int(v) for k, v in match.groupdict().items()})
+    return best
+
+
+def _block_at(body: Graph, path: str) -> graph.Node | None:
+    """The block whose namespace is `path`, if that is one."""
+    for node in body.nodes:
+        for label, inner in node.bodies.items():
+            prefix = graph.join(node.name, label)
+            if prefix == path:
+                return node if node.kind == "block" else None
+            if path.startswith(prefix + "."):
+                return _block_at(inner, path[len(prefix) + 1 :])
+    return None
+
+
+def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
+    """The official side with its indices filled in and the rest of the name appended."""
+
+    def fill(text: str, tail: str) -> str:
+        filled = re.sub(r"\{([^}]*)\}", lambda m: str(parse(m[1]).evaluate(values)), text)
+        return graph.join(filled, tail)
+
+    if isinstance(rest, dict):
+        if not isinstance(theirs, str):
+            raise RunError("a checkpoint map cannot build one tensor out of another's parts")
+        return {k: _each_name(k, v, lambda text: fill(theirs, text)) for k, v in rest.items()}
+    if isinstance(theirs, dict):
+        return {k: _each_name(k, v, lambda text: fill(text, rest)) for k, v in theirs.items()}
+    return fill(str(theirs), rest)
+
+
+RECIPES = ("concat", "stack", "split", "transpose", "reshape")
+
+
+def _each_name(key: str, value: Any, change: Callable[[str], str]) -> Any:
+    if key not in RECIPES:
+        return value
+    return [change(str(v)) for v in value] if isinstance(value, list) else change(str(value))
+
+
+def _assembled(
+    name: str, source: Any, shape: tuple[int, ...], tensors: Mapping[str, Tensor], used: set[str]
+) -> Tensor:
+    def take(official: str) -> Tensor:
+        if official not in tensors:
+            hint = did_you_mean(official, tensors) or ""
+            raise RunError(f"the official weights have no {official}, which {name} is made from. {hint}".strip())
+        used.add(official)
+        return tensors[official]
+
+    if isinstance(source, str):
+        return take(source)
+    axis = source.get("axis", 0)
+    match next((k for k in RECIPES if k in source), None):
+        case "concat":
+            return torch.cat([take(n) for n in source["concat"]], axis)
+        case "stack":
+            return torch.stack([take(n) for n in source["stack"]], axis)
+        case "split":
+            return take(source["split"]).chunk(source["parts"], axis)[source["part"]]
+        case "transpose":
+            return take(source["transpose"]).transpose(-1, -2)
+        case "reshape":
+            return take(source["reshape"]).reshape(shape)
+    raise RunError(f"the checkpoint map of {name} must have one of {listing(RECIPES)}, and has {listing(source)}")
+
+

@@ -1,0 +1,130 @@
+"""`init:` and `tie:`: what a step says about the parameters it owns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from seqblocks import graph
+from seqblocks.document import Mapping, Node, Scalar, kind_of
+from seqblocks.errors import Fault, Span, did_you_mean, listing, quote
+from seqblocks.parameters import Init, Parameter, read_init
+from seqblocks.scope import Scope, Step
+
+if TYPE_CHECKING:
+    from seqblocks.lower import Frame
+
+
+def initialised(scope: Scope, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
+    """The parameters with the initialisers that `init:` gives."""
+    entry = step.common.get("init")
+    if entry is None:
+        return parameters
+    node = entry[1]
+    if not isinstance(node, Mapping):
+        hint = "init: {weight: zeros}"
+        scope.fault(
+            Fault("E203", "init is a mapping of parameter: initialiser", found=kind_of(node), hint=hint), node.span
+        )
+        return parameters
+    torn = scope.comma_trap(node)
+    out = dict(parameters)
+    for key, span, value in node:
+        if key in torn:
+            continue
+        init = _init(scope, value)
+        if key in out and init:
+            out[key] = replace(out[key], init=init)
+        elif known and parameters and key not in out:
+            _no_parameter(scope, step, key, span, parameters)
+    return out
+
+
+def _init(scope: Scope, node: Node) -> Init | None:
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        expected = "a name such as zeros, or name(numbers)"
+        scope.fault(Fault("E408", "not an initialiser", expected=expected, found=kind_of(node)), node.span)
+        return None
+    try:
+        return read_init(node.value, scope.names)
+    except Fault as fault:
+        scope.fault(fault, node.span)
+        return None
+
+
+def _no_parameter(scope: Scope, step: Step, key: str, span: Span, parameters: dict[str, Parameter]) -> None:
+    fault = Fault(
+        "E201",
+        f"{step.verb} has no parameter {quote(key)} as it is used here",
+        expected=f"one of {listing(parameters)}",
+        hint=did_you_mean(key, parameters),
+    )
+    scope.fault(fault, span)
+
+
+# --- tied parameters ---
+
+
+def ties(scope: Frame, step: Step, parameters: dict[str, Parameter]) -> dict[str, str]:
+    """`tie: embed` ties every parameter to the like-named one there; `tie: {weight: embed.weight}` names them."""
+    entry = step.common.get("tie")
+    if entry is None or not parameters:
+        return {}
+    node = entry[1]
+    pairs: list[tuple[str, str, Span]] = []
+    if isinstance(node, Mapping):
+        for key, span, value in node:
+            if key not in parameters:
+                _no_parameter(scope, step, key, span, parameters)
+            elif isinstance(value, Scalar) and isinstance(value.value, str):
+                pairs.append((key, value.value, value.span))
+            else:
+                fault = Fault("E203", "tie names a parameter, step.parameter", found=kind_of(value))
+                scope.fault(fault, value.span)
+    elif isinstance(node, Scalar) and isinstance(node.value, str):
+        pairs = [(key, f"{node.value}.{key}", node.span) for key in parameters]
+    else:
+        fault = Fault("E203", "tie names a step, or maps parameters to step.parameter", found=kind_of(node))
+        scope.fault(fault, node.span)
+    found = {}
+    for key, target, span in pairs:
+        try:
+            name, theirs = _tie_target(scope, target)
+        except Fault as unknown:
+            scope.fault(unknown, span)
+            continue
+        if theirs.shape != parameters[key].shape:
+            fault = Fault(
+                "E409",
+                f"{step.verb}.{key} cannot be {target}: their shapes differ",
+                expected=f"{list(parameters[key].shape)}",
+                found=f"{list(theirs.shape)}",
+            )
+            scope.fault(fault, span)
+        else:
+            found[key] = name
+    return found
+
+
+def _tie_target(scope: Frame, target: str) -> tuple[str, Parameter]:
+    """A tie's target by full name, and its declaration: looked up here, then in the bodies around."""
+    first = target.split(".")[0]
+    frame: Frame | None = scope
+    known: list[str] = []
+    while frame:
+        known += [name for name in frame.nodes if name not in known]
+        node = frame.nodes.get(first)
+        if node:
+            for item in graph.node_parameters(node, first):
+                if item.name == target:
+                    return item.tied or graph.join(*frame.path, item.name), item.parameter
+            names = [item.name for item in graph.node_parameters(node, first)]
+            raise Fault(
+                "E312",
+                f"there is no parameter {quote(target)}",
+                expected=f"one of {listing(names)}" if names else f"{first} has no parameters",
+                hint=did_you_mean(target, names),
+            )
+        frame = frame.outer
+    hint = did_you_mean(first, known) or "tie to a step that stands above"
+    raise Fault("E312", f"there is no step {quote(first)} to tie to", hint=hint)

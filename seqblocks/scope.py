@@ -1,0 +1,321 @@
+"""What names stand for at one place of a spec, and how an argument's text becomes its value.
+
+Whether a value is an expression, a word or a flag is decided by the argument's type, never by how it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass
+from typing import Any
+
+from seqblocks import expressions
+from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
+from seqblocks.expressions import UNKNOWN
+from seqblocks.op import FieldKind
+from seqblocks.spec import STEP_KEYS, Reader
+
+# A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
+RESERVED_NAMES = frozenset(
+    (
+        "forward reverse rows rows_reverse columns columns_reverse graph step init_state parameter_groups tie "
+        "reset_parameters input "
+        # attributes of torch.nn.Module; tests/torch/test_module.py holds the list against the real thing
+        "T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches "
+        "eval extra_repr float get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules "
+        "mtia named_buffers named_children named_modules named_parameters parameters register_backward_hook "
+        "register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook "
+        "register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook "
+        "register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ "
+        "set_extra_state set_submodule share_memory state_dict to to_empty train training type xpu zero_grad"
+    ).split()
+)
+
+
+class Names(MappingABC[str, Any]):
+    """Numbers and words by name. `let` entries are computed when first asked for, so their order does not matter."""
+
+    def __init__(self, outer: MappingABC[str, Any] | None = None, values: dict[str, Any] | None = None) -> None:
+        self.outer: MappingABC[str, Any] = outer if outer is not None else {}
+        self.known: dict[str, Any] = values or {}
+        self.pending: dict[str, Callable[[], Any]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.pending:
+            compute = self.pending.pop(name)
+            self.known[name] = UNKNOWN  # what a cycle sees; the thunk tells it
+            self.known[name] = compute()
+        return self.known[name] if name in self.known else self.outer[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.known or name in self.pending or name in self.outer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.known, **self.pending, **dict.fromkeys(self.outer)})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def settle(self) -> None:
+        """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
+        for name in list(self.pending):
+            self[name]
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, its keys sorted: what every verb has, and the verb's own."""
+
+    verb: str
+    span: Span  # of the verb
+    fields: dict[str, tuple[Span, Node]]
+    common: dict[str, tuple[Span, Node]]
+
+    def key_span(self, key: str) -> Span:
+        entry = self.fields.get(key) or self.common.get(key)
+        return entry[0] if entry else self.span
+
+    def value_span(self, key: str | None) -> Span:
+        entry = (self.fields.get(key) or self.common.get(key)) if key else None
+        return entry[1].span if entry else self.span
+
+
+@dataclass(slots=True)
+class Scope:
+    """The report, the names in scope, and the trail of blocks that led here."""
+
+    report: Report
+    names: Names
+    trail: tuple[tuple[str, Span], ...] = ()
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault, where: Step | Span | None) -> None:
+        """Report a fault: at the argument it names, with the trail of blocks."""
+        span = where.value_span(fault.at) if isinstance(where, Step) else where
+        notes = [Note(f"in block {name}, used", at) for name, at in reversed(self.trail)]
+        self.report.add(fault.dress(span, notes))
+
+    def is_name(self, name: str, span: Span) -> bool:
+        """Whether `name` may be a namespace; told if not."""
+        if name in RESERVED_NAMES or name.startswith("_"):
+            self.fault(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
+            return False
+        return Reader(self.report).is_name(name, span)
+
+    # --- arguments --------------------------------------------------------------------------------------------------
+
+    def number(self, node: Node, whole: bool = False, optional: bool = False) -> Any:
+        """A number or an expression's value; UNKNOWN after a fault."""
+        value = self._number(node, optional)
+        if whole and isinstance(value, float):
+            if value == int(value):
+                return int(value)
+            hint = "use ceil(…), floor(…) or // for a whole number"
+            self.fault(Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint), node.span)
+            return UNKNOWN
+        return value
+
+    def _number(self, node: Node, optional: bool) -> Any:
+        match node:
+            case Scalar(value=None) if optional:
+                return None
+            case Scalar(value=bool()):
+                pass
+            case Scalar(value=int() | float() as value):
+                return value
+            case Scalar(value=str(text)):
+                value = self.evaluate(text, node)
+                if isinstance(value, str) or value is None or isinstance(value, list | bool):
+                    if value is None and optional:
+                        return None
+                    found = f"{quote(text)}, which is {quote(str(value))}"
+                    self.fault(Fault("E203", "a number is needed here", found=found), node.span)
+                    return UNKNOWN
+                return value
+        self.fault(Fault("E203", "a number or an expression is needed here", found=kind_of(node)), node.span)
+        return UNKNOWN
+
+    def evaluate(self, text: str, node: Scalar) -> Any:
+        """An expression's value in this scope; UNKNOWN after a fault. A bare name may stand for any kind of value."""
+        try:
+            if text.isidentifier() and text in self.names:
+                return self.names[text]
+            return expressions.parse(text).evaluate(self.names)
+        except expressions.NameFault as fault:
+            self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
+        except Fault as fault:
+            self.fault(fault, node.span)
+        return UNKNOWN
+
+    def argument(self, node: Node, kind: FieldKind) -> Any:
+        """The value of an argument whose field is of `kind`; UNKNOWN after a fault."""
+        match kind.kind:
+            case "number":
+                return self.number(node, kind.whole, kind.optional)
+            case "flag":
+                return self._flag(node, kind)
+            case "word":
+                return self.word(node, kind)
+            case "words":
+                if isinstance(node, Sequence):
+                    items = [self.word(item, kind) for item in node.items]
+                    return UNKNOWN if any(i is UNKNOWN for i in items) else items
+                return self.word(node, kind)
+        return node
+
+    def _flag(self, node: Node, kind: FieldKind) -> Any:
+        if isinstance(node, Scalar):
+            if isinstance(node.value, bool) or (node.value is None and kind.optional):
+                return node.value
+            if isinstance(node.value, str):
+                value = self.evaluate(node.text, node)
+                if isinstance(value, bool) or value is UNKNOWN:
+                    return value
+        self.fault(Fault("E203", "true or false is needed here", found=kind_of(node)), node.span)
+        return UNKNOWN
+
+    def word(self, node: Node, kind: FieldKind) -> Any:
+        """A legal word, or what a name of this scope stands for."""
+        if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
+            self.fault(Fault("E203", "a word is needed here", expected=_choices(kind), found=kind_of(node)), node.span)
+            return UNKNOWN
+        if node.value is None:
+            return None
+        text = node.text
+        if text in kind.choices:
+            return text
+        if text in self.names:
+            value = self.names[text]
+            if value is None and kind.optional:
+                return None
+            if value is UNKNOWN or not kind.choices or value in kind.choices:
+                return value
+            if isinstance(value, list) and kind.kind == "words":
+                return value
+            found = f"{quote(text)}, which is {quote(str(value))}"
+            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node.span)
+            return UNKNOWN
+        if not kind.choices and isinstance(node.value, str):
+            return text
+        self.fault(
+            Fault(
+                "E208",
+                f"{quote(text)} is not a legal word here",
+                expected=_choices(kind),
+                hint=did_you_mean(text, [*kind.choices, *self.names]),
+            ),
+            node.span,
+        )
+        return UNKNOWN
+
+    def comma_trap(self, node: Mapping) -> frozenset[str]:
+        """Keys that are the torn halves of a call with a comma inside { }; told once, as what it is."""
+        torn: set[str] = set()
+        keys = list(node)
+        for at, (key, _, value) in enumerate(keys):
+            if not isinstance(value, Scalar) or value.text.count("(") <= value.text.count(")"):
+                continue
+            pieces = [value.text]
+            for other, _, empty in keys[at + 1 :]:
+                if not (isinstance(empty, Scalar) and empty.value is None):
+                    break
+                pieces.append(other)
+                if ")" in other:
+                    break
+            if len(pieces) > 1:
+                text = ", ".join(pieces)
+                message = f"the comma in {quote(text)} ends the value: inside braces, quote a call that has a comma"
+                self.fault(Fault("E110", message, hint=f'{key}: "{text}"'), value.span)
+                torn |= {key, *pieces[1:]}
+        return frozenset(torn)
+
+    def let(self, node: Mapping | None) -> None:
+        """Add `let:` entries to the names of this frame."""
+        if node is None:
+            return
+        torn = self.comma_trap(node)
+        reader = Reader(self.report)
+        open_now: list[str] = []
+        for key, span, value in node:
+            if key in torn:
+                self.names.known[key] = UNKNOWN
+            elif reader.is_name(key, span):
+                self.names.pending[key] = self._thunk(key, span, value, open_now)
+
+    def _thunk(self, key: str, span: Span, node: Node, open_now: list[str]) -> Callable[[], Any]:
+        def compute() -> Any:
+            open_now.append(key)
+            try:
+                cycle = _cycle(node, open_now)
+                if cycle:
+                    ring = " -> ".join([*open_now[open_now.index(cycle) :], cycle])
+                    self.fault(Fault("E505", f"let entries need each other: {ring}"), span)
+                    return UNKNOWN
+                return self.free_value(node)
+            finally:
+                open_now.pop()
+
+        return compute
+
+    def free_value(self, node: Node) -> Any:
+        """The value of something whose type nobody declares (`let`, a default): number, word, flag, list."""
+        if isinstance(node, Sequence):
+            return [self.free_value(item) for item in node.items]
+        if isinstance(node, Mapping):
+            return plain(node)
+        assert isinstance(node, Scalar)
+        if not isinstance(node.value, str):
+            return node.value
+        text = node.value
+        if text.isidentifier() and text not in self.names:
+            return text  # a word
+        return self.evaluate(text, node)
+
+    # --- steps
+
+    def read_step(self, item: Node, is_verb: Callable[[str], bool]) -> Step | None:
+        """A document node as a step; None after a fault."""
+        match item:
+            case Scalar(value=str(verb)):
+                return Step(verb, item.span, {}, {})
+            case Mapping(entries=entries) if len(entries) == 1:
+                ((verb, span, node),) = list(item)
+            case Mapping(entries=entries) if entries:
+                verb, span, node = next(iter(item))
+                others = [key for key in entries if key != verb]
+                hint = f"indent {listing(others)} below `{verb}:`" if is_verb(verb) else "one verb a step"
+                message = f"a step is one verb with its arguments, not {len(entries)} keys"
+                self.fault(Fault("E204", message, found=listing(entries), hint=hint), entries[others[0]][0])
+                return None
+            case _:
+                self.fault(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
+                return None
+        if isinstance(node, Scalar) and node.value is None:
+            return Step(verb, span, {}, {})
+        if not isinstance(node, Mapping):
+            message = f"the arguments of {quote(verb)} must be a mapping"
+            self.fault(Fault("E203", message, found=kind_of(node), hint=f"{verb}: {{name: value}}"), node.span)
+            return None
+        torn = self.comma_trap(node)
+        if torn:
+            return None
+        fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
+        return Step(verb, span, fields, {key: (s, n) for key, s, n in node if key in STEP_KEYS})
+
+
+def _cycle(node: Node, open_now: list[str]) -> str | None:
+    """A name of an open `let` entry that this one needs."""
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        try:
+            needed = {name for name, _ in expressions.parse(node.value).names}
+        except Fault:
+            return None
+        return next((name for name in open_now if name in needed), None)
+    return None
+
+
+def _choices(kind: FieldKind) -> str:
+    return f"one of {listing(kind.choices)}" if kind.choices else "a word"
