@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seqblocks.kernels import dispatch
 
+FEW = 8  # tokens up to which the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed side by side in the weight's gradient, so that the sums stay in cache
 
 
@@ -95,13 +96,16 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     K = weight.shape[-1]
     S = window.shape[1] - K + 1
     now = slice(0, S) if reverse else slice(K - 1, K - 1 + S)
-    y = None
-    for j in range(K):
+
+    def tap(j: int) -> Tensor:
         part = window[:, j : j + S]
         if segment is not None:
             part = part * (segment[:, j : j + S] == segment[:, now]).unsqueeze(-1)
-        part = _tap(part, weight, j)
-        y = part if y is None else y + part
+        return _tap(part, weight, j)
+
+    y = tap(0)
+    for j in range(1, K):
+        y = y + tap(j)
     return y if bias is None else y + bias
 
 
@@ -118,9 +122,9 @@ def _fast(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     """The same through a convolution over channels-last data, which needs no transposed copy."""
     dtype = torch.promote_types(window.dtype, weight.dtype)
     window, weight, bias = window.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    # a compiler fuses the taps by itself; float64 has no fast convolution
+    # a compiler fuses the taps by itself; float64 has no fast convolution; for few tokens calls are all the cost
     plain = segment is not None or dtype == torch.float64 or torch.compiler.is_compiling()
-    if plain or window.shape[1] < weight.shape[-1] or window.numel() == 0:
+    if plain or window.shape[1] - weight.shape[-1] < FEW or window.numel() == 0:
         return _taps(window, weight, bias, segment, reverse)
     if not _depthwise(window, weight):
         return _convolve(window, weight, bias, 0)

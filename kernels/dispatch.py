@@ -106,7 +106,7 @@ def requested(backend: str | None = None) -> str:
     return _check_name(_surroundings(_last_asked), VARIABLE)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _surroundings(watched: str | None) -> str:
     return _asked.get() or os.environ.get(VARIABLE) or "auto"
 

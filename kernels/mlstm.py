@@ -81,7 +81,8 @@ def mlstm_step(
 
     The same numbers as `mlstm` with S = 1. Raises ValueError as `mlstm` does.
     """
-    _check(*(x.unsqueeze(1) for x in (q, k, v, i, f)), None, None, input_gate, normalize)
+    q1, k1, v1, i1, f1 = (x.unsqueeze(1) for x in (q, k, v, i, f))
+    _check(q1, k1, v1, i1, f1, None, None, input_gate, normalize)
     dtype = _state_dtype(q, k, v, i, f)
     state = _check_state(state, (*q.shape, v.shape[-1]), dtype)
     log_i, log_f = log_input_gate(i.to(dtype), input_gate), F.logsigmoid(f.to(dtype))

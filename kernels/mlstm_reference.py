@@ -37,9 +37,10 @@ def cell(
     m_new = torch.maximum(log_f + m, log_i) if input_gate == "exp" else torch.zeros_like(m)
     keep = torch.exp(log_f + m - m_new)[..., None]
     write = torch.exp(log_i - m_new)[..., None]
-    C = keep[..., None] * C + (write * k)[..., None] * v[..., None, :]
+    # C' = keep C + write k v^T
+    C = torch.addcmul(keep[..., None] * C, (write * k)[..., None], v[..., None, :])
     n = keep * n + write * k
-    h = (q[..., None] * C).sum(-2)
+    h = (q[..., None, :] @ C).squeeze(-2)
     if normalize:
         floor = torch.exp((-m_new).clamp(max=largest_exponent(m.dtype)))[..., None]
         h = h / (torch.maximum((q * n).sum(-1, keepdim=True).abs(), floor) + eps)

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.kernels import mlstm_reference
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
@@ -124,8 +125,8 @@ def _prepare(
     if unbroken is not None:
         u = u * unbroken
     floor = torch.exp((-b - x).clamp(max=largest_exponent(f.dtype))) if exponential else torch.ones_like(b)
-    vectors = (_by_head(y, S, reverse) for y in (e, x, u, floor))
-    gates = Gates(*vectors, None if segment is None else _to_memory(segment, S, reverse))
+    e, x, u, floor = (_by_head(y, S, reverse) for y in (e, x, u, floor))
+    gates = Gates(e, x, u, floor, None if segment is None else _to_memory(segment, S, reverse))
     return gates, Scan(source, p > best, unbroken, sees), m
 
 
@@ -314,7 +315,7 @@ class ChunkGrads(NamedTuple):
     e: Tensor
     x: Tensor
     b: Tensor | None
-    p: Tensor | None
+    p: Tensor
     C: Tensor | None
     n: Tensor | None
 
@@ -332,12 +333,12 @@ def _chunk_backward(
     """
     us = g.u * scale
     W = torch.baddbmm(g.D, q, k.transpose(1, 2), beta=0, alpha=scale).mul_(g.D)
-    before = C is not None and n is not None
-    dp = db = qn = dden = None
+    dp, qn = torch.zeros_like(us), torch.zeros_like(us)
+    db = dden = None
     dnum = dh
     if normalize:
         den = W.sum(2, keepdim=True)
-        if before:
+        if n is not None:
             qn = torch.bmm(q, n).mul_(us)
             den += qn
         size = den.abs()
@@ -345,10 +346,11 @@ def _chunk_backward(
         inverse = torch.maximum(size, g.floor).add_(eps).reciprocal_()
         dnum = dh * inverse
 
-    # through num
+    # through num; dq without the factor us, which den shares
     dW = torch.bmm(dnum, v.transpose(1, 2))
     r = (W * dW).sum(2, keepdim=True)
-    if before:
+    dq = None
+    if C is not None:
         dq = torch.bmm(dnum, C.transpose(1, 2))
         dp = (q * dq).sum(2, keepdim=True).mul_(us)
         r += dp
@@ -359,7 +361,7 @@ def _chunk_backward(
         share = r * inverse
         dden = -torch.sign(den) * share * wins
         dW += dden
-        if before:
+        if n is not None and dq is not None:
             dp += dden * qn
             dq += dden * n.transpose(1, 2)
         if exponential:
@@ -371,7 +373,7 @@ def _chunk_backward(
     # to the operands of the chunk
     de = (dW * W).sum(1).unsqueeze(2)
     dS = dW.mul_(g.D).mul_(scale)
-    dq = dq.mul_(us).baddbmm_(dS, k) if before else torch.bmm(dS, k)
+    dq = torch.bmm(dS, k) if dq is None else dq.mul_(us).baddbmm_(dS, k)
     if dC is None or dn is None:
         dk = torch.bmm(dS.transpose(1, 2), q)
         dv = torch.bmm(W.transpose(1, 2), dnum)
@@ -382,13 +384,13 @@ def _chunk_backward(
         dv = torch.bmm(k, dC).mul_(g.write).baddbmm_(W.transpose(1, 2), dnum)
         de += dwrite
         dx[:, last] -= dwrite.sum(1)
-        if before:
+        if C is not None and n is not None:
             kept = (_dot(C, dC) + _dot(n, dn)).mul_(g.keep.squeeze(2))
             dp[:, last] += kept
             dx[:, last] -= kept
 
     # to the state before it
-    if before:
+    if C is not None and n is not None:
         read = (q * us).transpose(1, 2)
         dC = torch.bmm(read, dnum) if dC is None else torch.baddbmm(dC * g.keep, read, dnum)
         through_den = torch.zeros_like(n) if dden is None else torch.bmm(read, dden)
@@ -424,7 +426,7 @@ def _mlstm_backward(
     """Gradients of q, k, v, i, f and of the initial C, n, m, from those of h and of the last C, n, m."""
     B, S, H, DK = q.shape
     DV, dtype = v.shape[-1], f.dtype
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as the fake ones are
     dC0, dn0, _ = _empty_state(q, v, f, True)
     if v.numel() == 0 or S == 0:
         state = [f.new_zeros(shape) if g is None else g.clone()
@@ -459,19 +461,18 @@ def _mlstm_backward(
                 dC, dn = grads.C, grads.n
                 for out, part in ((dq, grads.q), (dk, grads.k), (dv, grads.v)):
                     _put(out, group, first, end, part)
-                for vector, part in ((de, grads.e), (dx, grads.x), (db, grads.b), (dp, grads.p)):
-                    if part is not None:
+                for vector, column in ((de, grads.e), (dx, grads.x), (db, grads.b), (dp, grads.p)):
+                    if column is not None:
                         target = vector[rows, :, first:end]
-                        target.copy_(part.view(target.shape))
+                        target.copy_(column.view(target.shape))
             if C0 is not None and dC is not None and dn is not None:
                 dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
         if C0 is None:
             dC0.zero_()
             dn0.zero_()
-        di, df, dm0 = _prepare_backward(
-            i, f, scan, *(y.transpose(1, 2) for y in (de, dx, db, dp)), dm_out, plan.L, reverse, input_gate
-        )
-    return dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0
+        de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
+        di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
+    return dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0.contiguous()
 
 
 @_mlstm_backward.register_fake
@@ -511,6 +512,11 @@ def run(
     reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan, chunk by chunk. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
+    if q.shape[1] == 1 and not torch.compiler.is_compiling():  # one token is no scan: a third of the time
+        return mlstm_reference.run(
+            q, k, v, i, f, state, resets, reverse=reverse, chunk_size=chunk_size, eps=eps, input_gate=input_gate,
+            normalize=normalize, return_state=return_state,
+        )
     C, n, m = (None, None, None) if state is None else state
     h, C, n, m = _mlstm(
         q, k, v, i, f, C, n, m, resets, reverse, chunk_size or 0, eps, input_gate, normalize, return_state

@@ -35,6 +35,8 @@ class Combinator(BaseModel):
     verb: ClassVar[str] = ""
     holds: ClassVar[tuple[str, ...]] = ("steps",)
     """The arguments that are steps; they reach `lower` as document nodes."""
+    open_keys: ClassVar[bool] = False
+    """Whether keys of the user's own hold steps too."""
     main_kinds: ClassVar[tuple[str, ...]] = ("sequence", "vector", "tokens", "image")
 
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
@@ -228,12 +230,12 @@ class Repeat(Combinator):
     pattern: str | None = argument(None, "words with counts, for instance `m*7 s`; each word is a key holding steps")
     index: str = argument("layer", "what the layer index is called inside; the number of layers is its plural")
     steps: Any = argument(None, "the steps to repeat, if there is no pattern")
-    words: Any = argument(None, "set by the reader: the pattern's words and their steps")
-    holds = ("steps", "words")
+    open_keys = True
 
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
-        sequence = self._sequence()
-        self._check_words(frame, step)
+        words = {key: node for key, (_, node) in step.fields.items() if key not in type(self).model_fields}
+        self._check_words(words, frame, step)
+        sequence = self._sequence(words)
         bodies: dict[str, graph.Graph] = {}
         value = x
         for index, steps in enumerate(sequence):
@@ -243,7 +245,7 @@ class Repeat(Combinator):
             value = body.result
         return frame.node(step, "repeat", {"x": (x,)}, frame.types[value], bodies=bodies, arguments=self)
 
-    def _sequence(self) -> list[Node]:
+    def _sequence(self, words: dict[str, Node]) -> list[Node]:
         if (self.pattern is None) == (self.steps is None):
             message = "repeat takes either `steps` or a `pattern`"
             raise Fault("E202" if self.steps is None else "E210", message, hint="times: 12 with steps: […]")
@@ -254,24 +256,24 @@ class Repeat(Combinator):
             match = _WORD.match(word)
             if not match or match[2] == "0":
                 raise Fault("E601", f"{quote(word)} is not a word of a pattern", at="pattern", expected="m, or m*7")
-            if match[1] not in self.words:
+            if match[1] not in words:
                 raise Fault(
                     "E602",
                     f"the pattern's word {quote(match[1])} has no steps",
                     at="pattern",
-                    expected=f"one of {listing(self.words)}" if self.words else "a key that holds its steps",
-                    hint=did_you_mean(match[1], self.words) or f"add `{match[1]}: [steps]` beside the pattern",
+                    expected=f"one of {listing(words)}" if words else "a key that holds its steps",
+                    hint=did_you_mean(match[1], words) or f"add `{match[1]}: [steps]` beside the pattern",
                 )
-            out += [self.words[match[1]]] * int(match[2] or 1)
+            out += [words[match[1]]] * int(match[2] or 1)
             if len(out) * self.times > MAX_REPEATS:
                 raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
         if not out:
             raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
         return out * self.times
 
-    def _check_words(self, frame: Frame, step: Step) -> None:
+    def _check_words(self, words: dict[str, Node], frame: Frame, step: Step) -> None:
         used = {w.partition("*")[0] for w in (self.pattern or "").split()}
-        for word in self.words or {}:
+        for word in words:
             if word not in used:
                 span = step.key_span(word)
                 message = f"{quote(word)} is not in the pattern" if self.pattern else f"unknown key {quote(word)}"

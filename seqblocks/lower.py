@@ -446,16 +446,14 @@ class Frame(Scope):
             x = self.value(None, "?")
         fields = fields_of(cls)
         extra = {}
-        if "words" in cls.holds:
+        if cls.open_keys:
             extra = {k: e for k, e in step.fields.items() if k not in fields}
             step = replace(step, fields={k: e for k, e in step.fields.items() if k in fields})
         made = self._arguments(step, cls)
         if made is None:
             self._walk_lost(step, cls, x, extra)
             return None
-        if "words" in cls.holds:
-            made = made.model_copy(update={"words": {k: n for k, (_, n) in extra.items()}})
-            step = replace(step, fields={**step.fields, **extra})
+        step = replace(step, fields={**step.fields, **extra})
         return made.lower(self, step, x)
 
     def _walk_lost(self, step: Step, cls: type[Combinator], x: int, extra: dict[str, tuple[Span, Node]]) -> None:

@@ -209,18 +209,18 @@ class Repeat(nn.Module):
         return x, states
 
     def __repr__(self) -> str:
-        lines: list[str] = []
-        groups: list[tuple[str, list[str]]] = []
+        groups: dict[str, list[str]] = {}
         for label, layer in self._modules.items():
-            text = repr(layer)
-            if groups and groups[-1][0] == text:
-                groups[-1][1].append(label)
-            else:
-                groups.append((text, [label]))
-        for text, labels in groups:
-            head = f"({labels[0]})" if len(labels) == 1 else f"({labels[0]}-{labels[-1]}): {len(labels)} x"
+            groups.setdefault(repr(layer), []).append(label)
+        lines: list[str] = []
+        for text, labels in groups.items():
+            head = f"({', '.join(_abridged(labels))})" + (f": {len(labels)} x" if len(labels) > 1 else ":")
             lines += f"{head} {text}".splitlines()
         return "\n".join(["repeat(", *("  " + line for line in lines), ")"])
+
+
+def _abridged(labels: list[str]) -> list[str]:
+    return labels if len(labels) < 5 else [*labels[:2], "…", labels[-1]]
 
 
 class Layer(Body):

@@ -161,12 +161,13 @@ def find_primitive(verb: str) -> type[Op] | None:
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """number | flag | word | words | value; `choices` are the legal words."""
+    """number | flag | word | words | value; `choices` are the legal words (of a list's items too, unless `free`)."""
 
     kind: Literal["number", "flag", "word", "words", "value"]
     choices: tuple[str, ...] = ()
     whole: bool = False
     optional: bool = False
+    free: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -182,15 +183,16 @@ def field_kind(annotation: Any) -> FieldKind:
         options = [a for a in typing.get_args(annotation) if a is not type(None)]
     optional = len(options) != len(typing.get_args(annotation) or (annotation,))
     choices: list[str] = []
-    plural = False
+    plural = free = False
     for option in options:
         if typing.get_origin(option) in (list, tuple):
             plural = True
             option = typing.get_args(option)[0]
+            free = option is str
         if typing.get_origin(option) is Literal:
             choices += [c for c in typing.get_args(option) if c not in choices]
     if choices:
-        return FieldKind("words" if plural else "word", tuple(map(str, choices)), optional=optional)
+        return FieldKind("words" if plural else "word", tuple(map(str, choices)), optional=optional, free=free)
     if options[0] is bool:
         return FieldKind("flag", optional=optional)
     if options[0] in (int, float):

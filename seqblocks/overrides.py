@@ -6,7 +6,8 @@
     model.blocks.m.vil.heads         likewise inside the model (here through the word m of a repeat)
     input.image.size, expect.params  likewise
 
-What is not there already is an error: an override never adds a thing.
+What is not there already is an error, but for the arguments of a step: one that the step leaves to its default can be
+given, and whether the verb has it is checked as if it stood in the file.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[
         if slot is None:
             continue
         holder, key = slot
-        span, old = holder.entries[key]
-        if document.plain(old) != document.plain(value):
+        span, old = holder.entries.get(key, (value.span, None))
+        if old is None or document.plain(old) != document.plain(value):
             if not path.startswith("expect"):
                 changed.append(f"{path}={text}")
             holder.entries[key] = (span, value)
@@ -92,8 +93,11 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
         elif isinstance(model := root.get("model"), Mapping) and parts[0] == "input":
             root = model
     node: Node = root
+    of_step = False
     for depth, part in enumerate(parts):
         choices = _choices(node)
+        if part not in choices and of_step and depth == len(parts) - 1 and isinstance(node, Mapping):
+            return node, part
         if part not in choices:
             where = ".".join(parts[:depth]) or "the spec"
             known = sorted(choices)
@@ -112,6 +116,7 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
         holder, key = choices[part]
         if depth == len(parts) - 1:
             return holder, key
+        of_step = holder is not node
         node = holder.entries[key][1]
     return None
 

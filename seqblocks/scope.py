@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from seqblocks import expressions
@@ -161,7 +161,8 @@ class Scope:
                 return self.word(node, kind)
             case "words":
                 if isinstance(node, Sequence):
-                    items = [self.word(item, kind) for item in node.items]
+                    each = replace(kind, choices=()) if kind.free else kind
+                    items = [self.word(item, each) for item in node.items]
                     return UNKNOWN if any(i is UNKNOWN for i in items) else items
                 return self.word(node, kind)
         return node

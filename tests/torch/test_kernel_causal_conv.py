@@ -102,7 +102,7 @@ def test_reverse_is_the_flipped_convolution(form):
 
 
 @given(
-    B=st.integers(0, 3), S=st.integers(0, 12), D=st.integers(1, 4), K=st.integers(1, 6),
+    B=st.integers(0, 3), S=st.integers(0, 20), D=st.integers(1, 4), K=st.integers(1, 6),
     mixing=st.booleans(), reverse=st.booleans(), resets=st.booleans(), wide=st.booleans(),
 )
 def test_forms_agree_on_any_shape(B, S, D, K, mixing, reverse, resets, wide):
@@ -115,7 +115,7 @@ def test_forms_agree_on_any_shape(B, S, D, K, mixing, reverse, resets, wide):
         assert y.shape == (B, S, weight.shape[0])
         assert last.shape == state.shape
         results.append(with_gradients([y, last], [x, weight, bias, state]))
-    # float32: gradients sum up to B S = 36 products; 1e-5 is a hundred roundings
+    # float32: gradients sum up to B S = 60 products; 1e-5 is a hundred roundings
     assert_near(results[1], results[0], EXACT if wide else 1e-5)
 
 
@@ -140,7 +140,7 @@ def test_the_fast_gradient_is_right_on_a_long_sequence():
 
 
 def test_the_fast_gradient_can_be_differentiated():
-    x, weight, _, _ = case(B=1, S=5, dtype=torch.float32)
+    x, weight, _, _ = case(B=1, S=15, dtype=torch.float32)
     second = []
     for form in FORMS:
         (g,) = torch.autograd.grad(causal_conv(x, weight, backend=form).square().sum(), weight, create_graph=True)

@@ -1,0 +1,324 @@
+"""What the language means: the graph that a spec becomes. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqblocks import check, graph
+from seqblocks.errors import ExpectationError, SpecError
+from seqblocks.graph import Model
+from seqblocks.report import summarise
+from seqblocks.spec import bundled
+
+
+def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> Model:
+    """The model of some steps, each given as a line of flow YAML."""
+    lines = "".join(f"    - {line.strip()}\n" for line in steps.strip().splitlines())
+    text = f"seqblocks: 1\n{head}\nmodel:\n  input: {input}\n  steps:\n{lines}"
+    file, found = check.load_text(text, **options)
+    made = check.require_model(file, found)
+    graph.verify(made)
+    return made
+
+
+def names(made: Model) -> list[str]:
+    return [item.name for item in graph.parameters(made.graph)]
+
+
+def shapes(made: Model) -> dict[str, tuple[int, ...]]:
+    return {item.name: item.parameter.shape for item in graph.parameters(made.graph)}
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_every_bundled_spec_is_proved_and_verified(name: str) -> None:
+    file, made = check.load(name)
+    assert file.about, "a bundled spec says what it is"
+    if made:
+        graph.verify(made)
+        if not name.endswith("digits"):
+            assert made.expect is not None and made.expect.get("params") is not None
+
+
+OFFICIAL = {
+    "vil_tiny": 6_088_360,
+    "vil_small": 22_792_360,
+    "vil_base": 88_050_856,
+    "vil2_tiny": 6_391_528,
+    "vil2_small": 23_398_696,
+    "vil2_base": 89_263_528,
+    "vil_small_block": 918_152,
+    "vil2_small_block": 927_368,
+}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_counts(name: str) -> None:
+    assert graph.count(check.load_model(name).graph) == OFFICIAL[name]
+
+
+def test_headwise_projections_of_vil_small() -> None:
+    found = shapes(check.load_model("vil_small_block"))
+    for letter in "qkv":
+        rows, out, width = found[f"vil.residual.scan.{letter}.weight"]
+        assert rows * out * width == 3072
+
+
+def test_other_counts_of_the_official_table() -> None:
+    counts = {
+        ("vil_tiny", 28): 6_088_360 + 4 * 237_896,  # depth must stay even; 29 is not a whole number of pairs
+        ("vil_small", 26): 24_628_664,
+    }
+    for (name, depth), wanted in counts.items():
+        assert graph.count(check.load_model(name, {"depth": depth}).graph) == wanted
+
+
+def test_a_step_reads_the_one_before_unless_it_says_from() -> None:
+    made = model(
+        """
+        {linear: {features: 4, as: a}}
+        {linear: {features: 6, as: b}}
+        {linear: {from: a, features: 2, as: c}}
+        {linear: {from: [a, b, c], features: 3}}
+        """
+    )
+    assert shapes(made)["b.weight"] == (6, 4)
+    assert shapes(made)["c.weight"] == (2, 4)
+    assert shapes(made)["linear.weight"] == (3, 4 + 6 + 2)
+
+
+def test_as_splits_in_equal_parts_or_given_widths() -> None:
+    made = model(
+        """
+        {linear: {features: 12, as: [u, v, w], name: thirds}}
+        {linear: {from: v, features: 10, as: {p: 2 * 3, q: 4}, name: split}}
+        {linear: {from: q, features: 1}}
+        """
+    )
+    assert made.graph.nodes[0].split == (4, 4, 4)
+    assert made.graph.nodes[1].split == (6, 4)
+    assert shapes(made)["split.weight"] == (10, 4)
+
+
+def test_input_is_what_the_body_was_given() -> None:
+    made = model(
+        """
+        {linear: {features: 5}}
+        {residual: {steps: [{linear: {features: 9}}, {linear: {name: back, from: input, features: 5}}]}}
+        """
+    )
+    assert shapes(made)["residual.back.weight"] == (5, 5)
+
+
+def test_outer_wires_are_seen_inside_and_inner_ones_do_not_leak() -> None:
+    made = model(
+        """
+        {linear: {features: 4, as: a}}
+        {residual: {steps: [{linear: {features: 4, as: inner}}, {gate: {by: a}}]}}
+        """
+    )
+    a = made.graph.nodes[0].outputs[0]
+    assert made.graph.nodes[1].inputs == {"x": (a,)}
+    with pytest.raises(SpecError, match=r"E302.*inner"):
+        model(
+            """
+            {residual: {steps: [{linear: {features: 8, as: inner}}]}}
+            {linear: {from: inner, features: 2}}
+            """
+        )
+
+
+def test_names_of_parameters_follow_the_yaml() -> None:
+    made = model(
+        """
+        {linear: {features: 8}}
+        {linear: {features: 8, as: x}}
+        {linear: {features: 8, as: y, name: called}}
+        {linear: {features: 8, as: [a, b], name: both}}
+        {parallel: {from: a, branches: [{left: [{linear: {features: 2}}]}, {right: [silu, {linear: {features: 2}}]}]}}
+        {repeat: {name: layers, times: 2, steps: [{residual: {steps: [layer_norm]}}]}}
+        """
+    )
+    assert [n for n in names(made) if n.endswith("weight")] == [
+        "linear.weight",
+        "x.weight",
+        "called.weight",
+        "both.weight",
+        "parallel.left.linear.weight",
+        "parallel.right.linear.weight",
+        "layers.0.residual.layer_norm.weight",
+        "layers.1.residual.layer_norm.weight",
+    ]
+
+
+def test_let_is_computed_in_any_order_and_blocks_see_their_own_file() -> None:
+    head = """
+let: {inner: expand * dim, expand: 2, dim: 4 + 4, act: silu, wide: inner > 8}
+blocks:
+  up:
+    args: {width: int, act: gelu, bias: true}
+    let: {twice: 2 * width, more: twice + dim}
+    steps:
+      - linear: {features: more, bias: bias, as: u}
+      - gate: {by: u, activation: act}
+"""
+    made = model("{up: {width: inner, act: act, bias: wide}}", head)
+    assert shapes(made)["up.u.weight"] == (2 * 16 + 8, 8)
+    assert made.graph.nodes[0].bodies[""].nodes[1].op.activation == "silu"
+
+
+def test_blocks_take_wires() -> None:
+    head = """
+blocks:
+  mix:
+    args: {other: wire, features: 3}
+    steps:
+      - linear: {from: [input, other], features: features}
+"""
+    made = model("{linear: {features: 5, as: a}}\n{linear: {features: 2}}\n{mix: {other: a}}", head)
+    assert shapes(made)["mix.linear.weight"] == (3, 2 + 5)
+
+
+def test_repeat_patterns_and_layer_values() -> None:
+    made = model(
+        "{repeat: {name: l, pattern: m*2 s, times: 2, m: [{residual: {drop_path: 0.1 * layer / (layers - 1), "
+        "steps: [{linear: {features: 8}}]}}], s: [{linear: {features: 8 + 0 * layer}}]}}"
+    )
+    (repeat,) = made.graph.nodes
+    assert list(repeat.bodies) == ["0", "1", "2", "3", "4", "5"]
+    verbs = [body.nodes[0].verb for body in repeat.bodies.values()]
+    assert verbs == ["residual", "residual", "linear"] * 2
+    rates = [b.nodes[0].arguments.drop_path for b in repeat.bodies.values() if b.nodes[0].verb == "residual"]
+    assert rates == pytest.approx([0.0, 0.02, 0.06, 0.08])
+
+
+def test_nested_repeats_may_name_their_index() -> None:
+    made = model(
+        "{repeat: {name: o, times: 2, index: outer, steps: [{repeat: {name: i, times: 2, "
+        "steps: [{linear: {features: 8 + 0 * (outer + layer)}}]}}]}}"
+    )
+    assert [n for n in names(made) if n.endswith("weight")] == [
+        f"o.{a}.i.{b}.linear.weight" for a in (0, 1) for b in (0, 1)
+    ]
+
+
+def test_layers_may_change_the_width() -> None:
+    made = model("{repeat: {times: 3, steps: [{linear: {features: 2 ** (layer + 1)}}]}}")
+    assert str(made.output) == "[batch, seq, 8]"
+
+
+@pytest.mark.parametrize(("merge", "width"), [("sum", 6), ("mean", 6), ("product", 6), ("concat", 12)])
+def test_parallel_merges(merge: str, width: int) -> None:
+    made = model(
+        f"{{parallel: {{merge: {merge}, branches: [{{a: [{{linear: {{features: 6}}}}]}}, "
+        "{b: [{linear: {features: 6}}]}]}}"
+    )
+    assert str(made.output) == f"[batch, seq, {width}]"
+
+
+def test_ties_count_once() -> None:
+    made = model(
+        """
+        {embed: {features: 4}}
+        {unembed: {tie: {weight: embed.weight}}}
+        """,
+        input="{tokens: 10}",
+    )
+    assert graph.count(made.graph) == 10 * 4 + 10
+    assert summarise(made).rows[1].tied == {"weight": "embed.weight"}
+    inside = model(
+        """
+        {linear: {features: 8, name: a}}
+        {repeat: {name: r, times: 2, steps: [{linear: {features: 8, tie: a}}]}}
+        """
+    )
+    assert graph.count(inside.graph) == 8 * 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("input", "steps", "output"),
+    [
+        ("{tokens: 10}", "{embed: {features: 4}}", "[batch, seq, 4]"),
+        ("{tokens: 10, length: 7}", "{embed: {features: 4}}", "[batch, 7, 4]"),
+        ("{image: {size: 8}}", "{patch_embed: {patch: 2, features: 5}}", "[batch, 16, 5]"),
+        ("{image: {size: [8, 4], channels: 1}}", "{patch_embed: {patch: 2, features: 5}}", "[batch, 8, 5]"),
+        ("{image: {size: 8}}", "{patch_embed: {patch: 4, stride: 2, features: 5}}\nto_image", "[batch, 5, 3, 3]"),
+        ("{features: 6, grid: [2, 3]}", "{conv2d: {kernel: 3}}\npool", "[batch, 6]"),
+        ("{features: 6}", "{pool: {mode: bilateral_concat}}\n{classifier: {classes: 3}}", "[batch, 3]"),
+        ("{features: 6, length: 4}", "class_token", "[batch, 5, 6]"),
+    ],
+)
+def test_kinds_of_input(input: str, steps: str, output: str) -> None:
+    assert str(model(steps, input=input).output) == output
+
+
+def test_overrides_replace_values_by_name() -> None:
+    base = check.load_model("vil_tiny")
+    wide = check.load_model("vil_tiny", {"dim": 384})
+    assert graph.count(wide.graph) == OFFICIAL["vil_small"]
+    assert wide.overridden == ("dim=384",)
+    assert check.load_model("vil_tiny", {"let.dim": 192}).overridden == (), "the same value is no change"
+    deep = check.load_model("vil_tiny", {"input.image.size": [32, 64], "model.blocks.down.vil.heads": 2})
+    assert deep.input.grid == (32, 64)
+    heads = [n.op.heads for n in graph.walk(deep.graph) if n.verb == "mlstm"]
+    assert heads == [2, 4] * 12
+    assert base.overridden == ()
+
+
+def test_overrides_reach_a_blocks_defaults_and_a_steps_words() -> None:
+    head = "blocks:\n  b:\n    args: {k: 2, act: none}\n    steps: [{causal_conv: {kernel: k, activation: act}}]"
+    made = model("b", head, set={"blocks.b.k": 5, "blocks.b.act": "silu"})
+    (conv,) = made.graph.nodes[0].bodies[""].nodes
+    assert (conv.op.kernel, conv.op.activation) == (5, "silu")
+
+
+def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() -> None:
+    text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
+    check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
+    check.load_text(text + "expect: {params: 22, tolerance: 0.1}")
+    with pytest.raises(ExpectationError, match="E701"):
+        check.load_text(text + "expect: {params: 22}")
+    _, changed = check.load_text(text + "expect: {params: 20}", set={"d": 6})
+    assert changed is not None
+    assert "not checked" in summarise(changed).notes[0]
+
+
+def test_use_brings_in_relative_files(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.yaml").write_text("seqblocks: 1\nuse: [./b.yaml]\nblocks:\n  a: {steps: [b]}\n")
+    (tmp_path / "lib" / "b.yaml").write_text("seqblocks: 1\nblocks:\n  b: {steps: [{linear: {features: 3}}]}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("seqblocks: 1\nuse: [lib/a.yaml]\nmodel: {input: {features: 2}, steps: [a]}\n")
+    made = check.load_model(top)
+    assert names(made) == ["a.b.linear.weight", "a.b.linear.bias"]
+    top.write_text("seqblocks: 1\nuse: [lib/a.yaml]\nmodel: {input: {features: 2}, steps: [b]}\n")
+    with pytest.raises(SpecError, match="E301"):  # what a used file uses is its own affair
+        check.load_model(top)
+
+
+def test_costs() -> None:
+    made = model("{linear: {features: 16, bias: false}}\n{causal_conv: {kernel: 4}}", input="{features: 8}")
+    found = summarise(made)
+    assert found.macs_per_token == 8 * 16 + 16 * 4
+    assert found.flops_per_token == 2 * found.macs_per_token
+    assert found.state_bytes == 3 * 16 * 4
+    assert summarise(made, "bfloat16").state_bytes == 3 * 16 * 2
+    assert summarise(made, "bfloat16").params_bytes == 2 * found.params
+    pooled = model("{linear: {features: 16}}\npool\n{classifier: {classes: 10}}", input="{features: 8, length: 20}")
+    assert summarise(pooled).macs_per_token == 8 * 16 + 16 * 10 / 20
+
+
+def test_streaming_is_known_before_anything_is_built() -> None:
+    assert summarise(model("{causal_conv: {kernel: 2}}")).streams is None
+    blocked = summarise(model("{scan: {order: [forward, reverse], steps: [{causal_conv: {kernel: 2}}]}}"))
+    assert blocked.streams and "forward and reverse" in blocked.streams
+
+
+def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
+    golden = root / "tests" / "golden" / "vil_small_block.graph.txt"
+    text = graph.show(check.load_model("vil_small_block")) + "\n"
+    if update_golden:
+        golden.write_text(text)
+    assert golden.read_text() == text

@@ -1,0 +1,142 @@
+"""Saving, restoring, and reading official layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.checkpoint import load_official, official_name, restore, save
+
+TEXT = """
+seqblocks: 1
+model:
+  input: {tokens: 7}
+  steps:
+    - embed: {features: 4}
+    - own: {width: 6}
+    - unembed: {tie: {weight: embed.weight}}
+blocks:
+  own:
+    args: {width: int}
+    steps:
+      - residual: {steps: [{linear: {features: width}}, {linear: {name: down, features: 4}}]}
+"""
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_a_saved_model_comes_back_whole(tmp_path: Path, ending: str) -> None:
+    if ending == ".safetensors":
+        pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
+    model = seqblocks.build_text(TEXT, seed=5, set={"model.own.width": 10}, dtype=torch.float64)
+    path = tmp_path / f"model{ending}"
+    save(model, path)
+    again = restore(path)
+    x = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+    assert again.unembed.weight is again.embed.weight
+    assert restore(path, dtype=torch.float32)(x).dtype == torch.float32
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written is left behind"
+
+
+def test_a_saved_model_carries_the_files_it_uses(tmp_path: Path) -> None:
+    folder = tmp_path / "specs"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "a.yaml").write_text("seqblocks: 1\nuse: [./b.yaml, vil]\nblocks: {a: {steps: [b]}}\n")
+    (folder / "lib" / "b.yaml").write_text("seqblocks: 1\nblocks: {b: {steps: [{linear: {features: 3}}]}}\n")
+    (folder / "top.yaml").write_text("seqblocks: 1\nuse: [lib/a.yaml]\nmodel: {input: {features: 2}, steps: [a]}\n")
+    model = seqblocks.build(folder / "top.yaml")
+    save(model, tmp_path / "m.pt")
+    for file in folder.rglob("*.yaml"):
+        file.unlink()
+    x = torch.randn(1, 3, 2)
+    torch.testing.assert_close(restore(tmp_path / "m.pt")(x), model(x))
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.pt"
+    save(seqblocks.build_text(TEXT, seed=1), path)
+    before = path.read_bytes()
+
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save(seqblocks.build_text(TEXT, seed=2), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(seqblocks.UsageError, match="there is no file"):
+        restore(tmp_path / "absent.pt")
+    strange = tmp_path / "strange.pt"
+    strange.write_bytes(b"not a model")
+    with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.save"):
+        restore(strange)
+
+
+MAPPED = """
+seqblocks: 1
+blocks:
+  qkv:
+    args: {dim: int}
+    steps:
+      - linear: {features: dim, bias: false, as: q}
+      - linear: {from: q, features: 2 * dim, bias: false, as: kv}
+      - linear: {from: kv, features: dim, bias: false, name: out}
+    checkpoint:
+      q.weight: {split: fused.weight, parts: 2, part: 1}
+      kv.weight: {concat: [key.weight, value.weight], axis: 0}
+      out.weight: {transpose: final}
+model:
+  input: {features: 4}
+  steps:
+    - repeat: {name: layers, times: 4, steps: [{qkv: {dim: 4}}]}
+checkpoint:
+  layers.{layer}.qkv: "pairs.{layer // 2}.{layer % 2}"
+"""
+
+
+def official(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    out = {}
+    for layer in range(4):
+        prefix = f"pairs.{layer // 2}.{layer % 2}."
+        out |= {
+            prefix + "fused.weight": draw(8, 4),
+            prefix + "key.weight": draw(4, 4),
+            prefix + "value.weight": draw(4, 4),
+            prefix + "final": draw(8, 4),
+        }
+    return out
+
+
+def test_official_layouts_are_read_through_the_map() -> None:
+    model = seqblocks.build_text(MAPPED)
+    tensors = official()
+    load_official(model, tensors)
+    layer = model.layers.get_submodule("3").qkv
+    torch.testing.assert_close(layer.q.weight, tensors["pairs.1.1.fused.weight"][4:])
+    joined = torch.cat([tensors["pairs.1.1.key.weight"], tensors["pairs.1.1.value.weight"]])
+    torch.testing.assert_close(layer.kv.weight, joined)
+    torch.testing.assert_close(layer.out.weight, tensors["pairs.1.1.final"].T)
+    assert official_name(model.graph, "layers.2.qkv.out.weight") == {"transpose": "pairs.1.0.final"}
+
+
+def test_missing_and_spare_tensors_are_named() -> None:
+    model = seqblocks.build_text(MAPPED)
+    tensors = official()
+    spare = tensors.pop("pairs.0.0.final")
+    with pytest.raises(seqblocks.RunError, match=r"no pairs\.0\.0\.final, which layers\.0\.qkv\.out\.weight"):
+        load_official(model, tensors)
+    with pytest.raises(seqblocks.RunError, match=r"hold more than the spec maps: other"):
+        load_official(model, {**tensors, "pairs.0.0.final": spare, "other": spare})

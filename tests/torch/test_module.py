@@ -1,0 +1,400 @@
+"""Built models: names, state, orders, sharing, and what torch's own tools do with them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import seqblocks
+from seqblocks import graph, module
+from seqblocks import state as states
+from seqblocks.scope import RESERVED_NAMES
+from seqblocks.spec import bundled
+
+STREAM = """
+seqblocks: 1
+use: [vil]
+let: {dim: 8}
+model:
+  input: {features: dim}
+  steps:
+    - vil: {name: first, dim: dim, heads: 2, kernel: 3}
+    - repeat:
+        name: rest
+        times: 2
+        steps:
+          - vil: {dim: dim, heads: 2}
+          - residual: {steps: [layer_norm, {causal_conv: {kernel: 2, mixing: true}}]}
+    - linear: {features: 3}
+"""
+# The recurrent stabiliser is the same in every split, so whole, chunks and steps differ by rounding alone: about
+# length * 2^-52 relative to intermediate values of order 1e2; 1e-9 leaves two decades of room at length 40.
+ROUNDING = 1e-9
+
+
+def built(text: str, **options: Any) -> Any:
+    return seqblocks.build_text(text, dtype=torch.float64, **options).eval()
+
+
+def randomised(model: Any, seed: int = 0) -> Any:
+    """Every parameter redrawn, so that zero-initialised gates take part."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return model
+
+
+def gradients(model: Any, y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return list(torch.autograd.grad((y * weights).sum(), [x, *model.parameters()]))
+
+
+@settings(max_examples=15)
+@given(
+    seq=st.integers(1, 40),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+    marks=st.lists(st.integers(0, 39), max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_whole_is_chunks_is_steps(seq: int, cuts: list[int], marks: list[int], seed: int) -> None:
+    model = randomised(built(STREAM), seed)
+    x = torch.randn(2, seq, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for mark in marks:
+        resets[mark % 2, mark % seq] = True
+    whole, last = model(x, return_state=True, resets=resets)
+    bounds = sorted({0, seq, *(c for c in cuts if c < seq)})
+    parts, carried = [], None
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        y, carried = model(x[:, a:b], state=carried, return_state=True, resets=resets[:, a:b])
+        parts.append(y)
+    chunked = torch.cat(parts, 1)
+    torch.testing.assert_close(chunked, whole, rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(carried, last, rtol=ROUNDING, atol=ROUNDING)
+    for found, wanted in zip(gradients(model, chunked, x), gradients(model, whole, x), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=ROUNDING, atol=ROUNDING * max(1.0, float(wanted.abs().max())))
+    if not resets.any():
+        carried, parts = model.init_state(2), []
+        for t in range(seq):
+            y, carried = model.step(x[:, t], carried)
+            parts.append(y)
+        torch.testing.assert_close(torch.stack(parts, 1), whole, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_packed_sequences_are_pieces_on_their_own() -> None:
+    model = randomised(built(STREAM))
+    x = torch.randn(1, 12, 8, dtype=torch.float64)
+    packed = model(x, cu_seqlens=torch.tensor([0, 5, 6, 12]))
+    pieces = torch.cat([model(x[:, a:b]) for a, b in ((0, 5), (5, 6), (6, 12))], 1)
+    torch.testing.assert_close(packed, pieces, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_resets_in_reverse_order_are_pieces_on_their_own() -> None:
+    text = "seqblocks: 1\nuse: [vil]\nmodel: {input: {features: 8}, steps: [{vil: {dim: 8, heads: 2, order: reverse}}]}"
+    model = randomised(built(text))
+    x = torch.randn(1, 9, 8, dtype=torch.float64)
+    packed = model(x, cu_seqlens=torch.tensor([0, 4, 9]))
+    pieces = torch.cat([model(x[:, :4]), model(x[:, 4:])], 1)
+    torch.testing.assert_close(packed, pieces, rtol=ROUNDING, atol=ROUNDING)
+
+
+def scan_text(order: str, more: str = "", steps: str = "{causal_conv: {kernel: 3}}") -> str:
+    return f"""
+seqblocks: 1
+model:
+  input: {{features: 4, grid: [3, 5]}}
+  steps:
+    - scan: {{order: {order}, steps: [{steps}]{more}}}
+"""
+
+
+ORDERS = {
+    "forward": list(range(15)),
+    "rows": list(range(15)),
+    "reverse": list(range(14, -1, -1)),
+    "rows_reverse": list(range(14, -1, -1)),
+    "columns": [r * 5 + c for c in range(5) for r in range(3)],
+    "columns_reverse": [r * 5 + c for c in range(4, -1, -1) for r in range(2, -1, -1)],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_are_these_permutations(order: str) -> None:
+    model, plain = randomised(built(scan_text(order))), randomised(built(scan_text("forward")))
+    x = torch.randn(2, 15, 4, dtype=torch.float64)
+    index = torch.tensor(ORDERS[order])
+    wanted = torch.empty_like(x)
+    wanted[:, index] = plain(x[:, index])
+    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_scan_over_a_grid_shows_its_steps_the_grid_turned() -> None:
+    model = randomised(built(scan_text("columns", steps="{conv2d: {kernel: 3}}")))
+    turned = randomised(built(scan_text("forward", steps="{conv2d: {kernel: 3}}").replace("[3, 5]", "[5, 3]")))
+    x = torch.randn(1, 15, 4, dtype=torch.float64)
+    index = torch.tensor(ORDERS["columns"])
+    wanted = torch.empty_like(x)
+    wanted[:, index] = turned(x[:, index])
+    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+MERGES = {"sum": torch.add, "mean": lambda a, b: (a + b) / 2, "product": torch.mul}
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_directions_are_merged(merge: str) -> None:
+    model = randomised(built(scan_text("[forward, reverse]", f", merge: {merge}, own: none")))
+    plain = randomised(built(scan_text("forward")))
+    assert list(model.state_dict()) == ["scan.causal_conv.weight", "scan.causal_conv.bias"]
+    x = torch.randn(2, 15, 4, dtype=torch.float64)
+    wanted = MERGES[merge](plain(x), plain(x.flip(1)).flip(1))
+    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_owned_parameters_carry_the_order_and_shared_ones_no_prefix() -> None:
+    model = built(scan_text("[forward, reverse]", ", own: [causal_conv.bias]"))
+    names = ["scan.causal_conv.weight", "scan.forward.causal_conv.bias", "scan.reverse.causal_conv.bias"]
+    assert sorted(model.state_dict()) == names
+    assert names == sorted(item.name for item in graph.parameters(model.graph.graph))
+    with torch.no_grad():
+        model.get_parameter(names[1]).fill_(1.0)
+        model.get_parameter(names[2]).fill_(10.0)
+        model.get_parameter(names[0]).zero_()
+    torch.testing.assert_close(model(torch.randn(1, 15, 4, dtype=torch.float64)), torch.full((1, 15, 4), 11.0).double())
+
+
+def test_directions_that_own_all_equal_two_scans() -> None:
+    model = randomised(built(scan_text("[forward, reverse]", ", own: all, merge: concat")))
+    one = built(scan_text("forward"))
+    x = torch.randn(2, 15, 4, dtype=torch.float64)
+    results = []
+    for order, sight in (("forward", x), ("reverse", x.flip(1))):
+        prefix = f"scan.{order}."
+        weights = {k.replace(prefix, "scan."): v for k, v in model.state_dict().items() if k.startswith(prefix)}
+        one.load_state_dict(weights)
+        results.append(one(sight))
+    torch.testing.assert_close(model(x), torch.cat([results[0], results[1].flip(1)], -1), rtol=1e-12, atol=1e-12)
+
+
+TIED = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 8}
+    - residual: {steps: [layer_norm, {causal_conv: {kernel: 2}}]}
+    - unembed: {tie: {weight: embed.weight}}
+"""
+
+
+def test_tied_parameters_are_one_and_stay_one() -> None:
+    model = built(TIED)
+    assert model.unembed.weight is model.embed.weight
+    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph.graph)
+    twin = copy.deepcopy(model)
+    assert twin.unembed.weight is twin.embed.weight
+    assert twin.unembed.weight is not model.embed.weight
+    real = seqblocks.build_text(TIED, device="meta").to_empty(device="cpu")
+    real.reset_parameters(0)
+    assert real.unembed.weight is real.embed.weight
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_stands_beside() -> None:
+    a, b = seqblocks.build_text(TIED, seed=3), seqblocks.build_text(TIED, seed=3, dtype=torch.float64)
+    c = seqblocks.build_text(TIED.replace("    - unembed", "    - silu\n    - unembed"), seed=3)
+    other = seqblocks.build_text(TIED, seed=4)
+    for name, weight in a.state_dict().items():
+        torch.testing.assert_close(b.state_dict()[name].float(), weight)
+        torch.testing.assert_close(c.state_dict()[name], weight)
+    assert not torch.equal(other.embed.weight, a.embed.weight)
+    late = seqblocks.build_text(TIED, device="meta").to_empty(device="cpu")
+    late.reset_parameters(3)
+    torch.testing.assert_close(late.embed.weight, a.embed.weight)
+
+
+def test_half_precision_models_run() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = seqblocks.build_text(STREAM, dtype=dtype)
+        y, state = model(torch.randn(2, 5, 8, dtype=dtype), return_state=True)
+        assert y.dtype == dtype
+        assert state["first"]["residual"]["scan"]["mlstm"]["C"].dtype == torch.float32
+        torch.testing.assert_close(states.map_state(torch.zeros_like, state), model.init_state(2))
+
+
+def test_autocast() -> None:
+    model = seqblocks.build_text(STREAM)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(torch.randn(2, 5, 8))
+    y.float().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(n for n in bundled() if n.endswith(("_tiny", "_digits", "_small_block"))))
+def test_what_the_graph_counts_is_what_the_module_has(name: str) -> None:
+    model = seqblocks.build(name, device="meta")
+    declared = {item.name: item.parameter.shape for item in graph.parameters(model.graph.graph)}
+    assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == declared
+    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph.graph)
+
+
+def test_torch_compile_and_export_see_one_graph() -> None:
+    model = seqblocks.build_text(STREAM).eval()
+    x = torch.randn(2, 7, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    exported = torch.export.export(model, (x,), strict=False)
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:
+    model = seqblocks.build_text(STREAM)
+    x = torch.randn(2, 7, 8)
+    y = model(x)
+    torch.testing.assert_close(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
+    torch.testing.assert_close(copy.deepcopy(model)(x), y)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), y)
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    model.load_state_dict(torch.load(saved, weights_only=True))
+    inner = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    torch.testing.assert_close(inner, y)
+
+
+def test_functional_call_reaches_owned_parameters() -> None:
+    model = randomised(built(scan_text("[forward, reverse]", ", own: [causal_conv.bias]")))
+    x = torch.randn(2, 15, 4, dtype=torch.float64)
+    doubled = {name: 2 * p for name, p in model.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(model, doubled, (x,)), 2 * model(x))
+    torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_drop_path_skips_samples_and_keeps_the_mean() -> None:
+    text = """
+seqblocks: 1
+model: {input: {features: 4}, steps: [{residual: {drop_path: 0.25, steps: [{linear: {features: 4}}]}}]}
+"""
+    model = built(text).train()
+    x = torch.randn(1, 1, 4, dtype=torch.float64).expand(4000, 2, 4)
+    branch = model.residual.linear
+    full = x + torch.nn.functional.linear(x, branch.weight, branch.bias)
+    y = model(x)
+    skipped = (y == x).all(-1).all(-1)
+    # 4000 Bernoulli(1/4) draws: five standard deviations are 5 * sqrt(3/16/4000) = 0.034
+    assert abs(skipped.double().mean() - 0.25) < 0.035
+    torch.testing.assert_close(y[~skipped] - x[~skipped], (full - x)[~skipped] / 0.75)
+    torch.testing.assert_close(model.eval()(x), full)
+
+
+def test_images_of_another_size_get_their_positions_interpolated() -> None:
+    model = seqblocks.build("vil2_tiny", set={"dim": 8, "depth": 1, "classes": 3, "input.image.size": 32}).eval()
+    assert model(torch.randn(2, 3, 48, 64)).shape == (2, 3)
+    weight = model.position_embed.weight
+    resized = torch.nn.functional.interpolate(weight.permute(0, 3, 1, 2), size=(3, 4), mode="bicubic")
+    x = torch.zeros(1, 3, 48, 64)
+    with torch.no_grad():
+        model.patch_embed.bias.zero_()
+        seen = {}
+        model.position_embed.register_forward_hook(lambda _m, _i, out: seen.update(y=out[0]))
+        model(x)
+    torch.testing.assert_close(seen["y"], resized.flatten(2).transpose(1, 2))
+
+
+def test_clear_errors() -> None:
+    model = built(STREAM)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    _, state = model(x, return_state=True)
+    with pytest.raises(seqblocks.RunError, match=r"holds 2 sequences and the input 3"):
+        model(torch.randn(3, 5, 8, dtype=torch.float64), state=state)
+    with pytest.raises(seqblocks.RunError, match=r"is on cpu and the input on meta"):
+        model(x.to("meta"), state=state)
+    with pytest.raises(seqblocks.RunError, match=r"not of this model"):
+        model(x, state={"first": {}})
+    with pytest.raises(seqblocks.RunError, match=r"\[batch, seq, 8\], not \[2, 5, 7\]"):
+        model(x[..., :7])
+    with pytest.raises(seqblocks.RunError, match=r"resets must be bool of shape \[2, 5\]"):
+        model(x, resets=torch.zeros(2, 5))
+    backwards = seqblocks.build_text(scan_text("[forward, reverse]"))
+    with pytest.raises(seqblocks.RunError, match=r"scan \(<text>:6:7\) cannot stream: .* forward and reverse"):
+        backwards.init_state(1)
+    with pytest.raises(seqblocks.RunError, match="cannot stream"):
+        backwards.step(torch.randn(1, 4))
+
+
+def test_state_helpers() -> None:
+    model = built(STREAM)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    _, state = model(x, return_state=True)
+    some = state["first"]["residual"]["scan"]["mlstm"]["C"]
+    assert some.requires_grad
+    assert not states.detach(state)["first"]["residual"]["scan"]["mlstm"]["C"].requires_grad
+    picked = states.index_select(state, torch.tensor([2, 0]))
+    y, _ = model.step(x[[2, 0], 0], picked)
+    wanted, _ = model.step(x[:, 0], state)
+    torch.testing.assert_close(y, wanted[[2, 0]])
+    saved = io.BytesIO()
+    torch.save(states.detach(state), saved)
+    saved.seek(0)
+    again = torch.load(saved, weights_only=True)
+    torch.testing.assert_close(model.step(x[:, 0], again)[0], wanted)
+
+
+def test_positions_stream_and_restart() -> None:
+    text = """
+seqblocks: 1
+model: {input: {features: 4}, steps: [{position_embed: {length: 8}}]}
+"""
+    model = built(text)
+    x = torch.zeros(2, 6, 4, dtype=torch.float64)
+    resets = torch.zeros(2, 6, dtype=torch.bool)
+    resets[0, 4] = True
+    table = model.position_embed.weight[0]
+    y, state = model(x, resets=resets, return_state=True)
+    torch.testing.assert_close(y[0], table[[0, 1, 2, 3, 0, 1]])
+    torch.testing.assert_close(y[1], table[:6])
+    torch.testing.assert_close(model.step(x[:, 0], state)[0], table[[2, 6]])
+    with pytest.raises(seqblocks.RunError, match="position 8 is beyond the 8"):
+        model(torch.zeros(1, 9, 4, dtype=torch.float64))
+
+
+def test_parameter_groups_part_weights_from_gains_and_biases() -> None:
+    model = built(STREAM)
+    decayed, plain = model.parameter_groups(0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+    assert all(p.ndim > 1 for p in decayed["params"])
+
+
+def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
+    made = [built(STREAM), built(scan_text("[forward, reverse]", ", own: all"))]
+    for instance in made:
+        for part in instance.modules():
+            if isinstance(part, module.Primitive | module.Holder):
+                continue  # a leaf: no step stands below it
+            public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules)
+            assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
+    assert {n for n in dir(nn.Module) if not n.startswith("_")} <= RESERVED_NAMES
+
+
+def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
+    text = repr(seqblocks.build("vil_tiny", device="meta"))
+    assert "proj_up(features=768, out=[batch, 196, 768])" in text
+    assert text.count("(head_norm)") == 2, "the two kinds of layer are each shown once"
+    assert "12 x" in text
+
+
+def test_a_model_is_called_with_keywords_that_help_shows() -> None:
+    names = list(inspect.signature(seqblocks.build_text(TIED).forward).parameters)
+    assert names == ["x", "state", "return_state", "resets", "cu_seqlens", "grid"]
