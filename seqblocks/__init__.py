@@ -5,6 +5,7 @@ Importing this does not import torch; `build` does.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
@@ -20,12 +21,14 @@ from seqblocks.errors import (
     UsageError,
 )
 from seqblocks.op import Op, primitive
-from seqblocks.report import Summary, summarise
 
 if TYPE_CHECKING:
     from seqblocks.builder import build, build_model, build_text
+    from seqblocks.report import Summary, summarise
 
-_LAZY = ("build", "build_model", "build_text")
+# imported on first use: the first three need torch, and `check` is as fast as its imports
+_LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.builder")
+_LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report")
 
 __all__ = [
     "BackendError",
@@ -51,17 +54,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        try:
-            from seqblocks import builder
-        except ModuleNotFoundError as error:
-            if error.name == "torch":
-                raise UnavailableError("building a model needs torch: pip install torch") from None
-            raise
-
-        globals().update({n: getattr(builder, n) for n in _LAZY})
-        return globals()[name]
-    raise AttributeError(f"module 'seqblocks' has no attribute '{name}'")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'seqblocks' has no attribute '{name}'")
+    try:
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise UnavailableError("building a model needs torch: pip install torch") from None
+        raise
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from seqblocks import overrides
 from seqblocks.document import Node
 from seqblocks.errors import Diagnostic, Report, SpecError
 from seqblocks.graph import Model, Recipe
 from seqblocks.lower import lower_file
-from seqblocks.report import check_expectations
 from seqblocks.spec import Reader, SpecFile, locate, read_file
 
 
@@ -30,11 +28,15 @@ def load_text(
     """
     report = Report()
     changed: tuple[str, ...] = ()
-    texts = {k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in (set or {}).items()}
+    texts: dict[str, str] = {}
 
     def edit(root: Node) -> None:
         nonlocal changed
-        changed = overrides.apply(root, texts, report)
+        if set:
+            from seqblocks import overrides  # imported where it is needed: `check` is as fast as its imports
+
+            texts.update({k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in set.items()})
+            changed = overrides.apply(root, texts, report)
 
     reader = Reader(report, base, files)
     file = read_file(reader, text, name, edit)
@@ -49,7 +51,10 @@ def load_text(
     report.raise_if_any()
     if model is not None:
         model.recipe = Recipe(name, text, tuple(texts.items()), tuple(reader.texts.items()))
-        check_expectations(model, file)
+        if file.expect is not None:
+            from seqblocks.expect import check_expectations  # as above
+
+            check_expectations(model, file)
     return file, model
 
 

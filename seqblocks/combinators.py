@@ -19,7 +19,8 @@ from seqblocks.op import argument
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
-    from seqblocks.lower import Frame, Step
+    from seqblocks.lower import Frame
+    from seqblocks.scope import Step
 
 Order = Literal["forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse"]
 Merge = Literal["sum", "mean", "concat", "product"]

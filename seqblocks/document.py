@@ -23,7 +23,7 @@ MAX_NODES = 100_000  # after aliases are followed
 Value = None | bool | int | float | str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """Base of the tree: where it stands and how much hangs below it (aliases followed)."""
 
@@ -32,7 +32,7 @@ class Node:
     depth: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Scalar(Node):
     """A leaf: `value` by the core schema, `text` as written (without quotes)."""
 
@@ -41,14 +41,14 @@ class Scalar(Node):
     offset: int  # 1 if quoted: where the text begins inside the span
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence(Node):
     """A list."""
 
     items: list[Node]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Mapping(Node):
     """Keys in order of appearance; a key's own span is kept beside its value."""
 
@@ -355,7 +355,7 @@ class _Reader:
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
         text = self.source.text
-        at = next((i for i, c in enumerate(text) if not _PRINTABLE.match(c)), 0)
+        at = next((i for i, c in enumerate(text) if not re.match(_PRINTABLE, c)), 0)
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
         span = Span(self.source, line, column, line, column + 1)
         return (
@@ -367,4 +367,5 @@ class _Reader:
         )
 
 
-_PRINTABLE = re.compile("[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# compiled when first needed: the large class takes 5 ms
+_PRINTABLE = "[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"

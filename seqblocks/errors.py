@@ -13,10 +13,8 @@ Inner code raises a short `Fault`; the one place that knows the position (`lower
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_DIAGNOSTICS = 20
 _WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
@@ -50,13 +48,12 @@ class RunError(SeqblocksError, ValueError):
     exit_status = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A text and the name it is shown under."""
 
     name: str
     text: str
-    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    lines: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, text: str) -> Source:
@@ -66,8 +63,7 @@ class Source:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of a source; lines and columns count from 1, the end is exclusive."""
 
     source: Source
@@ -87,8 +83,7 @@ class Span:
         return Span(self.source, self.line, column, self.line, min(column + max(length, 1), self.end_column))
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """A further remark; with a span it also says where."""
 
     text: str
@@ -98,8 +93,7 @@ class Note:
         return f"{self.text} ({self.span})" if self.span else self.text
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnostic:
+class Diagnostic(NamedTuple):
     """One fault of a spec: what, where, what was expected, what was found and where that came from."""
 
     code: str
@@ -242,6 +236,8 @@ class Report:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """A hint that names the closest known word, if one is close."""
+    import difflib  # only a spec with a fault pays for it
+
     words = list(known)
     lowered = {w.lower(): w for w in reversed(words)}
     close = difflib.get_close_matches(word[:80].lower(), lowered, n=1, cutoff=0.6)

@@ -13,9 +13,8 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, did_you_mean, listing, quote
 
@@ -101,8 +100,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(NamedTuple):
     """A checked syntax tree and the names it needs, each with where it stands in the text."""
 
     text: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Span
 from seqblocks.op import Op
@@ -19,7 +19,7 @@ from seqblocks.types import Wire
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One step.
 
@@ -53,7 +53,7 @@ class Node:
         return tuple(self.arguments.orders)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Graph:
     """A body: its input value, its nodes, the value it returns, and what it reads from outside."""
 
@@ -64,8 +64,7 @@ class Graph:
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What a model was made from, so that a saved one can be made again: the text, its overrides, the files it uses."""
 
     name: str
@@ -74,7 +73,7 @@ class Recipe:
     files: tuple[tuple[str, str], ...] = ()  # relative path -> text; bundled files are not repeated
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Model:
     """A whole model: the graph, the types of its values, and what came with it."""
 
@@ -93,8 +92,7 @@ class Model:
         return self.types[self.graph.result]
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A parameter under its full name. `tied` is the name under which it is counted, if it is another's."""
 
     name: str

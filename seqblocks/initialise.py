@@ -65,7 +65,7 @@ DRAWS: dict[str, Draw] = {
     "ones": lambda shape, init, fan_in, g: torch.ones(shape),
     "constant": lambda shape, init, fan_in, g: torch.full(shape, init.values[0]),
     "normal": lambda shape, init, fan_in, g: _normal(shape, init.values[1], g) + init.values[0],
-    "uniform": lambda shape, init, fan_in, g: _uniform(shape, *init.values, g=g),
+    "uniform": lambda shape, init, fan_in, g: _uniform(shape, init.values[0], init.values[1], g),
     "trunc_normal": _trunc_normal,
     "linspace": _linspace,
     "fan_in_uniform": _fan_in_uniform,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +19,7 @@ from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
-from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, fields_of, find_primitive, load_plugins
+from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, fields_of, find_primitive, load_plugins
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Scope, Step
 from seqblocks.spec import STEP_KEYS, Block, Reader, SpecFile
@@ -29,7 +28,7 @@ from seqblocks.types import Origin, Wire
 MAX_STEPS = 50_000
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Shared:
     """What one run of the lowering shares: the report, the values, how many steps there have been."""
 
@@ -39,11 +38,14 @@ class Shared:
     steps: int = 0
     step_cache: dict[int, Step | None] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)  # blocks that were called
+    bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
+    tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
+    ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
     input_features: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class Frame(Scope):
     """Where the walk stands: a scope, the file, the wires in sight, the path of namespaces, the body around."""
 
@@ -51,13 +53,17 @@ class Frame(Scope):
     home: SpecFile
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
+    callers: tuple[int, ...] = ()  # the blocks of the trail
     outer: Frame | None = None
     nodes: dict[str, graph.Node] = field(default_factory=dict)
 
     @classmethod
     def top(cls, shared: Shared, home: SpecFile) -> Frame:
         """The outermost scope of a file: its own `let:`."""
-        frame = cls(report=shared.report, names=Names(), shared=shared, home=home)
+        if id(home) in shared.tops:
+            return cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
+        shared.tops[id(home)] = Names()
+        frame = cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
         frame.let(home.let)
         return frame
 
@@ -249,7 +255,7 @@ class Frame(Scope):
             op = find_primitive(step.verb)
             if op:
                 return self._op(step, op, previous, maker)
-            verbs = [*COMBINATORS, *self.home.visible, *PRIMITIVES]
+            verbs = [*COMBINATORS, *self.home.visible, *builtin_verbs(), *PRIMITIVES]
             failed = tuple(Note(text) for text in load_plugins())
             raise Fault(
                 "E301",
@@ -344,6 +350,7 @@ class Frame(Scope):
             macs = arguments.macs(*wires)
         parameters = initialised(self, step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)
+        self.shared.ties += len(tied)
         return self.node(
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=tied
         )
@@ -431,7 +438,7 @@ class Frame(Scope):
         found = str(item["input"])
         self.fault(Fault(code, f"{key} of {step.verb} must be {message}", at=key, found=found[:60]), step)
 
-    # --- combinators and blocks -----------------------------------------------------------------------------------------
+    # --- combinators and blocks ------------------------------------------------------------------------------------
 
     def _combinator(
         self, step: Step, cls: type[Combinator], previous: int, maker: graph.Node | None
@@ -454,7 +461,8 @@ class Frame(Scope):
             self._walk_lost(step, cls, x, extra)
             return None
         step = replace(step, fields={**step.fields, **extra})
-        return made.lower(self, step, x)
+        node: graph.Node | None = made.lower(self, step, x)
+        return node
 
     def _walk_lost(self, step: Step, cls: type[Combinator], x: int, extra: dict[str, tuple[Span, Node]]) -> None:
         """Look for independent faults in the bodies of a combinator whose own arguments are at fault."""
@@ -470,13 +478,13 @@ class Frame(Scope):
             if key in step.common:
                 hint = "make it an argument of the block"
                 self.fault(Fault("E201", f"a block's parameters cannot be given {key}", hint=hint), step.key_span(key))
-        if any(name == block.name for name, _ in self.trail):
+        if id(block) in self.callers:
             ring = " -> ".join([*(name for name, _ in self.trail), block.name])
             raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
         self.shared.used.add(id(block))
         (x,) = self._main(step, previous, maker, "", joins=False)
         values, ports = self._block_arguments(step, block)
-        inputs = {"x": (x,)} | {name: (value,) for name, value in ports.items()}
+        inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
         body, result = self.call(block, x, values, ports, graph_path=self._namespace_of(step), at=step.span)
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
@@ -490,17 +498,29 @@ class Frame(Scope):
     def call(
         self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, at: Span
     ) -> tuple[graph.Graph, Wire | None]:
-        """Lower a block's body for one set of arguments."""
+        """A block's body for one set of arguments: lowered once, however many layers call it so."""
+        shared = self.shared
+        key = (id(block), repr(values), *(self.types[v] for v in (x, *ports.values())))
+        if key in shared.bodies:
+            body, steps = shared.bodies[key]
+            shared.steps += steps
+            return body, self.types[body.result]
+        entered = self.value(self.types[x], "input")
+        inside = {name: self.value(self.types[v], name) for name, v in ports.items()}
         inner = replace(
-            Frame.top(self.shared, block.home),
-            wires={"input": x, **ports},
+            Frame.top(shared, block.home),
+            wires={"input": entered, **inside},
             path=(*self.path, graph_path),
             trail=(*self.trail, (block.name, at)),
+            callers=(*self.callers, id(block)),
         )
         inner.names = Names(inner.names, values)
         inner.let(block.let)
         inner.names.settle()
-        body = inner.lower_steps(block.steps, x, ports)
+        before = (shared.steps, shared.ties)
+        body = inner.lower_steps(block.steps, entered, inside)
+        if not shared.report and shared.ties == before[1]:  # a tie holds the names of the layer it was made for
+            shared.bodies[key] = (body, shared.steps - before[0])
         return body, self.types[body.result]
 
     def _block_arguments(self, step: Step, block: Block) -> tuple[dict[str, Any], dict[str, int]]:
@@ -564,7 +584,6 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     for node in body.nodes:
         wanted = [v for values in node.inputs.values() for v in values]
         wanted += [v for inner in node.bodies.values() for v in inner.captures]
-        wanted += [inner.result for inner in node.bodies.values()]
         seen += [v for v in wanted if v < first and v not in made and v not in seen]
         made.update(node.outputs)
     if body.result < first and body.result not in made:
@@ -584,7 +603,7 @@ _KIND_HINTS = {
 }
 
 
-# --- a whole file -------------------------------------------------------------------------------------------------------
+# --- a whole file --------------------------------------------------------------------------------------------------
 
 
 def lower_file(file: SpecFile, report: Report, name: str, overridden: tuple[str, ...] = ()) -> graph.Model | None:
@@ -628,10 +647,3 @@ def _check_unused(frame: Frame, block: Block) -> None:
         else:
             values[name] = UNKNOWN if argument.default is None else default_value(argument.default)
     lost.call(block, x, values, ports, block.name, block.span)
-
-
-@lru_cache(maxsize=1)
-def verbs() -> tuple[str, ...]:
-    """Every built-in and plugged-in verb."""
-    find_primitive("")
-    return (*COMBINATORS, *sorted(PRIMITIVES))

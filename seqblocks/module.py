@@ -82,33 +82,33 @@ class Primitive(nn.Module):
     def __init__(self, node: Node, path: str, types: dict[int, Wire | None], skip: frozenset[str]) -> None:
         super().__init__()
         assert node.op is not None
-        self.op, self.path, self.type = node.op, path, node.type
-        self.stateful = type(node.op).state is not Op.state  # such an op returns (output, state)
-        self.sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
+        self.op, self._path, self._type = node.op, path, node.type
+        self._stateful = type(node.op).state is not Op.state  # such an op returns (output, state)
+        self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         for name, parameter in node.parameters.items():
             if graph.join(path, name) not in skip:
                 self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         own: dict[str, Any] = {name: getattr(self, name) for name in self._parameters}
-        if call.owned and self.path in call.owned:
-            other = call.owned[self.path]
+        if call.owned and self._path in call.owned:
+            other = call.owned[self._path]
             own |= {name: getattr(other, name) for name in other._parameters}
         inputs: list[Any] = []
         at = 0
-        for size in self.sizes:
+        for size in self._sizes:
             part = tensors[at : at + size]
             inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, -1))
             at += size
         out = self.op.forward(own, call, *inputs)
-        return out if self.stateful else (out, {})
+        return out if self._stateful else (out, {})
 
     def _get_name(self) -> str:
         return self.op.verb
 
     def extra_repr(self) -> str:
         given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
-        return ", ".join([*given, f"out={self.type}"])
+        return ", ".join([*given, f"out={self._type}"])
 
 
 class Body(nn.Module):
@@ -144,8 +144,10 @@ class Body(nn.Module):
 
 
 def _handed(node: Node) -> tuple[int, ...]:
-    """A primitive is handed its ports' values (a value may be on two ports); a body what it reads."""
-    return reads(node) if node.bodies else tuple(v for values in node.inputs.values() for v in values)
+    """What has ports is handed their values in order (a value may be on two); a combinator what its bodies read."""
+    if node.kind in ("op", "block"):
+        return tuple(v for values in node.inputs.values() for v in values)
+    return reads(node)
 
 
 def _dying(body: Graph, plan: list[Any]) -> list[tuple[int, ...]]:
@@ -161,8 +163,10 @@ class Block(Body):
     """A block that somebody defined in YAML."""
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
-        super().__init__(node.bodies[""], model, path, skip, node.verb)
-        self._wanted = reads(node)
+        body = node.bodies[""]
+        super().__init__(body, model, path, skip, node.verb)
+        # a block's body is closed, with values of its own for what it is handed; it may serve many layers
+        self._wanted = (body.input, *body.ports.values()) if node.kind == "block" else reads(node)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
@@ -291,7 +295,8 @@ class Scan(Block):
         self._in_place = _reversible(node.bodies[""])
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        results, states = [], {}
+        results: list[Tensor] = []
+        states: States = {}
         for order in self._orders:
             inner, ordered = self._entering(order, tensors, call)
             y, states = self._one(order, ordered, inner)
@@ -360,7 +365,7 @@ class OwnedScan(Scan):
 
     @property
     def forward(self) -> Any:  # type: ignore[override]
-        return self._modules["forward"] if "forward" in self._modules else self.__call__
+        return self._modules.get("forward", self.__call__)
 
     def __call__(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return Scan.forward(self, *tensors, call=call)
@@ -373,7 +378,8 @@ class OwnedScan(Scan):
             return super()._one(order, tensors, replace(call, owned=owned))
         assert isinstance(own, Layer)
         env = dict(zip(self._wanted, tensors, strict=True))
-        return own(*[env[v] for v in own._wanted], call=call)  # type: ignore[no-any-return]
+        result: tuple[Tensor, States] = own(*[env[v] for v in own._wanted], call=call)
+        return result
 
 
 def _steps_of(node: Node) -> list[str]:
@@ -446,7 +452,7 @@ class SequenceModel(Body):
         obstacle = graph.stream_obstacle(model.graph)
         self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         *,

@@ -1,5 +1,5 @@
-"""What a primitive is. One class in one file says everything about it: arguments, ports, shape, parameters, state, cost,
-and how it computes. The validator reads the declarations without torch; `forward` imports torch when it runs.
+"""What a primitive is. One class in one file says everything about it: arguments, ports, shape, parameters, state,
+cost, and how it computes. The validator reads the declarations without torch; `forward` imports torch when it runs.
 
     @primitive("scale")
     class Scale(Op):
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,8 +32,7 @@ from seqblocks.types import Kind, Wire, divisors_near
 PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(NamedTuple):
     """An input of an op.
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
@@ -57,7 +56,7 @@ def argument(default: Any, about: str, *, inherit: str | None = None, **limits: 
 
     `inherit="tokens"` fills it, where the step leaves it out, with that property of the model's input.
     """
-    extra = {"inherit": inherit} if inherit else None
+    extra: dict[str, Any] | None = {"inherit": inherit} if inherit else None
     return Field(default, description=about, json_schema_extra=extra, **limits)
 
 
@@ -76,7 +75,7 @@ class Op(BaseModel):
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
 
-    # The inputs come in the order of `ports`, an absent optional one as None. The open signatures let every op name its own.
+    # The inputs come in the order of `ports`, an absent optional one as None. Open signatures let an op name its own.
 
     def shape(self, *wires: Any, **_: Any) -> Wire:
         """The output's type. Raises Fault. Default: that of the first input."""
@@ -127,11 +126,30 @@ def primitive(verb: str) -> Callable[[T], T]:
 
 
 @lru_cache(maxsize=1)
-def load_builtin() -> None:
-    """Import every file of `seqblocks.ops`: a new file there is a new primitive, with no list to edit."""
+def builtin_verbs() -> dict[str, str]:
+    """Verbs of `seqblocks.ops` and the modules that define them: a new file there is a new primitive, no list to edit.
+
+    The sources are searched for `@primitive("…")` rather than imported, because a spec uses few of them and defining
+    all models would cost more than checking it. Where there are no sources, all are imported.
+    """
     package = importlib.import_module("seqblocks.ops")
+    found: dict[str, str] = {}
     for module in pkgutil.iter_modules(package.__path__, "seqblocks.ops."):
-        importlib.import_module(module.name)
+        origin = module.module_finder.find_spec(module.name, None)
+        path = origin.origin if origin else None
+        if not path or not path.endswith(".py"):
+            importlib.import_module(module.name)
+            continue
+        with open(path, encoding="utf-8") as source:
+            found |= dict.fromkeys(re.findall(r'^@primitive\("(\w+)"\)', source.read(), re.M), module.name)
+    return {**dict.fromkeys(PRIMITIVES, ""), **found}
+
+
+def load_builtin() -> None:
+    """Import every primitive of `seqblocks.ops`."""
+    for module in builtin_verbs().values():
+        if module:
+            importlib.import_module(module)
 
 
 @lru_cache(maxsize=1)
@@ -148,19 +166,21 @@ def load_plugins() -> tuple[str, ...]:
     return tuple(failed)
 
 
-def find_primitive(verb: str) -> type[Op] | None:
-    """The op called `verb`, plug-ins included."""
-    load_builtin()
+def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
+    """The op called `verb`; plug-ins are asked last, and only if wanted."""
     if verb not in PRIMITIVES:
-        load_plugins()
+        module = builtin_verbs().get(verb)
+        if module:
+            importlib.import_module(module)
+        elif plugins:
+            load_plugins()
     return PRIMITIVES.get(verb)
 
 
 # --- what kind of value an argument takes: decided by the field's type, never by how the text looks ---------------
 
 
-@dataclass(frozen=True, slots=True)
-class FieldKind:
+class FieldKind(NamedTuple):
     """number | flag | word | words | value; `choices` are the legal words (of a list's items too, unless `free`)."""
 
     kind: Literal["number", "flag", "word", "words", "value"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from seqblocks import graph
@@ -34,7 +33,7 @@ def initialised(scope: Scope, step: Step, parameters: dict[str, Parameter], know
             continue
         init = _init(scope, value)
         if key in out and init:
-            out[key] = replace(out[key], init=init)
+            out[key] = out[key]._replace(init=init)
         elif known and parameters and key not in out:
             _no_parameter(scope, step, key, span, parameters)
     return out

@@ -8,15 +8,13 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN, Expression, parse, syntax_tree
 
 
-@dataclass(frozen=True, slots=True)
-class Init:
+class Init(NamedTuple):
     """An initialiser by name with its numbers, for instance `normal(0, 0.1)`."""
 
     name: str
@@ -26,8 +24,7 @@ class Init:
         return f"{self.name}({', '.join(f'{v:g}' for v in self.values)})" if self.values else self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One learned tensor of an op.
 
     `fan_in` is what the initialisers that scale with it use (default: the product of all axes but the first).
@@ -45,8 +42,7 @@ class Parameter:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """One tensor that an op carries along the sequence: shape without the batch axis.
 
     dtype "float32" stays so whatever the model's dtype is (stabilisers, accumulators); "model" follows the model.
@@ -61,8 +57,7 @@ class State:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Initialiser:
+class Initialiser(NamedTuple):
     """What `init:` may name: parameter names with defaults (None: must be given), and one line of explanation."""
 
     arguments: tuple[tuple[str, float | None], ...]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from seqblocks import expressions
@@ -18,20 +18,21 @@ from seqblocks.op import FieldKind
 from seqblocks.spec import STEP_KEYS, Reader
 
 # A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
+# tests/torch/test_module.py holds the list against the real thing.
 RESERVED_NAMES = frozenset(
     (
-        "forward reverse rows rows_reverse columns columns_reverse graph step init_state parameter_groups tie "
-        "reset_parameters input "
-        # attributes of torch.nn.Module; tests/torch/test_module.py holds the list against the real thing
-        "T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches "
-        "eval extra_repr float get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules "
-        "mtia named_buffers named_children named_modules named_parameters parameters register_backward_hook "
-        "register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook "
-        "register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook "
-        "register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ "
-        "set_extra_state set_submodule share_memory state_dict to to_empty train training type xpu zero_grad"
-    ).split()
-)
+        "forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "parameter_groups", "tie", "reset_parameters", "input", "T_destination", "add_module", "apply", "bfloat16",
+        "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches", "eval",
+        "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
+        "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
+        "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
+        "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook",
+        "register_state_dict_pre_hook", "requires_grad_", "set_extra_state", "set_submodule", "share_memory",
+        "state_dict", "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+    )
+)  # fmt: skip
 
 
 class Names(MappingABC[str, Any]):
@@ -64,7 +65,7 @@ class Names(MappingABC[str, Any]):
             self[name]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Step:
     """One step, its keys sorted: what every verb has, and the verb's own."""
 
@@ -82,7 +83,7 @@ class Step:
         return entry[1].span if entry else self.span
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Scope:
     """The report, the names in scope, and the trail of blocks that led here."""
 
@@ -128,9 +129,9 @@ class Scope:
                 return value
             case Scalar(value=str(text)):
                 value = self.evaluate(text, node)
-                if isinstance(value, str) or value is None or isinstance(value, list | bool):
-                    if value is None and optional:
-                        return None
+                if value is None and optional:
+                    return None
+                if value is not UNKNOWN and (isinstance(value, bool) or not isinstance(value, int | float)):
                     found = f"{quote(text)}, which is {quote(str(value))}"
                     self.fault(Fault("E203", "a number is needed here", found=found), node.span)
                     return UNKNOWN
@@ -161,7 +162,7 @@ class Scope:
                 return self.word(node, kind)
             case "words":
                 if isinstance(node, Sequence):
-                    each = replace(kind, choices=()) if kind.free else kind
+                    each = kind._replace(choices=()) if kind.free else kind
                     items = [self.word(item, each) for item in node.items]
                     return UNKNOWN if any(i is UNKNOWN for i in items) else items
                 return self.word(node, kind)

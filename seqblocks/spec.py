@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 from seqblocks import document
@@ -28,7 +27,7 @@ from seqblocks.errors import (
     listing,
     quote,
 )
-from seqblocks.op import find_primitive
+from seqblocks.op import builtin_verbs
 
 VERSION = 1
 FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
@@ -39,7 +38,7 @@ ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Argument:
     """An argument of a block: its type, and its default node unless it is required."""
 
@@ -49,7 +48,7 @@ class Argument:
     default: Node | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A block as defined in some file."""
 
@@ -63,7 +62,7 @@ class Block:
     checkpoint: Node | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SpecFile:
     """One file: its own definitions, and what is visible in it."""
 
@@ -84,7 +83,7 @@ class SpecFile:
 
 def bundled() -> dict[str, Path]:
     """Bundled specs by name, blocks and models alike."""
-    root = Path(str(resources.files("seqblocks"))) / "specs"
+    root = Path(__file__).parent / "specs"
     return {path.stem: path for folder in ("blocks", "models") for path in sorted((root / folder).glob("*.yaml"))}
 
 
@@ -270,7 +269,7 @@ class Reader:
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
         if not self.is_name(name, span):
             return
-        if name in COMBINATORS or find_primitive(name):
+        if name in COMBINATORS or name in builtin_verbs():
             self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
             return
         if name in file.visible:

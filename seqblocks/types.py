@@ -9,7 +9,7 @@ vector     [batch, features]                 float
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Note, Span
 
@@ -17,8 +17,7 @@ Kind = Literal["image", "tokens", "sequence", "vector"]
 Size = int | str  # a number, or the name of an axis whose size only a call knows
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The step that fixed a width."""
 
     verb: str

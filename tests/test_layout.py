@@ -38,17 +38,26 @@ ROOMS = """
     ops/*
     graph
     combinators
-    overrides
     spec
+    scope
+    inputs
+    ownership
     lower
-    passes
-    report
+    overrides
+    cost
+    expect
     check
+    report
+    codes
+    schema
+    reference
     ------ torch begins
     state
+    initialise
     module
-    build
+    builder
     checkpoint
+    testing
     __init__
 """
 

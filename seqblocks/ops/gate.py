@@ -8,7 +8,7 @@ from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
-BOTH = ("sequence", "vector")
+BOTH = ANY.kinds
 ActivationName = Literal["silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "none"]
 
 

@@ -52,8 +52,11 @@ class MLSTM(Op):
         from seqblocks.kernels import MLSTMState, mlstm
 
         state = call.state
-        out = mlstm(
-            *(x.unflatten(-1, (self.heads, -1)) for x in (q, k, v)),
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
+        out: Any = mlstm(
+            q,
+            k,
+            v,
             i,
             f,
             state=MLSTMState(state["C"], state["n"], state["m"]) if state else None,

@@ -1,0 +1,56 @@
+"""What a graph costs: bytes, multiply-accumulates, state. Counted from the declarations alone."""
+
+from __future__ import annotations
+
+from seqblocks import graph
+from seqblocks.graph import Graph, Model
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+
+
+def state_bytes(body: Graph, dtype: str) -> int:
+    """Bytes of the state of one sequence, for a model of `dtype`."""
+    total = 0
+    for node in graph.walk(body):
+        total += sum(s.numel * BYTES[dtype if s.dtype == "model" else s.dtype] for s in node.state.values())
+    return total
+
+
+def params_bytes(body: Graph, dtype: str) -> int:
+    """Bytes of the parameters, tied ones once."""
+    every = (item.parameter for item in graph.parameters(body) if item.tied is None)
+    return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in every)
+
+
+def macs(body: Graph, tokens: int | None) -> float | None:
+    """Multiply-accumulates per token of the sequence; a step behind a pooling is shared by all `tokens`."""
+    total = 0.0
+    for node in body.nodes:
+        here = node_macs(node, tokens)
+        if here is None:
+            return None
+        total += here
+    return total
+
+
+def node_macs(node: graph.Node, tokens: int | None) -> float | None:
+    """Of one node, per token."""
+    if node.bodies:
+        inside = [macs(body, tokens) for body in node.bodies.values()]
+        if any(m is None for m in inside):
+            return None
+        return sum(m for m in inside if m is not None) * max(1, len(node.directions))
+    if node.type and node.type.kind == "vector" and node.macs:
+        return node.macs / tokens if tokens else None
+    return float(node.macs)
+
+
+def count_state(body: Graph) -> int:
+    return sum(s.numel for node in graph.walk(body) for s in node.state.values())
+
+
+def tokens_of(model: Model) -> int | None:
+    """Tokens of one input: the longest sequence's length, where it is known."""
+    wires = [model.input, *(node.type for node in graph.walk(model.graph))]
+    lengths = [w.length for w in wires if w and isinstance(w.length, int)]
+    return max(lengths, default=None)

@@ -1,0 +1,118 @@
+"""The state law as a check that any spec, and any new primitive, can be put to:
+
+    whole sequence = any split into chunks with carried state = step by step, in value and in gradient;
+    with resets = each piece on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.module import SequenceModel
+
+
+def check_law(
+    model: SequenceModel,
+    *,
+    seq: int = 23,
+    batch: int = 2,
+    cuts: Sequence[int] = (1, 2, 11),
+    resets: Sequence[tuple[int, int]] = (),
+    seed: int = 0,
+    tolerance: float = 1e-9,
+) -> None:
+    """Assert the law for a model that streams. Build it in float64; `tolerance` is relative to the largest value.
+
+    cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence.
+    """
+    x = random_input(model, batch, seq, seed)
+    marks = torch.zeros(batch, seq, dtype=torch.bool)
+    for row, at in resets:
+        marks[row % batch, at % seq] = True
+    given = marks if resets else None
+    whole, last = model(x, return_state=True, resets=given)
+    bounds = sorted({0, seq, *(c for c in cuts if 0 < c < seq)})
+    for name, edges in (("chunks", bounds), ("steps", list(range(seq + 1)))):
+        if name == "steps" and resets:
+            found, state = _chunks(model, x, edges, marks)
+        elif name == "steps":
+            found, state = _steps(model, x)
+        else:
+            found, state = _chunks(model, x, edges, given)
+        _close(f"{name}: output", found, whole, tolerance)
+        _close_tree(f"{name}: state", state, last, tolerance)
+        for index, (a, b) in enumerate(zip(_gradients(model, found, x), _gradients(model, whole, x), strict=True)):
+            _close(f"{name}: gradient {index}", a, b, tolerance)
+    if resets and whole.ndim == 3:
+        _close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+
+
+def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:
+    """An input of the kind the model reads: features drawn from N(0, 1) that require gradients, or token numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    wire = model.graph.input
+    some = next(model.parameters(), torch.empty(0))
+    if wire.kind == "tokens":
+        return torch.randint(wire.features, (batch, seq), generator=generator).to(some.device)
+    x = torch.randn(batch, seq, wire.features, generator=generator, dtype=torch.float64)
+    return x.to(some.device, some.dtype).requires_grad_()
+
+
+def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor | None) -> tuple[Tensor, Any]:
+    parts, state = [], None
+    for a, b in pairwise(edges):
+        here = None if marks is None else marks[:, a:b]
+        y, state = model(x[:, a:b], state=state, return_state=True, resets=here)
+        parts.append(y)
+    return _joined(parts), state
+
+
+def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
+    parts, state = [], model.init_state(x.shape[0])
+    for t in range(x.shape[1]):
+        y, state = model.step(x[:, t], state)
+        parts.append(y.unsqueeze(1) if model.graph.output and model.graph.output.kind == "sequence" else y)
+    return _joined(parts), state
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1) if parts[0].ndim == 3 else parts[-1]  # a pooled model answers for the last token
+
+
+def _pieces(model: SequenceModel, x: Tensor, marks: Tensor) -> Tensor:
+    rows = []
+    for row in range(x.shape[0]):
+        edges = sorted({0, x.shape[1], *torch.nonzero(marks[row]).flatten().tolist()})
+        parts = [model(x[row : row + 1, a:b]) for a, b in pairwise(edges)]
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
+
+
+def _gradients(model: SequenceModel, y: Tensor, x: Tensor) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
+    wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
+    found = torch.autograd.grad((y * weights).sum(), wanted, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def _close_tree(what: str, found: Any, wanted: Any, tolerance: float) -> None:
+    if isinstance(wanted, dict):
+        assert set(found) == set(wanted), f"{what}: {sorted(found)} is not {sorted(wanted)}"
+        for key, value in wanted.items():
+            _close_tree(f"{what}.{key}", found[key], value, tolerance)
+    else:
+        _close(what, found, wanted, tolerance)
+
+
+def _close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert found.shape == wanted.shape, f"{what}: {list(found.shape)} is not {list(wanted.shape)}"
+    if not wanted.numel():
+        return
+    error = (found.double() - wanted.double()).abs().max().item()
+    scale = max(1.0, wanted.double().abs().max().item())
+    assert error <= tolerance * scale, f"{what}: differs by {error:.3g}, more than {tolerance:g} of {scale:.3g}"

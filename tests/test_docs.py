@@ -1,0 +1,147 @@
+"""Every code block of the README, of CONTRIBUTING and of docs/ is run.
+
+```yaml      beginning with `seqblocks:`: a spec, must validate; others: a fragment, must be YAML of the dialect
+```python    run in order, one namespace a page; `# file.py` as first line also makes it importable under that name
+```console   lines after `$ ` are run, and what they print must be what the page shows (`…` stands for anything)
+```sh        set-up: run by `.ci/run` and by `test_the_first_command_of_the_readme` below
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqblocks import check, document
+from seqblocks.errors import Report
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    path
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    if path.name != "language.md"  # tests/spec/test_language_reference.py
+)
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
+KNOWN = {"yaml", "python", "console", "sh", "text", "json", "toml"}
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    text = page.read_text(encoding="utf-8")
+    return [(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in FENCE.finditer(text)]
+
+
+def ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
+    assert {kind for kind, _, _ in blocks(page)} <= KNOWN
+    assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page)), "a block without a language"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http:", "https:", "mailto:")):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "yaml" for k, _, _ in blocks(p))], ids=ids)
+def test_yaml(page: Path) -> None:
+    primitives = [code for kind, code, _ in blocks(page) if kind == "python" and "@primitive(" in code]
+    for kind, code, line in blocks(page):
+        if kind != "yaml":
+            continue
+        if code.startswith("seqblocks:") and not any(f"{verb}:" in code for verb in _verbs(primitives)):
+            check.load_text(code, f"{ids(page)}:{line}")
+        else:
+            report = Report()
+            document.parse(code, f"{ids(page)}:{line}", report)
+            report.raise_if_any()
+
+
+def _verbs(primitives: list[str]) -> list[str]:
+    return re.findall(r'@primitive\("(\w+)"\)', "".join(primitives))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "python" for k, _, _ in blocks(p))], ids=ids)
+def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the pages build models")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    space: dict[str, Any] = {"__name__": "page"}
+    for kind, code, line in blocks(page):
+        if kind == "yaml" and code.startswith("seqblocks:"):
+            space["spec"] = code
+            (tmp_path / "spec.yaml").write_text(code, encoding="utf-8")
+        if kind != "python":
+            continue
+        named = re.match(r"# (\w+)\.py\n", code)
+        if named:
+            (tmp_path / f"{named[1]}.py").write_text(code, encoding="utf-8")
+        exec(compile(code, f"{ids(page)}:{line}", "exec"), space)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "console" for k, _, _ in blocks(p))], ids=ids)
+def test_console(page: Path, tmp_path: Path, update_golden: bool) -> None:
+    for kind, code, _ in blocks(page):
+        if kind == "yaml" and code.startswith("seqblocks:"):
+            (tmp_path / "spec.yaml").write_text(code, encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    for kind, code, line in blocks(page):
+        if kind != "console":
+            continue
+        shown = "".join(command + _run(command[2:], tmp_path) for command in re.findall(r"^\$ .*\n", code, re.M))
+        if update_golden:
+            text = text.replace(code, shown)
+        else:
+            assert _matches(code, shown), f"{ids(page)}:{line} shows\n{code}\nand it prints\n{shown}"
+    if update_golden:
+        page.write_text(text, encoding="utf-8")
+
+
+def _run(command: str, folder: Path) -> str:
+    """What a reader sees: both streams, 100 columns wide, no colour."""
+    shim = folder / "bin" / "seqblocks"
+    shim.parent.mkdir(exist_ok=True)
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqblocks.cli "$@"\n')
+    shim.chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{shim.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        "PYTHONIOENCODING": "utf-8",
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=env, timeout=120, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return re.sub(r"[ \t]+$", "", done.stdout.decode(), flags=re.M)
+
+
+def _matches(shown: str, printed: str) -> bool:
+    parts = re.split(r"^(…\n)", shown, flags=re.M)
+    pattern = "".join("(?:.|\n)*?" if part == "…\n" else re.escape(part) for part in parts)
+    return re.fullmatch(pattern, printed) is not None
+
+
+@pytest.mark.slow
+def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
+    """From a clean clone on a machine with Python alone."""
+    pytest.importorskip("torch", reason="installs torch again, which needs the same registry")
+    first = next(code for kind, code, _ in blocks(ROOT / "README.md") if kind == "sh")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    done = subprocess.run(first, shell=True, cwd=clone, env=clean, timeout=900, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "6,088,360" in done.stdout
+    shutil.rmtree(tmp_path, ignore_errors=True)  # two gigabytes
