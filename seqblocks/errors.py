@@ -13,9 +13,10 @@ Inner code raises a short `Fault`; the one place that knows the position (`lower
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+Style = Callable[[str, str], str]
 MAX_DIAGNOSTICS = 20
 _WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
 
@@ -123,22 +124,22 @@ class Diagnostic(NamedTuple):
         ]
         return data
 
-    def render(self) -> str:
-        """The diagnostic as text: header, source line with a caret, remarks."""
-        out = [f"error[{self.code}]: {self.message}"]
+    def render(self, style: Style = lambda role, text: text) -> str:
+        """The diagnostic as text: header, source line with a caret, remarks. `style(role, text)` may colour it."""
+        out = [style("error", f"error[{self.code}]") + style("message", f": {self.message}")]
         gutter = " "
         if self.span:
             gutter = " " * len(str(self.span.line))
-            out.append(f"{gutter}--> {self.span}")
-            out += _excerpt(self.span, gutter)
+            out.append(f"{gutter}{style('gutter', '-->')} {self.span}")
+            out += _excerpt(self.span, gutter, style)
         remarks = [("expected", self.expected), ("found", self.found)]
         remarks += [("note", str(note)) for note in self.notes]
         remarks += [("hint", self.hint)]
-        out += [f"{gutter} = {label}: {text}" for label, text in remarks if text]
+        out += [f"{gutter} {style('gutter', '=')} {style(label, label)}: {text}" for label, text in remarks if text]
         return "\n".join(out)
 
 
-def _excerpt(span: Span, gutter: str) -> list[str]:
+def _excerpt(span: Span, gutter: str, style: Style) -> list[str]:
     raw = span.source.line(span.line)
     line = "".join(c if c.isprintable() else " " for c in raw)
     start = span.column - 1
@@ -147,8 +148,9 @@ def _excerpt(span: Span, gutter: str) -> list[str]:
     shown = line[cut : cut + _WINDOW]
     lead, tail = ("…" if cut else ""), ("…" if cut + _WINDOW < len(line) else "")
     width = max(1, min(end, cut + len(shown)) - start)
-    caret = " " * (start - cut + len(lead)) + "^" * width
-    return [f"{gutter} |", f"{span.line} | {lead}{shown}{tail}".rstrip(), f"{gutter} | {caret}"]
+    caret = " " * (start - cut + len(lead)) + style("caret", "^" * width)
+    bar = style("gutter", "|")
+    return [f"{gutter} {bar}", f"{span.line} {bar} {lead}{shown}{tail}".rstrip(), f"{gutter} {bar} {caret}"]
 
 
 class SpecError(SeqblocksError):
@@ -171,9 +173,11 @@ class ExpectationError(SpecError):
     exit_status = 3
 
 
-def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0) -> str:
+def render_all(
+    diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text
+) -> str:
     """All diagnostics as one text, with a closing count."""
-    parts = [d.render() for d in diagnostics]
+    parts = [d.render(style) for d in diagnostics]
     count = len(diagnostics) + dropped
     closing = f"{count} error{'s' if count != 1 else ''}"
     if dropped:

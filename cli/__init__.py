@@ -1,0 +1,1 @@
+"""The command line: argparse verbs over the library. Nobody imports it."""

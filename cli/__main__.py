@@ -1,0 +1,5 @@
+"""`python -m seqblocks.cli`."""
+
+from seqblocks.cli.main import entry
+
+entry()

@@ -1,0 +1,87 @@
+"""`seqblocks build`: prove, build, and show."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+
+from seqblocks._version import __version__
+from seqblocks.check import raw, require_model
+from seqblocks.cli import output
+from seqblocks.cli.check import load
+from seqblocks.cost import BYTES, params_bytes
+from seqblocks.errors import UnavailableError, UsageError, did_you_mean, listing
+from seqblocks.graph import Model
+from seqblocks.report import summarise
+
+SHORT = {"f32": "float32", "fp32": "float32", "f16": "float16", "fp16": "float16", "half": "float16"}
+SHORT |= {"bf16": "bfloat16", "f64": "float64", "fp64": "float64", "double": "float64", "float": "float32"}
+DTYPES = tuple(name for name in BYTES if name != "int64")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build on the device that was asked for, and hold the count against the built module."""
+    dtype = _dtype(options.dtype)
+    file, found = load(options.spec, options, _image_size(options))
+    model = require_model(file, found)
+    summary = summarise(model, dtype, options.length, options.depth)
+    _must_fit(model, dtype, options.device)
+    built = _built(model, dtype, options)
+    if built != summary.params:
+        raise AssertionError(f"the built module has {built:,} parameters and the summary {summary.params:,}")
+    if options.format == "json":
+        facts = {"version": __version__, "ok": True, "spec": options.spec, "device": options.device}
+        output.dump(facts | {"batch": options.batch, "built_params": built} | summary.as_data())
+    elif options.summary:
+        from seqblocks.cli import show
+
+        show.summary(summary, options)
+    elif not options.quiet:
+        size = output.bytes_of(summary.params_bytes)
+        output.write(f"{model.name}: built, {built:,} parameters, {dtype} on {options.device}, {size}")
+    return 0
+
+
+def _dtype(text: str) -> str:
+    name = SHORT.get(text, text).removeprefix("torch.")
+    if name not in DTYPES:
+        hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"
+        raise UsageError(f"--dtype {text} is not a dtype of a model: {hint}")
+    return name
+
+
+def _image_size(options: argparse.Namespace) -> dict[str, str]:
+    if not options.image_size:
+        return {}
+    sides = options.image_size.lower().split("x")
+    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
+        raise UsageError(f"--image-size takes N or HxW, not {options.image_size}")
+    return {"input.image.size": raw(f"[{sides[0]}, {sides[-1]}]")}
+
+
+def _must_fit(model: Model, dtype: str, device: str) -> None:
+    """A model that the machine cannot hold is told before the machine starts to swap."""
+    if not device.startswith("cpu") or not hasattr(os, "sysconf"):
+        return
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need = params_bytes(model.graph, dtype)
+    if need > 0.8 * have:
+        raise UnavailableError(
+            f"the parameters take {output.bytes_of(need)} and this machine has {output.bytes_of(have)}; "
+            "--device meta builds without allocating"
+        )
+
+
+def _built(model: Model, dtype: str, options: argparse.Namespace) -> int:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UnavailableError("building needs torch: pip install torch (`seqblocks check` does without)") from None
+    from seqblocks.builder import build_model
+
+    module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)
+    return sum(p.numel() for p in module.parameters())
+
+

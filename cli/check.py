@@ -1,0 +1,78 @@
+"""`seqblocks check`: prove specs, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from seqblocks import check, graph
+from seqblocks._version import __version__
+from seqblocks.cli import output
+from seqblocks.errors import SpecError, UsageError
+from seqblocks.graph import Model
+from seqblocks.spec import SpecFile
+
+
+def overrides(options: argparse.Namespace) -> dict[str, str]:
+    """`--set PATH=VALUE` options as a mapping."""
+    found = {}
+    for text in options.set:
+        path, equals, value = text.partition("=")
+        if not equals or not path.strip():
+            raise UsageError(f"--set takes PATH=VALUE, for instance --set dim=384, not {text!r}")
+        found[path.strip()] = check.raw(value)
+    return found
+
+
+def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = None) -> tuple[SpecFile, Model | None]:
+    """A spec given on the command line, proved."""
+    changes = {**overrides(options), **(more or {})}
+    if spec != "-":
+        return check.load(spec, changes)
+    data = sys.stdin.buffer.read()
+    from seqblocks import document
+    from seqblocks.errors import Report
+
+    report = Report()
+    text = document.decode(data, options.stdin_filename, report)
+    report.raise_if_any()
+    assert text is not None
+    return check.load_text(text, options.stdin_filename, Path(), changes)
+
+
+def run(options: argparse.Namespace) -> int:
+    """All specs are checked, whatever the first ones hold."""
+    records: list[dict[str, Any]] = []
+    status = 0
+    for spec in options.spec:
+        try:
+            file, model = load(spec, options)
+        except SpecError as error:
+            # a spec at fault outweighs one that only breaks its `expect:`
+            status = error.exit_status if status == 0 else min(status, error.exit_status)
+            if options.format == "json":
+                records.append({"spec": spec, **output.failed(error)})
+            else:
+                output.diagnostics(error, options)
+            continue
+        records.append({"spec": spec, "ok": True, **_facts(file, model)})
+        if options.format == "text" and not options.quiet:
+            output.write(f"{spec}: ok, {_told(file, model)}")
+    if options.format == "json":
+        output.dump({"version": __version__, "ok": status == 0, "specs": records})
+    return status
+
+
+def _facts(file: SpecFile, model: Model | None) -> dict[str, Any]:
+    if model is None:
+        return {"blocks": list(file.blocks)}
+    return {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
+
+
+def _told(file: SpecFile, model: Model | None) -> str:
+    if model is None:
+        return f"{len(file.blocks)} block{'s' if len(file.blocks) != 1 else ''} ({', '.join(file.blocks)})"
+    changed = f" (with {', '.join(model.overridden)})" if model.overridden else ""
+    return f"{graph.count(model.graph):,} parameters, {model.input} -> {model.output}{changed}"

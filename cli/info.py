@@ -1,0 +1,96 @@
+"""Verbs that tell about the language and about specs: list, ops, show, schema, explain."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from seqblocks import check, graph
+from seqblocks.cli import output
+from seqblocks.errors import UsageError, did_you_mean
+from seqblocks.spec import bundled
+
+
+def list(options: argparse.Namespace) -> int:  # noqa: A001 - the verb's name
+    """Bundled specs, models first."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {"models": {}, "blocks": {}}
+    for name in bundled():
+        file, model = check.load(name)
+        if model:
+            rows["models"][name] = {"params": graph.count(model.graph), "about": file.about}
+        else:
+            rows["blocks"][name] = {"verbs": [*file.blocks], "about": file.about}
+    if options.format == "json":
+        output.dump(rows)
+        return 0
+    width = max(map(len, bundled()))
+    output.write("models (seqblocks build NAME)")
+    for name, row in sorted(rows["models"].items(), key=lambda item: item[1]["params"]):
+        output.write(f"  {name:<{width}}  {row['params']:>13,}  {row['about']}")
+    output.write("blocks (use: [NAME])")
+    for name, row in rows["blocks"].items():
+        output.write(f"  {name:<{width}}  {', '.join(row['verbs'])}: {row['about']}")
+    return 0
+
+
+def ops(options: argparse.Namespace) -> int:
+    """All verbs, or one in full."""
+    from seqblocks import reference
+
+    verbs = reference.verbs()
+    if options.name is None:
+        if options.format == "json":
+            output.dump({name: reference.facts(verb) for name, verb in verbs.items()})
+            return 0
+        width = max(map(len, verbs))
+        for name, verb in verbs.items():
+            output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].splitlines()[0]}")
+        return 0
+    verb = verbs.get(options.name)
+    if verb is None:
+        hint = did_you_mean(options.name, verbs) or "`seqblocks ops` lists them"
+        raise UsageError(f"there is no verb '{options.name}': {hint}")
+    if options.format == "json":
+        output.dump(reference.facts(verb))
+    else:
+        output.write(reference.text(verb))
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """A spec at one stage of its way."""
+    from seqblocks import document
+    from seqblocks.cli.check import load
+
+    file, model = load(options.spec, options)
+    if options.stage == "document":
+        output.write(document.show(file.root))
+        return 0
+    output.write(graph.show(check.require_model(file, model)))
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """The JSON schema of the language."""
+    from seqblocks import schema as room
+
+    file = None
+    if options.spec:
+        file, _ = check.load(options.spec)
+    output.dump(room.schema(file))
+    return 0
+
+
+def explain(options: argparse.Namespace) -> int:
+    """What a code means, with an example and its mend."""
+    from seqblocks.codes import CODES, text
+
+    code = options.code.upper()
+    if code not in CODES:
+        hint = did_you_mean(code, CODES) or f"the codes are {', '.join(CODES)}"
+        raise UsageError(f"there is no code {options.code}: {hint}")
+    if options.format == "json":
+        output.dump({"code": code, **CODES[code]._asdict()})
+    else:
+        output.write(text(code))
+    return 0

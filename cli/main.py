@@ -1,0 +1,193 @@
+"""`seqblocks VERB …`: arguments in, exit status out.
+
+0 good · 1 the spec is at fault · 2 the command is · 3 an `expect:` is not met · 4 something needed is absent ·
+70 a fault of ours. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from seqblocks._version import __version__
+from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean
+
+VERBS = {
+    "build": "prove a spec, build it, and show what it is made of",
+    "check": "prove specs without torch",
+    "list": "the bundled specs",
+    "ops": "the verbs of the language, or all about one",
+    "show": "a spec as a stage of the compiler sees it",
+    "schema": "a JSON schema for editors",
+    "explain": "all about an error code",
+}
+INTERNAL = 70
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors that say what to type, as exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    common = argparse.ArgumentParser(add_help=False)
+    group = common.add_argument_group("common options")
+    group.add_argument("--format", choices=("text", "json", "github"), default="text", help="how results are printed")
+    group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colours (NO_COLOR counts)")
+    group.add_argument("--traceback", action="store_true", help="show Python's traceback with an error")
+    group.add_argument("-q", "--quiet", action="store_true", help="print nothing when all is well")
+    spec = argparse.ArgumentParser(add_help=False)
+    spec.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
+    spec.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
+
+    top = _Parser(prog="seqblocks", description="A YAML spec says what a sequence model is; seqblocks proves it.")
+    top.add_argument("--version", action="version", version=_version())
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+
+    def verb(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=VERBS[name], description=VERBS[name], parents=[*parents, common])
+
+    one = "path of a spec, name of a bundled one, or - for standard input"
+    build = verb("build", spec)
+    build.add_argument("spec", metavar="SPEC", help=one)
+    build.add_argument("--summary", action="store_true", help="show a table of its steps")
+    build.add_argument("--depth", type=_positive, metavar="N", help="levels of the table")
+    build.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences, for the totals")
+    build.add_argument("--length", type=_positive, metavar="N", help="tokens of a sequence, where the spec is open")
+    build.add_argument("--image-size", metavar="N", help="another size of the input image (N, or HxW)")
+    build.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
+    build.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
+    build.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    check = verb("check", spec)
+    check.add_argument("spec", nargs="+", metavar="SPEC", help=one)
+    verb("list")
+    ops = verb("ops")
+    ops.add_argument("name", nargs="?", metavar="NAME", help="a verb")
+    show = verb("show", spec)
+    show.add_argument("spec", metavar="SPEC", help=one)
+    show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")
+    schema = verb("schema")
+    schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
+    explain = verb("explain")
+    explain.add_argument("code", metavar="CODE", help="such as E401")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _version() -> str:
+    return f"seqblocks {__version__} (Python {sys.version.split()[0]})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _known_verb(words)
+        options = parser().parse_args(words)
+    except UsageError as error:
+        return _told(error, None)
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
+    try:
+        return _run(options)
+    except SeqblocksError as error:
+        return _told(error, options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        return BROKEN_PIPE
+    except Exception as error:
+        return _internal(error, options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # each verb's room is opened only when it is asked for: `check` must not pay for tables, nor for torch
+    if options.verb == "check":
+        from seqblocks.cli import check
+
+        return check.run(options)
+    if options.verb == "build":
+        from seqblocks.cli import build
+
+        return build.run(options)
+    from seqblocks.cli import info
+
+    status: int = getattr(info, options.verb)(options)
+    return status
+
+
+def _known_verb(words: Sequence[str]) -> None:
+    verb = next((w for w in words if not w.startswith("-")), None)
+    if verb is not None and verb not in VERBS:
+        hint = did_you_mean(verb, VERBS) or f"the verbs are {', '.join(VERBS)}"
+        raise UsageError(f"there is no verb '{verb}': {hint}")
+
+
+def _told(error: SeqblocksError, options: Any) -> int:
+    from seqblocks.cli import output
+
+    if options is not None and options.traceback:
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, SpecError):
+        output.diagnostics(error, options)
+    else:
+        output.problem(str(error), options)
+    return error.exit_status
+
+
+def _internal(error: Exception, options: argparse.Namespace) -> int:
+    if options.traceback:
+        import traceback
+
+        traceback.print_exception(error, file=sys.stderr)
+    kind = type(error).__name__
+    print(
+        f"seqblocks: internal error ({kind}: {error}).\n"
+        f"This is a fault of seqblocks {__version__}, not of yours. Please report it with the spec and the command;\n"
+        "--traceback shows where it happened.",
+        file=sys.stderr,
+    )
+    return INTERNAL
+
+
+def _silence(stream: Any) -> None:
+    """Let nothing be written to a pipe that nobody reads any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def entry() -> NoReturn:
+    """The installed command: `main` in a process of its own.
+
+    Collecting garbage and taking modules apart at exit would take a quarter of the time of `check`.
+    """
+    gc.disable()
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
+    if "build" in sys.argv[1:2]:
+        gc.enable()
+    status = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        status = BROKEN_PIPE
+    if sys.gettrace() is None:
+        os._exit(status)
+    sys.exit(status)

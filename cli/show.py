@@ -1,0 +1,122 @@
+"""The summary as a table: a tree of steps by their YAML names, with what each costs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from seqblocks.cli import output
+from seqblocks.report import Row, Summary
+
+def console(options: argparse.Namespace) -> Console:
+    """Standard output, coloured as asked."""
+    colour = output.coloured(sys.stdout, options.color)
+    return Console(no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
+
+
+def summary(found: Summary, options: argparse.Namespace) -> None:
+    """Print the table and the totals."""
+    out = console(options)
+    plain = not (out.encoding or "").lower().startswith("utf")
+    out.print(f"[bold]{escape(found.name)}[/]  {_text(found.input)} {_arrow(plain)} {_text(found.output)}")
+    out.print(_table(found, out.width, plain))
+    for label, value in _totals(found, options):
+        out.print(f"[bold]{label:<12}[/]{_text(value)}", soft_wrap=True)
+
+
+def _table(found: Summary, width: int, plain: bool) -> Table:
+    """The widest layout that fits: columns are given up rather than squeezed until they say nothing."""
+    rows = list(_flat(found.rows, 0))
+    columns = _columns(rows, plain)
+    for given_up in ((), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "out")):
+        kept = {title: cells for title, cells in columns.items() if title not in given_up}
+        if "in" in kept:
+            kept.pop("out", None)
+        widths = {title: max(map(len, (title, *cells))) for title, cells in kept.items()}
+        if sum(widths.values()) + 2 * len(kept) <= width:
+            break
+    table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    styles = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
+    for title in kept:
+        number = title in ("params", "MACs/token", "state")
+        shown = f"in {_arrow(plain)} out" if title == "in" else title
+        table.add_column(
+            shown,
+            style=styles.get(title),
+            justify="right" if number else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=widths[title] if title != "step" else None,
+        )
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*map(_text, cells))
+    return table
+
+
+def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:
+    columns = {
+        "step": ["  " * depth + _name(row) for row, depth in rows],
+        "verb": [row.verb if row.verb != row.names[0] else "" for row, _ in rows],
+        "in": [f"{row.input} {_arrow(plain)} {row.output}" if row.input != row.output else row.output for row, _ in rows],
+        "out": [row.output for row, _ in rows],
+        "params": [_number(row.params) for row, _ in rows],
+        "MACs/token": ["?" if row.macs is None else _number(row.macs) for row, _ in rows],
+        "state": [_number(row.state) for row, _ in rows],
+        "notes": [", ".join(row.notes) for row, _ in rows],
+    }
+    # a column that says nothing is left out
+    return {title: cells for title, cells in columns.items() if any(cell.strip("- ") for cell in cells)}
+
+
+def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    size = output.bytes_of(found.params_bytes)
+    yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
+    if found.macs_per_token is None:
+        yield "cost", "MACs per token depend on the length of the sequence: give --length"
+    else:
+        each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
+        tokens = found.tokens or options.length
+        if tokens:
+            total = options.batch * tokens * found.macs_per_token
+            each += f"; {output.short(total)}MACs for {options.batch} x {tokens:,} tokens"
+        yield "cost", each
+    if found.state and found.streams is None:
+        total = options.batch * found.state_bytes
+        many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""
+        yield "state", f"{found.state:,} numbers, {output.bytes_of(found.state_bytes)} per sequence{many}"
+    yield "streaming", "yes, step by step" if found.streams is None else f"no: {found.streams}"
+    for note in found.notes:
+        yield "note", note
+
+
+def _flat(rows: list[Row], depth: int) -> Iterator[tuple[Row, int]]:
+    for row in rows:
+        yield row, depth
+        yield from _flat(row.rows, depth + 1)
+
+
+def _name(row: Row) -> str:
+    if len(row.names) == 1:
+        return row.names[0]
+    names = row.names if len(row.names) < 4 else [*row.names[:2], "...", row.names[-1]]
+    if [int(n) for n in row.names] == list(range(int(row.names[0]), int(row.names[-1]) + 1)):
+        names = [f"{row.names[0]}-{row.names[-1]}"]
+    return f"{', '.join(names)} ({len(row.names)} x)"
+
+
+def _number(value: float) -> str:
+    return output.count(value) if value else "-"
+
+
+def _arrow(plain: bool) -> str:
+    return "->" if plain else "→"
+
+
+def _text(value: str) -> str:
+    return escape(value)
