@@ -92,6 +92,26 @@ def plain(node: Node) -> Any:
     raise AssertionError(node)
 
 
+def show(node: Node) -> str:
+    """The tree as text, a node a line with its place: what `seqblocks show --stage document` prints."""
+    return "\n".join(_show(node, "", 0))
+
+
+def _show(node: Node, label: str, depth: int) -> Iterator[str]:
+    head = f"{node.span.line}:{node.span.column}".ljust(8) + "  " * depth + (f"{label}: " if label else "")
+    match node:
+        case Mapping():
+            yield head + "mapping"
+            for key, _, value in node:
+                yield from _show(value, key, depth + 1)
+        case Sequence():
+            yield head + "list"
+            for item in node.items:
+                yield from _show(item, "-", depth + 1)
+        case Scalar():
+            yield head + f"{node.value!r}"
+
+
 # --- YAML 1.2 core schema, section 10.3.2 -----------------------------------------------------------------------
 
 _INT = re.compile(r"[-+]?[0-9]{1,300}\Z")
@@ -250,9 +270,10 @@ class _Reader:
     def refuse_tag(self, event: Any, span: Span) -> None:
         # the quoted form of a scalar carries the non-specific tag "!" only when written
         if event.tag is not None:
+            written = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise self.stop(
                 Diagnostic(
-                    "E106", f"tags are not part of the language: {quote(event.tag)}", span, hint="remove the tag"
+                    "E106", f"tags are not part of the language: {quote(written)}", span, hint="remove the tag"
                 )
             )
 

@@ -235,7 +235,14 @@ class Report:
 
     def raise_if_any(self) -> None:
         if self.diagnostics:
-            raise SpecError(self.diagnostics, self.dropped)
+            raise SpecError(in_order(self.diagnostics), self.dropped)
+
+
+def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """By file as met, then by place: how a person works through them."""
+    found = list(diagnostics)
+    files = {name: at for at, name in reversed(list(enumerate(d.span.source.name if d.span else "" for d in found)))}
+    return sorted(found, key=lambda d: (files[d.span.source.name], d.span.line, d.span.column) if d.span else (-1, 0, 0))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

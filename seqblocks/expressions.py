@@ -117,7 +117,8 @@ class Expression(NamedTuple):
         try:
             value = _walk(self.tree, names)
         except ZeroDivisionError:
-            raise Fault("E502", f"{quote(self.text)} divides by zero") from None
+            hint = "max(…, 1) keeps a divisor from being 0"
+            raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
         except OverflowError:
             raise Fault("E504", f"{quote(self.text)} is too large a number") from None
         except (ValueError, TypeError) as error:
@@ -136,7 +137,7 @@ class NameFault(Fault):
 
 
 def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
-    hint = did_you_mean(name, [*known, *FUNCTIONS])
+    hint = did_you_mean(name, known) or did_you_mean(name, FUNCTIONS)
     return NameFault(name, offset, hint, f"one of {listing(sorted(known))}" if known else "a number")
 
 

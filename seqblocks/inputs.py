@@ -23,7 +23,7 @@ def read_input(scope: Scope, node: Node | None, span: Span | None) -> Wire | Non
         return None
     kinds = [key for key in ("tokens", "features", "image") if key in node.entries]
     allowed = {"tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",)}
-    words = allowed[kinds[0]] if kinds else (*allowed, "length", "grid")
+    words = allowed[kinds[0]] if len(kinds) == 1 else (*allowed, "length", "grid")
     Reader(scope.report).known_keys(node, words, "input")
     if len(kinds) != 1:
         if not any(key not in words for key in node.entries):

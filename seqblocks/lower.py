@@ -22,7 +22,7 @@ from seqblocks.inputs import read_input
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, fields_of, find_primitive, load_plugins
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Scope, Step
-from seqblocks.spec import STEP_KEYS, Block, Reader, SpecFile
+from seqblocks.spec import STEP_KEYS, Block, SpecFile, bundled
 from seqblocks.types import Origin, Wire
 
 MAX_STEPS = 50_000
@@ -40,6 +40,7 @@ class Shared:
     used: set[int] = field(default_factory=set)  # blocks that were called
     bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
     tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
+    makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
     ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
     input_features: int = 0
@@ -53,7 +54,8 @@ class Frame(Scope):
     home: SpecFile
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
-    callers: tuple[int, ...] = ()  # the blocks of the trail
+    callers: tuple[Block, ...] = ()  # the blocks that are open
+    coming: frozenset[str] = frozenset()  # wires that a later step of this body names
     outer: Frame | None = None
     nodes: dict[str, graph.Node] = field(default_factory=dict)
 
@@ -90,6 +92,7 @@ class Frame(Scope):
         outputs, split, labels = self._outputs(step, type)
         values = tuple(self.value(wire, label) for wire, label in zip(outputs, labels, strict=True))
         made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, split, **more)
+        self.shared.makers |= dict.fromkeys(values, origin)
         for label, number in zip(labels, values, strict=True):
             if label != step.verb and label not in self.wires:
                 self.wires[label] = number
@@ -102,7 +105,7 @@ class Frame(Scope):
             entry = step.common.get(key)
             if entry and isinstance(entry[1], Scalar) and isinstance(entry[1].value, str):
                 name, span = entry[1].value, entry[1].span
-        if name != step.verb and not self.is_name(name, span):
+        if "name" in step.common and not self.is_name(name, span):
             return f"{step.verb}@{span.line}"
         clash = self.nodes.get(name)
         if clash:
@@ -166,10 +169,10 @@ class Frame(Scope):
         return [type.with_features(w).made_by(origin) for w in widths], tuple(widths), labels
 
     def _define(self, name: str, span: Span) -> str:
-        if name == "input":
-            self.fault(Fault("E311", "'input' is what the steps were given", hint="choose another name"), span)
-        elif Reader(self.report).is_name(name, span) and name in self.wires:
-            self.fault(Fault("E305", f"a wire called {quote(name)} exists already"), span)
+        if self.is_name(name, span) and name in self.wires:
+            maker = self.shared.makers.get(self.wires[name])
+            notes = [Note("it is made here", maker.span)] if maker else []
+            self.fault(Fault("E305", f"a wire called {quote(name)} exists already", notes=notes), span)
         return name
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -198,8 +201,9 @@ class Frame(Scope):
             out.result = self.value(None, "?")
             return out
         current: graph.Node | None = None
-        for item in steps.items:
-            step = self.step(item)
+        read = [self.step(item) for item in steps.items]
+        self.coming = frozenset(name for step in read if step for name in _named(step))
+        for step in read:
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
                 out.result, current = self._lost(step), None
@@ -216,17 +220,8 @@ class Frame(Scope):
     def _lost(self, step: Step | None) -> int:
         """An unknown value in place of a faulty step's result; its names are defined so that uses stay silent."""
         value = self.value(None, "?")
-        node = step.common["as"][1] if step and "as" in step.common else None
-        match node:
-            case Scalar(value=str(name)):
-                self.wires.setdefault(name, value)
-            case Sequence(items=items):
-                for item in items:
-                    if isinstance(item, Scalar):
-                        self.wires.setdefault(item.text, value)
-            case Mapping():
-                for key, _, _ in node:
-                    self.wires.setdefault(key, value)
+        for name in _named(step) if step else ():
+            self.wires.setdefault(name, value)
         return value
 
     def step(self, item: Node) -> Step | None:
@@ -260,7 +255,7 @@ class Frame(Scope):
             raise Fault(
                 "E301",
                 f"there is no verb {quote(step.verb)}",
-                hint=did_you_mean(step.verb, verbs) or "`seqblocks ops` lists the verbs; blocks come in with `use:`",
+                hint=_offered(step.verb) or did_you_mean(step.verb, verbs) or "`seqblocks ops` lists the verbs",
                 notes=failed,
             )
         except Fault as fault:
@@ -275,12 +270,15 @@ class Frame(Scope):
         number = self.wires.get(node.value)
         if number is None:
             names = [name for name in self.wires if name != "input"]
+            hint = did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`"
+            if node.value in self.coming:
+                hint = "it is named further down, and a step reads only what stands above it"
             self.fault(
                 Fault(
                     "E302",
                     f"there is no wire {quote(node.value)} at this point",
                     expected=f"input, or one of {listing(names)}" if names else "input (no step above is named)",
-                    hint=did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`",
+                    hint=hint,
                 ),
                 node.span,
             )
@@ -363,7 +361,10 @@ class Frame(Scope):
         known = [t for t in types if t is not None]
         for value, wire in zip(values, types, strict=True):
             if wire and wire.kind not in port.kinds:
-                note = wire.whence(f"`{self.shared.labels[value]}`")
+                maker = self.shared.makers.get(value)
+                made = f"made by {maker.verb}" if maker else "the model's input"
+                span = maker.span if maker else wire.origin.span if wire.origin else None
+                note = Note(f"`{self.shared.labels[value]}` is {wire}: {made}", span)
                 self.fault(
                     Fault(
                         "E403",
@@ -371,7 +372,7 @@ class Frame(Scope):
                         at=port.name if port.name in step.fields else "from",
                         expected=" or ".join(_a(k) for k in port.kinds),
                         found=f"{wire}",
-                        notes=[note] if note else [],
+                        notes=[note],
                         hint=_KIND_HINTS.get((wire.kind, port.kinds[0])),
                     ),
                     step,
@@ -478,14 +479,15 @@ class Frame(Scope):
             if key in step.common:
                 hint = "make it an argument of the block"
                 self.fault(Fault("E201", f"a block's parameters cannot be given {key}", hint=hint), step.key_span(key))
-        if id(block) in self.callers:
-            ring = " -> ".join([*(name for name, _ in self.trail), block.name])
+        if block in self.callers:
+            names = [b.name for b in self.callers]
+            ring = " -> ".join([*names[names.index(block.name) :], block.name])
             raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
         self.shared.used.add(id(block))
         (x,) = self._main(step, previous, maker, "", joins=False)
         values, ports = self._block_arguments(step, block)
         inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
-        body, result = self.call(block, x, values, ports, graph_path=self._namespace_of(step), at=step.span)
+        body, result = self.call(block, x, values, ports, self._namespace_of(step), Note(f"in block {block.name}, used", step.span))
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
     def _namespace_of(self, step: Step) -> str:
@@ -496,7 +498,7 @@ class Frame(Scope):
         return step.verb
 
     def call(
-        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, at: Span
+        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note
     ) -> tuple[graph.Graph, Wire | None]:
         """A block's body for one set of arguments: lowered once, however many layers call it so."""
         shared = self.shared
@@ -511,8 +513,8 @@ class Frame(Scope):
             Frame.top(shared, block.home),
             wires={"input": entered, **inside},
             path=(*self.path, graph_path),
-            trail=(*self.trail, (block.name, at)),
-            callers=(*self.callers, id(block)),
+            trail=(*self.trail, came),
+            callers=(*self.callers, block),
         )
         inner.names = Names(inner.names, values)
         inner.let(block.let)
@@ -577,6 +579,19 @@ def default_value(node: Node) -> Any:
     return plain(node)
 
 
+def _named(step: Step) -> list[str]:
+    """The wires that a step's `as:` names."""
+    entry = step.common.get("as")
+    match entry[1] if entry else None:
+        case Scalar(text=name):
+            return [name]
+        case Sequence(items=items):
+            return [item.text for item in items if isinstance(item, Scalar)]
+        case Mapping(entries=entries):
+            return list(entries)
+    return []
+
+
 def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     """Values that a body reads and does not make: everything numbered before its first value."""
     made = set(own)
@@ -589,6 +604,14 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     if body.result < first and body.result not in made:
         seen.append(body.result)
     return tuple(seen)
+
+
+def _offered(verb: str) -> str | None:
+    """Which bundled file defines a block of this name."""
+    for name, path in bundled().items():
+        if path.parent.name == "blocks" and f"\n  {verb}:\n" in path.read_text(encoding="utf-8"):
+            return f"`use: [{name}]` brings it in"
+    return None
 
 
 def _a(kind: str) -> str:
@@ -646,4 +669,4 @@ def _check_unused(frame: Frame, block: Block) -> None:
             ports[name] = lost.value(None, name)
         else:
             values[name] = UNKNOWN if argument.default is None else default_value(argument.default)
-    lost.call(block, x, values, ports, block.name, block.span)
+    lost.call(block, x, values, ports, block.name, Note(f"in block {block.name}, which nothing uses", block.span))

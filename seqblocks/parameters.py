@@ -105,7 +105,8 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
     rest = [default for _, default in wanted[len(values) :]]
     if len(values) > len(wanted) or None in rest:
         signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted)})"
-        raise Fault("E408", f"{name} does not take {len(values)} numbers", expected=signature)
+        many = f"{len(values)} number{'s' if len(values) != 1 else ''}"
+        raise Fault("E408", f"{name} does not take {many}", expected=signature)
     if any(value is UNKNOWN for value in values):
         return None
     return Init(name, tuple(float(v) for v in [*values, *rest]))

@@ -89,18 +89,20 @@ class Scope:
 
     report: Report
     names: Names
-    trail: tuple[tuple[str, Span], ...] = ()
+    trail: tuple[Note, ...] = ()
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def fault(self, fault: Fault, where: Step | Span | None) -> None:
         """Report a fault: at the argument it names, with the trail of blocks."""
         span = where.value_span(fault.at) if isinstance(where, Step) else where
-        notes = [Note(f"in block {name}, used", at) for name, at in reversed(self.trail)]
-        self.report.add(fault.dress(span, notes))
+        self.report.add(fault.dress(span, reversed(self.trail)))
 
     def is_name(self, name: str, span: Span) -> bool:
         """Whether `name` may be a namespace; told if not."""
+        if name == "input":
+            self.fault(Fault("E311", "'input' is what the steps were given", hint="choose another name"), span)
+            return False
         if name in RESERVED_NAMES or name.startswith("_"):
             self.fault(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
             return False
@@ -173,6 +175,11 @@ class Scope:
             if isinstance(node.value, bool) or (node.value is None and kind.optional):
                 return node.value
             if isinstance(node.value, str):
+                word = node.text.lower()
+                if word in _TRUTHS and node.text not in self.names:
+                    hint = f"YAML 1.2 knows only true and false: write {_TRUTHS[word]}"
+                    self.fault(Fault("E203", "true or false is needed here", found=kind_of(node), hint=hint), node.span)
+                    return UNKNOWN
                 value = self.evaluate(node.text, node)
                 if isinstance(value, bool) or value is UNKNOWN:
                     return value
@@ -317,6 +324,9 @@ def _cycle(node: Node, open_now: list[str]) -> str | None:
             return None
         return next((name for name in open_now if name in needed), None)
     return None
+
+
+_TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
 
 
 def _choices(kind: FieldKind) -> str:

@@ -168,6 +168,9 @@ class Reader:
         """Whether `name` may name a thing; E207 if not."""
         if _NAME.match(name) and len(name) <= 64 and not keyword.iskeyword(name):
             return True
+        if keyword.iskeyword(name):
+            self.fault("E311", f"{quote(name)} has a meaning in expressions", span, hint="choose another name")
+            return False
         self.fault(
             "E207", f"{quote(name)} is not a name", span, expected="letters, digits and _, not beginning with a digit"
         )
@@ -291,12 +294,11 @@ class Reader:
         file.blocks[name] = file.visible[name] = block
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
-        if not self.is_name(name, span):
-            return None
         if name in STEP_KEYS:
-            self.fault(
-                "E311", f"{quote(name)} means something in every step", span, hint="give the argument another name"
-            )
+            message = f"{quote(name)} means something in every step"
+            self.fault("E311", message, span, hint="give the argument another name")
+            return None
+        if not self.is_name(name, span):
             return None
         if not isinstance(node, Scalar) or node.value is None:
             return Argument(name, "any", span, node)

@@ -63,7 +63,8 @@ class Wire:
         """`u` is [batch, seq, 768]: made by proj_up (file:line:column)."""
         if self.origin is None:
             return None
-        return Note(f"{name} is {self}: made by {self.origin.verb}", self.origin.span)
+        made = "the model's input" if self.origin.verb == "input" else f"made by {self.origin.verb}"
+        return Note(f"{name} is {self}: {made}", self.origin.span)
 
 
 def show_axes(axes: tuple[Any, ...]) -> str:

@@ -1,0 +1,70 @@
+"""Every kind of fault a spec can have, each with the message a person reads (tests/golden/faults)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from seqblocks import check
+from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
+
+FAULTS = Path(__file__).parent / "faults"
+GOLDEN = Path(__file__).parent.parent / "golden" / "faults"
+CASES = sorted(path.stem for path in FAULTS.glob("*.yaml"))
+
+
+def told(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
+    monkeypatch.chdir(FAULTS)
+    with pytest.raises(SpecError) as caught:
+        check.load(f"{name}.yaml")
+    return caught.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_message(name: str, monkeypatch: pytest.MonkeyPatch, update_golden: bool) -> None:
+    text = str(told(name, monkeypatch)) + "\n"
+    golden = GOLDEN / f"{name}.txt"
+    if update_golden:
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_place_is_in_the_file_and_the_record_is_json(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for diagnostic in told(name, monkeypatch).diagnostics:
+        assert re.fullmatch(r"E\d\d\d", diagnostic.code)
+        json.dumps(diagnostic.as_data())
+        span = diagnostic.span
+        if span and span.source.text:
+            assert 1 <= span.line <= len(span.source.lines) + 1
+            assert 1 <= span.column <= len(span.source.line(span.line)) + 1
+            assert (span.line, span.column) <= (span.end_line, span.end_column)
+
+
+def test_there_are_enough_and_none_is_orphaned() -> None:
+    assert len(CASES) >= 60
+    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == CASES
+
+
+def codes(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return [d.code for d in told(name, monkeypatch).diagnostics]
+
+
+def test_independent_faults_come_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert codes("several_independent_faults", monkeypatch) == ["E102", "E201", "E301", "E302", "E303"]
+
+
+def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert codes("one_fault_in_48_layers", monkeypatch) == ["E401"]
+
+
+def test_the_text_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = told("more_than_twenty", monkeypatch)
+    assert len(error.diagnostics) == MAX_DIAGNOSTICS
+    assert error.dropped == 5
+    assert "25 errors (the first 20 shown)" in str(error)
+    assert max(map(len, str(told("yaml_long_line", monkeypatch)).splitlines())) < 160
