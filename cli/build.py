@@ -83,5 +83,3 @@ def _built(model: Model, dtype: str, options: argparse.Namespace) -> int:
 
     module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)
     return sum(p.numel() for p in module.parameters())
-
-

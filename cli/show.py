@@ -14,6 +14,7 @@ from rich.table import Table
 from seqblocks.cli import output
 from seqblocks.report import Row, Summary
 
+
 def console(options: argparse.Namespace) -> Console:
     """Standard output, coloured as asked."""
     colour = output.coloured(sys.stdout, options.color)
@@ -63,7 +64,9 @@ def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:
     columns = {
         "step": ["  " * depth + _name(row) for row, depth in rows],
         "verb": [row.verb if row.verb != row.names[0] else "" for row, _ in rows],
-        "in": [f"{row.input} {_arrow(plain)} {row.output}" if row.input != row.output else row.output for row, _ in rows],
+        "in": [
+            f"{row.input} {_arrow(plain)} {row.output}" if row.input != row.output else row.output for row, _ in rows
+        ],
         "out": [row.output for row, _ in rows],
         "params": [_number(row.params) for row, _ in rows],
         "MACs/token": ["?" if row.macs is None else _number(row.macs) for row, _ in rows],

@@ -173,9 +173,7 @@ class ExpectationError(SpecError):
     exit_status = 3
 
 
-def render_all(
-    diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text
-) -> str:
+def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text) -> str:
     """All diagnostics as one text, with a closing count."""
     parts = [d.render(style) for d in diagnostics]
     count = len(diagnostics) + dropped
@@ -242,7 +240,9 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     """By file as met, then by place: how a person works through them."""
     found = list(diagnostics)
     files = {name: at for at, name in reversed(list(enumerate(d.span.source.name if d.span else "" for d in found)))}
-    return sorted(found, key=lambda d: (files[d.span.source.name], d.span.line, d.span.column) if d.span else (-1, 0, 0))
+    return sorted(
+        found, key=lambda d: (files[d.span.source.name], d.span.line, d.span.column) if d.span else (-1, 0, 0)
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

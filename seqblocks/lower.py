@@ -487,7 +487,9 @@ class Frame(Scope):
         (x,) = self._main(step, previous, maker, "", joins=False)
         values, ports = self._block_arguments(step, block)
         inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
-        body, result = self.call(block, x, values, ports, self._namespace_of(step), Note(f"in block {block.name}, used", step.span))
+        body, result = self.call(
+            block, x, values, ports, self._namespace_of(step), Note(f"in block {block.name}, used", step.span)
+        )
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
     def _namespace_of(self, step: Step) -> str:

@@ -1,0 +1,39 @@
+"""The catalogue of codes is what the package can say, and its examples are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from seqblocks import check
+from seqblocks.codes import CODES, framed, text
+from seqblocks.errors import SpecError
+
+
+def test_the_catalogue_holds_every_code_and_no_other(root: Path) -> None:
+    sources = [p for folder in ("seqblocks", "cli") for p in (root / folder).rglob("*.py") if p.name != "codes.py"]
+    used = {code for path in sources for code in re.findall(r'"(E\d{3})"', path.read_text(encoding="utf-8"))}
+    assert used == set(CODES)
+
+
+@pytest.mark.parametrize("code", [code for code, known in CODES.items() if known.example])
+def test_an_example_gets_its_code_and_the_mended_one_none(code: str) -> None:
+    known = CODES[code]
+    with pytest.raises(SpecError) as caught:
+        check.load_text(framed(known.example))
+    assert [d.code for d in caught.value.diagnostics] == [code]
+    check.load_text(framed(known.fix))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_explain_prints(code: str) -> None:
+    assert text(code).startswith(f"{code}: {CODES[code].title}")
+    assert CODES[code].about.endswith((".", ")."))
+
+
+def test_every_code_that_a_file_can_get_has_a_snapshot(root: Path) -> None:
+    golden = "".join(p.read_text(encoding="utf-8") for p in (root / "tests" / "golden" / "faults").glob("*.txt"))
+    seen = set(re.findall(r"error\[(E\d{3})\]", golden))
+    assert set(CODES) - seen == {"E310", "E803"}, "an override and a missing file are the command's: test_cli.py"
