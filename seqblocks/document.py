@@ -161,7 +161,7 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
-        line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        line, column = _place(before)
         source = Source.of(name, data.decode("utf-8", "replace"))
         span = Span(source, line, column, line, column + 1)
         report.add(
@@ -377,7 +377,7 @@ class _Reader:
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
         text = self.source.text
         at = next((i for i, c in enumerate(text) if not re.match(_PRINTABLE, c)), 0)
-        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        line, column = _place(text[:at])
         span = Span(self.source, line, column, line, column + 1)
         return (
             Diagnostic(
@@ -386,6 +386,12 @@ class _Reader:
             if text
             else Diagnostic("E101", f"not YAML: {error.reason}", span)
         )
+
+
+def _place(before: str) -> tuple[int, int]:
+    """Line and column of what follows `before`, with the line breaks that `Source.lines` knows."""
+    lines = f"{before}.".splitlines()
+    return len(lines), len(lines[-1])
 
 
 # compiled when first needed: the large class takes 5 ms

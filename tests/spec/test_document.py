@@ -1,0 +1,108 @@
+"""YAML with positions: the dialect's scalars, where nodes stand, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqblocks import document
+from seqblocks.document import Mapping, Scalar, Sequence, plain
+from seqblocks.errors import Report
+
+
+def read(text: str) -> Any:
+    report = Report()
+    node = document.parse(text, "t.yaml", report)
+    report.raise_if_any()
+    return node
+
+
+SCALARS: list[tuple[str, Any]] = [
+    ("7:1", "7:1"),
+    ("on", "on"),
+    ("no", "no"),
+    ("yes", "yes"),
+    ("true", True),
+    ("False", False),
+    ("tRUE", "tRUE"),
+    ("1e-3", 1e-3),
+    ("1E+3", 1000.0),
+    (".5", 0.5),
+    ("5.", 5.0),
+    ("-0.25", -0.25),
+    ("0o17", 15),
+    ("017", 17),
+    ("0x1F", 31),
+    ("1_000", "1_000"),
+    ("+7", 7),
+    ("~", None),
+    ("null", None),
+    ("", None),
+    (".inf", float("inf")),
+    ("2024-01-01", "2024-01-01"),
+    ("'12'", "12"),
+    ('"true"', "true"),
+    ("1.2.3", "1.2.3"),
+    ("-", "-"),
+    ("2 * dim", "2 * dim"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), [case for case in SCALARS if case[0] != "-"])
+def test_core_schema_scalars(text: str, value: Any) -> None:
+    node = read(f"a: {text}\n")
+    found = plain(node)["a"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@given(st.integers(-(10**40), 10**40) | st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_come_back(value: float) -> None:
+    assert plain(read(f"[{value!r}]"))[0] == value
+
+
+def test_positions() -> None:
+    root = read('a:\n  - x\n  - "quoted text"\nb: {c: 1,\n    d: [2, 3]}\n')
+    assert isinstance(root, Mapping)
+    items = root.get("a")
+    assert isinstance(items, Sequence)
+    first, second = items.items
+    assert (first.span.line, first.span.column, first.span.end_column) == (2, 5, 6)
+    assert (second.span.line, second.span.column, second.span.end_column) == (3, 5, 18)
+    assert isinstance(second, Scalar)
+    assert second.offset == 1
+    flow = root.get("b")
+    assert isinstance(flow, Mapping)
+    assert [(key, span.line, span.column) for key, span, _ in flow] == [("c", 4, 5), ("d", 5, 5)]
+    inner = flow.get("d")
+    assert inner is not None
+    assert (inner.span.line, inner.span.column, inner.span.end_column) == (5, 8, 14)
+
+
+def test_block_scalars_are_words() -> None:
+    assert plain(read("a: |\n  12\nb: >\n  x\n  y\n")) == {"a": "12\n", "b": "x y\n"}
+
+
+def test_aliases_share_and_are_followed() -> None:
+    assert plain(read("a: &x [1, 2]\nb: *x\n")) == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_windows_lines_and_byte_order_marks() -> None:
+    report = Report()
+    text = document.decode(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", "t.yaml", report)
+    assert text is not None
+    root = read(text)
+    assert plain(root) == {"a": 1, "b": 2}
+    assert root.entries["b"][0].line == 2
+
+
+def test_the_tree_as_text() -> None:
+    assert document.show(read("a: [1, x]\n")).splitlines() == [
+        "1:1     mapping",
+        "1:4       a: list",
+        "1:5         -: 1",
+        "1:8         -: 'x'",
+    ]

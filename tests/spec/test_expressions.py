@@ -1,0 +1,132 @@
+"""Expressions: values, whole quotients, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from seqblocks.errors import Fault
+from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN, parse
+
+NAMES = {"dim": 192, "n": 3, "rate": 0.5, "act": "silu", "flag": True, "open": UNKNOWN}
+
+
+def value(text: str) -> Any:
+    return parse(text).evaluate(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2 * dim", 384),
+        ("dim / 2", 96),
+        ("5 / 2", 2.5),
+        ("7 // 2", 3),
+        ("7 % 4", 3),
+        ("-n + 1", -2),
+        ("2 ** 10", 1024),
+        ("round_up(dim * 1.3, 64)", 256),
+        ("round_down(100, 64)", 64),
+        ("ceil(dim / 16)", 12),
+        ("floor(2.5)", 2),
+        ("max(n - 3, 1)", 1),
+        ("min(1, 2, 3)", 1),
+        ("sqrt(16)", 4.0),
+        ("1 if n > 2 else 0", 1),
+        ("n == 3", True),
+        ("6_088_360", 6088360),
+        ("1e-3", 1e-3),
+        ("open + 1", UNKNOWN),
+    ],
+)
+def test_values(text: str, wanted: Any) -> None:
+    found = value(text)
+    assert found == wanted
+    assert type(found) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("dmi", "E303"),
+        ("sin(1)", "E303"),
+        ("2 *", "E501"),
+        ("a.b", "E501"),
+        ("x[0]", "E501"),
+        ("lambda: 1", "E501"),
+        ("[1]", "E501"),
+        ("'a'", "E501"),
+        ("True", "E501"),
+        ("1 < 2 < 3", "E501"),
+        ("ceil(x=1)", "E501"),
+        ("ceil()", "E501"),
+        ("2 ^ 3", "E501"),
+        ("~1", "E501"),
+        ("not 1", "E501"),
+        ("1 and 2", "E501"),
+        ("f'{1}'", "E501"),
+        ("(a := 1)", "E501"),
+        ("1j", "E501"),
+        ("1 / 0", "E502"),
+        ("1 % 0", "E502"),
+        ("act + 1", "E502"),
+        ("flag + 1", "E502"),
+        ("sqrt(0 - 1)", "E502"),
+        ("(0 - 8) ** 0.5", "E502"),
+        ("2 ** 2 ** 2 ** 2 ** 2 ** 2", "E504"),
+        ("10 ** 19", "E504"),
+        ("1e300 * 1e300", "E504"),
+        ("1e400 - 1e400", "E504"),
+        ("+".join("1" * 250), "E504"),
+        ("1+" * 100 + "1", "E504"),
+        ("(" * 150 + "1" + ")" * 150, None),
+    ],
+)
+def test_what_is_refused(text: str, code: str | None) -> None:
+    try:
+        found = value(text)
+    except Fault as fault:
+        assert fault.code == (code or fault.code)
+    else:
+        assert code is None
+        assert found == 1
+
+
+def test_an_unknown_name_says_where_it_stands() -> None:
+    with pytest.raises(Fault) as caught:
+        value("2 * (dim + dmi)")
+    assert caught.value.offset == 11  # type: ignore[attr-defined]
+    assert caught.value.hint == "did you mean 'dim'?"
+
+
+numbers = st.integers(-50, 50)
+expression = st.recursive(
+    numbers.map(lambda n: f"({n})"),
+    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(
+        lambda t: f"({t[0]} {t[1]} {t[2]})"
+    ),
+    max_leaves=8,
+)
+
+
+@given(expression)
+def test_arithmetic_is_pythons(text: str) -> None:
+    try:
+        wanted = eval(text)
+    except ZeroDivisionError:
+        with pytest.raises(Fault, match="divides by zero"):
+            value(text)
+        return
+    assume(abs(wanted) <= MAX_MAGNITUDE)
+    assert value(text) == wanted
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_value_or_a_fault(text: str) -> None:
+    try:
+        value(text)
+    except Fault as fault:
+        assert fault.code.startswith("E")
