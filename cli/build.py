@@ -8,7 +8,7 @@ from typing import Any
 
 
 from seqblocks._version import __version__
-from seqblocks.check import raw, require_model
+from seqblocks.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import BYTES, params_bytes
@@ -58,7 +58,7 @@ def _image_size(options: argparse.Namespace) -> dict[str, str]:
     sides = options.image_size.lower().split("x")
     if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
         raise UsageError(f"--image-size takes N or HxW, not {options.image_size}")
-    return {"input.image.size": raw(f"[{sides[0]}, {sides[-1]}]")}
+    return {"input.image.size": yaml(f"[{sides[0]}, {sides[-1]}]")}
 
 
 def _must_fit(model: Model, dtype: str, device: str) -> None:

@@ -22,7 +22,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             raise UsageError(f"--set takes PATH=VALUE, for instance --set dim=384, not {text!r}")
-        found[path.strip()] = check.raw(value)
+        found[path.strip()] = check.yaml(value)
     return found
 
 

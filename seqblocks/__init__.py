@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
-from seqblocks.check import load, load_model, load_text
+from seqblocks.check import load, load_model, load_text, yaml
 from seqblocks.errors import (
     BackendError,
     Diagnostic,
@@ -50,6 +50,7 @@ __all__ = [
     "load_text",
     "primitive",
     "summarise",
+    "yaml",
 ]
 
 

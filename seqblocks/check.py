@@ -59,13 +59,13 @@ def load_text(
 
 
 class _Raw(str):
-    """An override that is YAML text already (from the command line), not a Python value."""
+    """An override that is YAML text already, not a Python value."""
 
     __slots__ = ()
 
 
-def raw(text: str) -> str:
-    """Mark an override as YAML text."""
+def yaml(text: str) -> str:
+    """Mark an override as YAML text, as it comes from a command line: `set={"dim": yaml("2 * 96")}`."""
     return _Raw(text)
 
 

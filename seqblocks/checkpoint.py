@@ -68,7 +68,7 @@ def restore(path: str | os.PathLike[str], *, device: Any = "cpu", dtype: torch.d
     about, tensors = _read(Path(path))
     if about.get("format") != FORMAT:
         raise UsageError(f"{os.fspath(path)} was written by another version (format {about.get('format')})")
-    overrides = {key: check.raw(text) for key, text in about["overrides"].items()}
+    overrides = {key: check.yaml(text) for key, text in about["overrides"].items()}
     file, found = check.load_text(about["text"], about["name"], set=overrides, files=about["files"])
     floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
     dtype = dtype or min(floating, key=lambda d: d.itemsize, default=torch.float32)

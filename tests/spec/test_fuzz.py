@@ -109,7 +109,7 @@ def test_random_structures(steps: Any, other: Any) -> None:
 @given(st.text(max_size=20), st.text(max_size=20) | st.integers() | st.lists(st.integers(), max_size=3))
 def test_random_overrides(path: str, value: Any) -> None:
     judged(SPECS[0], set={path: value})
-    judged(SPECS[0], set={f"let.{path}": check.raw(str(value))})
+    judged(SPECS[0], set={f"let.{path}": check.yaml(str(value))})
 
 
 MILLION = 10**6

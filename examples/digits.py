@@ -1,0 +1,158 @@
+"""Train a small Vision-LSTM on handwritten digits: 1,797 images of 8 x 8 pixels that scikit-learn ships.
+
+    pip install 'seqblocks[examples]'
+    python examples/digits.py
+
+Writes into --out: the model (digits.pt, weights and spec in one file) and a plot of loss and accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+import seqblocks
+from seqblocks.checkpoint import restore, save
+
+
+def main() -> int:
+    """Train, plot, save, load again."""
+    options = arguments()
+    torch.manual_seed(options.seed)
+    train, test = data()
+    changes = dict(text.split("=", 1) for text in options.set)
+    model = seqblocks.build(options.spec, set={k: seqblocks.yaml(v) for k, v in changes.items()}, seed=options.seed)
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{options.spec}: {count:,} parameters; {len(train[0]):,} images to learn from, {len(test[0]):,} to test on")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "digits.pt"
+    start = time.perf_counter()
+    history = fit(model, train, test, options, path)
+    seconds = time.perf_counter() - start
+    if not history:
+        print("stopped before the first epoch was over; nothing is saved", file=sys.stderr)
+        return 130
+
+    plot(history, options.out / "digits.png")
+    again = restore(path)
+    found, last = accuracy(again, *test), history[-1]["accuracy"]
+    if found != last:
+        print(f"the saved model has accuracy {found:.2%} and had {last:.2%}", file=sys.stderr)
+        return 1
+    print(f"test accuracy {found:.2%} after {len(history)} epochs in {seconds:.0f} s, loaded again from {path}")
+    print(f"loss and accuracy: {options.out / 'digits.png'}")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small Vision-LSTM on handwritten digits.")
+    parser.add_argument("--spec", default="vil_digits", help="a bundled spec or a path")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value of the spec")
+    parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
+    return parser.parse_args()
+
+
+def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(images [n, 1, 8, 8] between 0 and 1, labels [n]) to learn from and, a quarter of them, to test on."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ModuleNotFoundError:
+        sys.exit("this example needs scikit-learn and matplotlib: pip install 'seqblocks[examples]'")
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
+    index = train_test_split(range(len(labels)), test_size=0.25, random_state=0, stratify=digits.target)
+    train, test = ((images[i], labels[i]) for i in index)
+    return train, test
+
+
+def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Path) -> list[dict[str, float]]:
+    """Train with AdamW and a one-cycle rate; the model is saved after every epoch. Ctrl-C ends early."""
+    images, labels = train
+    steps = -(-len(labels) // options.batch)
+    optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.05), lr=options.rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.epochs * steps)
+    history: list[dict[str, float]] = []
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    try:
+        with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
+            task = progress.add_task("training", total=options.epochs * steps)
+            for epoch in range(options.epochs):
+                model.train()
+                total = 0.0
+                for index in torch.randperm(len(labels)).split(options.batch):
+                    x = shifted(images[index])
+                    loss = nn.functional.cross_entropy(model(x), labels[index], label_smoothing=0.1)
+                    optimiser.zero_grad()
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimiser.step()
+                    schedule.step()
+                    total += loss.item() * len(index)
+                    progress.advance(task)
+                history.append({"loss": total / len(labels), "accuracy": accuracy(model, *test)})
+                save(model, path)  # the latest, not the best on the test images: those are not for choosing
+                progress.update(task, description=f"epoch {epoch + 1}: test accuracy {history[-1]['accuracy']:.2%}")
+                if not sys.stdout.isatty() and (epoch + 1) % 10 == 0:
+                    print(f"epoch {epoch + 1}: loss {history[-1]['loss']:.3f}, test accuracy {history[-1]['accuracy']:.2%}")
+    except KeyboardInterrupt:
+        print("\nstopped; the model of the last full epoch is kept")
+    return history
+
+
+def shifted(images: Tensor) -> Tensor:
+    """Each image moved by up to one pixel: a digit does not depend on where it stands."""
+    padded = nn.functional.pad(images, (1, 1, 1, 1))
+    moves = torch.randint(3, (len(images), 2)).tolist()
+    return torch.stack([image[:, dy : dy + 8, dx : dx + 8] for image, (dy, dx) in zip(padded, moves, strict=True)])
+
+
+@torch.no_grad()
+def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
+    """The share of images whose digit the model names."""
+    model.eval()
+    return (model(images).argmax(1) == labels).double().mean().item()
+
+
+def plot(history: list[dict[str, float]], path: Path) -> None:
+    """Loss and accuracy over the epochs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    epochs = range(1, len(history) + 1)
+    figure, left = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    left.plot(epochs, [h["loss"] for h in history], color="tab:blue")
+    left.set(xlabel="epoch", ylabel="training loss (label smoothing 0.1)", ylim=(0, None))
+    left.yaxis.label.set_color("tab:blue")
+    right = left.twinx()
+    errors = [100 * (1 - h["accuracy"]) for h in history]
+    right.plot(epochs, errors, color="tab:red")
+    right.axhline(3, color="tab:red", linestyle=":", linewidth=1)
+    right.set(ylabel="test error, %", ylim=(0, min(30, max(errors) + 1)))
+    right.yaxis.label.set_color("tab:red")
+    left.set_title(f"Vision-LSTM on handwritten digits: {100 - errors[-1]:.2f} % right")
+    temporary = path.with_suffix(".part.png")
+    figure.savefig(temporary, dpi=150)
+    os.replace(temporary, path)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A picture through a Vision-LSTM, and a sequence token by token. Needs nothing but seqblocks."""
+
+import torch
+
+import seqblocks
+
+SEVEN = """
+........
+.######.
+.....##.
+....##..
+...##...
+..##....
+..##....
+........
+"""
+
+# A bundled spec: images of 8 x 8 pixels, ten classes. Its weights are random, so what it says means nothing yet;
+# examples/digits.py trains it.
+model = seqblocks.build("vil_digits", seed=0).eval()
+pixels = [[float(c == "#") for c in line] for line in SEVEN.split()]
+image = torch.tensor(pixels)[None, None]
+with torch.no_grad():
+    logits = model(image)
+print(f"image {list(image.shape)} -> logits {list(logits.shape)}, {sum(p.numel() for p in model.parameters()):,} parameters")
+
+# A spec of your own, as text: it reads only the past, so it can be run step by step.
+STREAM = """
+seqblocks: 1
+use: [vil]
+model:
+  input: {features: 16}
+  steps:
+    - repeat: {name: blocks, times: 2, steps: [{vil: {dim: 16}}]}
+    - linear: {features: 1}
+"""
+stream = seqblocks.build_text(STREAM, seed=0).eval()
+x = torch.randn(1, 12, 16)
+with torch.no_grad():
+    whole = stream(x)
+    state, steps = stream.init_state(batch_size=1), []
+    for t in range(12):
+        y, state = stream.step(x[:, t], state)
+        steps.append(y)
+print(f"whole sequence = step by step, to {(torch.stack(steps, 1) - whole).abs().max():.0e}")
