@@ -49,8 +49,8 @@ ROOMS = """
     check
     report
     codes
-    schema
     reference
+    schema
     ------ torch begins
     state
     initialise

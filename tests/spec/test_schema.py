@@ -1,0 +1,174 @@
+"""The editor schema: no alarm on a correct file, the right one on a typo, completions that help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqblocks import check
+from seqblocks.document import parse, plain
+from seqblocks.errors import Report
+from seqblocks.schema import schema
+from seqblocks.spec import bundled
+from tests.spec import language_server
+
+NAMES = sorted(bundled())
+MINE = """seqblocks: 1
+use: [vil]
+let: {dim: 16, act: silu}
+blocks:
+  bare: {steps: [silu]}
+  mine:
+    args: {width: int, order: forward, other: wire, on_or_off: true}
+    let: {twice: 2 * width}
+    steps:
+      - scan:
+          order: order
+          steps:
+            - linear: {features: twice, bias: on_or_off, as: [u, z], init: {weight: zeros}}
+            - gate: {from: u, by: z, activation: act}
+            - proj_down: {features: width}
+model:
+  input: {features: dim, grid: [2, 4]}
+  steps:
+    - bare
+    - linear: {features: "round_up(dim, 8)", as: a}
+    - mine: {width: dim, other: a, order: [forward, reverse]}
+    - repeat:
+        name: blocks
+        pattern: m*2 s
+        times: 2
+        m: [{vil: {dim: dim}}]
+        s:
+          - conv2d
+          - parallel: {merge: concat, branches: [{x: [silu]}, {y: [gelu]}]}
+          - proj_down: {features: dim}
+    - linear: {from: [a, input], features: 8, name: first}
+    - linear: {from: [a, input], features: 8, tie: first}
+    - pool: {mode: mean}
+expect: {tolerance: 0.1}
+"""
+
+
+def validator(made: dict[str, Any]) -> Any:
+    jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
+    return jsonschema.Draft7Validator(made)
+
+
+def test_it_is_a_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
+    jsonschema.Draft7Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bundled_specs_are_correct_to_both_schemas(name: str) -> None:
+    file, _ = check.load(name)
+    for made in (schema(), schema(file)):
+        assert not list(validator(made).iter_errors(plain(file.root)))
+
+
+def test_a_file_with_everything_is_correct_to_both_schemas() -> None:
+    file, _ = check.load_text(MINE)
+    for made in (schema(), schema(file)):
+        assert not list(validator(made).iter_errors(plain(file.root)))
+
+
+TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the file can know
+    "features: twice": ("featurs: twice", False),
+    "bias: on_or_off": ("bias: yes", False),
+    "merge: concat": ("merge: concatt", True),
+    "- conv2d": ("- conv3d", True),
+    "- gate: {": ("- gaet: {", True),
+    "activation: act": ("activation: sillu", True),
+    "mine: {width": ("mine: {widht", True),
+    "expect: {tolerance": ("expect: {tolerence", False),
+    "pool: {mode: mean}": ("pool: {mode: mean, moed: 1}", False),
+}
+
+
+@pytest.mark.parametrize("right", TYPOS)
+def test_typos_are_flagged(right: str) -> None:
+    wrong, needs_file = TYPOS[right]
+    file, _ = check.load_text(MINE)
+    broken = parse(MINE.replace(right, wrong), "typo", Report())
+    assert broken is not None
+    assert list(validator(schema(file)).iter_errors(plain(broken)))
+    assert bool(list(validator(schema()).iter_errors(plain(broken)))) is not needs_file
+
+
+# --- with the real server -------------------------------------------------------------------------------------------
+
+needs_server = pytest.mark.skipif(
+    not language_server.executable(),
+    reason=f"no yaml-language-server on the path or in {language_server.VARIABLE} (npm install yaml-language-server)",
+)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server.Client]:
+    path = tmp_path_factory.mktemp("schema") / "schema.json"
+    file, _ = check.load_text(MINE)
+    path.write_text(json.dumps(schema(file)))
+    client = language_server.Client(path)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_server.Client]:
+    path = tmp_path_factory.mktemp("schema") / "schema.json"
+    path.write_text(json.dumps(schema()))
+    client = language_server.Client(path)
+    yield client
+    client.close()
+
+
+@needs_server
+@pytest.mark.parametrize("name", NAMES)
+def test_the_server_has_no_alarm_on_bundled_specs(name: str, general: language_server.Client) -> None:
+    assert general.open(f"file:///specs/{name}.yaml", bundled()[name].read_text(encoding="utf-8")) == []
+
+
+@needs_server
+def test_the_server_has_no_alarm_on_a_file_with_everything(
+    client: language_server.Client, general: language_server.Client
+) -> None:
+    assert client.open("file:///mine.yaml", MINE) == []
+    assert general.open("file:///mine.yaml", MINE) == []
+
+
+@needs_server
+@pytest.mark.parametrize("right", TYPOS)
+def test_the_server_flags_typos_where_they_stand(right: str, client: language_server.Client) -> None:
+    wrong = TYPOS[right][0]
+    text = MINE.replace(right, wrong)
+    alarms = client.open(f"file:///typo{list(TYPOS).index(right)}.yaml", text)
+    assert alarms
+    line = text[: text.index(wrong)].count("\n")
+    assert line in {alarm["range"]["start"]["line"] for alarm in alarms}
+    column = text.splitlines()[line].index(wrong)
+    assert min(abs(alarm["range"]["start"]["character"] - column) for alarm in alarms) <= len(wrong)
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("ending", "offered"),
+    [
+        ("    - ", {"linear", "residual", "vil", "mine", "bare"}),
+        ("    - linear:\n        ", {"features", "bias", "from", "as", "init"}),
+        ("    - gate:\n        activation: ", {"silu", "gelu", "sigmoid"}),
+        ("    - scan:\n        order: ", {"forward", "reverse", "columns"}),
+        ("    - vil:\n        ", {"dim", "order", "heads", "drop_path"}),
+    ],
+)
+def test_the_server_completes(ending: str, offered: set[str], client: language_server.Client) -> None:
+    text = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    - silu\n" + ending
+    uri = f"file:///complete{abs(hash(ending))}.yaml"
+    client.open(uri, text)
+    lines = text.split("\n")
+    found = client.complete(uri, len(lines) - 1, len(lines[-1]))
+    assert offered <= {label.split(" ")[0].rstrip(":") for label in found}, found
