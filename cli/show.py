@@ -40,7 +40,7 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
         if "in" in kept:
             kept.pop("out", None)
         widths = {title: max(map(len, (title, *cells))) for title, cells in kept.items()}
-        if sum(widths.values()) + 2 * len(kept) <= width:
+        if sum(widths.values()) + 3 * len(kept) <= width:  # a space and a rule between columns
             break
     table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     styles = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}

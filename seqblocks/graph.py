@@ -131,14 +131,21 @@ def node_parameters(node: Node, name: str) -> Iterator[Named]:
                 yield Named(join(name, direction, item.name), item.parameter, item.node, item.tied)
 
 
-def count(graph: Graph) -> int:
-    """Parameters of a graph, tied ones once."""
-    return sum(item.parameter.numel for item in parameters(graph) if item.tied is None)
+def count(graph: Graph, known: dict[int, int] | None = None) -> int:
+    """Parameters of a graph, tied ones once. A body that serves many layers is counted once (`known`)."""
+    known = {} if known is None else known
+    if id(graph) not in known:
+        known[id(graph)] = sum(count_node(node, known) for node in graph.nodes)
+    return known[id(graph)]
 
 
-def count_node(node: Node) -> int:
+def count_node(node: Node, known: dict[int, int] | None = None) -> int:
     """Parameters of a node, tied ones once."""
-    return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
+    if node.owned:
+        return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
+    known = {} if known is None else known
+    own = sum(p.numel for name, p in node.parameters.items() if name not in node.ties)
+    return own + sum(count(body, known) for body in node.bodies.values())
 
 
 def walk(graph: Graph) -> Iterator[Node]:

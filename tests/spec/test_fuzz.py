@@ -138,7 +138,9 @@ HOSTILE = {
     "blocks of repeats": "seqblocks: 1\nblocks:\n"
     + "".join(f"  b{i}: {{steps: [{{repeat: {{times: 4096, steps: [b{i + 1}]}}}}]}}\n" for i in range(4))
     + "  b4: {steps: [silu]}\nmodel: {input: {features: 8}, steps: [b0]}\n",
-    "aliases of steps": "seqblocks: 1\nlet: {a: &a [silu, silu, silu, silu]}\n" + "b: &b [*a,*a,*a,*a]\n" * 1 + "c: [*b,*b]\n",
+    "aliases of steps": "seqblocks: 1\nlet: {a: &a [silu, silu, silu, silu]}\n"
+    + "b: &b [*a,*a,*a,*a]\n" * 1
+    + "c: [*b,*b]\n",
     "a pattern": FRAME + "{repeat: {pattern: " + "m*4000 " * 5000 + ", m: [silu]}}]}\n",
     "a wide model": FRAME + "{linear: {features: 10 ** 18}}, {linear: {features: 10 ** 18, name: b}}]}\n",
     "nul": "seqblocks: 1\x00",

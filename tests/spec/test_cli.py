@@ -1,0 +1,226 @@
+"""The command line without torch: statuses, streams, formats, speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqblocks.cli import main as room
+from seqblocks.codes import CODES
+from seqblocks.spec import bundled
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+GOOD = "seqblocks: 1\nlet: {dim: 8}\nmodel: {input: {features: dim}, steps: [{linear: {features: 4}}]}\n"
+BAD = GOOD.replace("linear", "linaer")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    (tmp_path / "bad.yaml").write_text(BAD)
+    (tmp_path / "short.yaml").write_text(GOOD + "expect: {params: 1}\n")
+    (tmp_path / "blocks.yaml").write_text("seqblocks: 1\nblocks: {b: {steps: [silu]}}\n")
+    (tmp_path / "latin.yaml").write_bytes(b"seqblocks: 1\nabout: caf\xe9\n")
+    return tmp_path
+
+
+def test_check_prints_results_on_stdout_and_nothing_else(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "good.yaml", "blocks.yaml", "vil_tiny", cwd=folder)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "good.yaml: ok, 36 parameters, [batch, seq, 8] -> [batch, seq, 4]",
+        "blocks.yaml: ok, 1 block (b)",
+        "vil_tiny: ok, 6,088,360 parameters, [batch, 3, 224, 224] -> [batch, 1000]",
+    ]
+    assert run_cli("check", "-q", "good.yaml", cwd=folder).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["check", "good.yaml"], 0),
+        (["check", "bad.yaml"], 1),
+        (["check", "latin.yaml"], 1),
+        (["check", "short.yaml"], 3),
+        (["check", "short.yaml", "bad.yaml", "good.yaml"], 1),
+        (["check", "good.yaml", "short.yaml"], 3),
+        (["check", "absent.yaml"], 1),
+        (["check", "."], 1),
+        (["check", "vil_tinny"], 1),
+        (["check", "good.yaml", "--set", "dmi=3"], 1),
+        (["check", "good.yaml", "--set", "dim=[4"], 1),
+        (["check", "good.yaml", "--set", "dim"], 2),
+        (["check", "good.yaml", "--set", "dim=16"], 0),
+        (["chekc", "good.yaml"], 2),
+        (["check"], 2),
+        (["check", "good.yaml", "--formt", "json"], 2),
+        (["build", "good.yaml", "--dtype", "floaty"], 2),
+        (["build", "good.yaml", "--batch", "0"], 2),
+        (["build", "good.yaml", "--image-size", "big"], 2),
+        (["build", "blocks.yaml"], 1),
+        (["ops", "linaer"], 2),
+        (["explain", "E999"], 2),
+        ([], 2),
+        (["--version"], 0),
+        (["--help"], 0),
+        (["build", "--help"], 0),
+    ],
+)
+def test_exit_statuses_and_no_traceback(arguments: list[str], status: int, run_cli: Run, folder: Path) -> None:
+    done = run_cli(*arguments, cwd=folder)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    if status == 0:
+        assert done.stderr == ""
+    elif "good.yaml" not in arguments[1:2]:
+        assert done.stderr != ""
+
+
+def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
+    assert "did you mean 'check'?" in run_cli("chekc", "good.yaml").stderr
+    assert "did you mean 'vil_tiny'?" in run_cli("check", "vil_tinny").stderr
+    assert "did you mean 'linear'?" in run_cli("ops", "linaer").stderr
+    assert "did you mean 'dim'?" in run_cli("check", "good.yaml", "--set", "dmi=3", cwd=folder).stderr
+
+
+def test_diagnostics_go_to_stderr(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "bad.yaml", cwd=folder)
+    assert done.stdout == ""
+    assert "bad.yaml:3:42" in done.stderr
+    assert "did you mean 'linear'?" in done.stderr
+
+
+def test_json_is_one_document_good_or_bad(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "--format", "json", "good.yaml", "bad.yaml", cwd=folder)
+    assert done.returncode == 1
+    data = json.loads(done.stdout)
+    assert (data["ok"], [spec["ok"] for spec in data["specs"]]) == (False, [True, False])
+    assert data["specs"][0]["params"] == 36
+    (fault,) = data["specs"][1]["diagnostics"]
+    assert (fault["code"], fault["file"], fault["line"], fault["column"]) == ("E301", "bad.yaml", 3, 42)
+    built = json.loads(run_cli("build", "--format", "json", "bad.yaml", cwd=folder).stdout)
+    assert (built["ok"], built["diagnostics"][0]["code"]) == (False, "E301")
+
+
+def test_github_annotations(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "--format", "github", "bad.yaml", cwd=folder)
+    expected = "::error file=bad.yaml,line=3,col=42,endLine=3,endColumn=48,title=E301::there is no verb 'linaer'"
+    assert done.stdout.startswith(expected)
+
+
+def test_standard_input(run_cli: Run) -> None:
+    assert run_cli("check", "-", input=GOOD).stdout.startswith("-: ok, 36 parameters")
+    done = run_cli("check", "-", "--stdin-filename", "mine.yaml", input=BAD)
+    assert done.returncode == 1
+    assert "mine.yaml:3:42" in done.stderr
+
+
+def test_colours_are_asked_for(run_cli: Run, folder: Path) -> None:
+    assert "\x1b[" not in run_cli("check", "bad.yaml", cwd=folder).stderr
+    assert "\x1b[1;31m" in run_cli("check", "bad.yaml", "--color", "always", cwd=folder).stderr
+    forced = {"NO_COLOR": "", "FORCE_COLOR": "1"}
+    assert "\x1b[" in run_cli("check", "bad.yaml", cwd=folder, env=forced).stderr
+    assert "\x1b[" not in run_cli("check", "bad.yaml", "--color", "never", cwd=folder, env=forced).stderr
+
+
+def test_ascii_terminals(run_cli: Run, folder: Path) -> None:
+    (folder / "long.yaml").write_text(GOOD + "x" * 300 + ": 1\n")
+    done = run_cli("check", "long.yaml", cwd=folder, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 1
+    assert "E201" in done.stderr
+
+
+def test_traceback_on_request(run_cli: Run, folder: Path) -> None:
+    assert (
+        "Traceback"
+        in run_cli("check", "--traceback", "absent.yaml", cwd=folder).stderr
+        + run_cli("build", "--traceback", "bad.yaml", cwd=folder).stderr
+    )
+
+
+def test_an_internal_error_asks_for_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(options: Any) -> int:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(room, "_run", broken)
+    assert room.main(["list"]) == 70
+    told = capsys.readouterr().err
+    assert "internal error (RuntimeError: a fault of ours)" in told
+    assert "Please report it" in told
+    assert "Traceback" not in told
+
+
+def test_a_broken_pipe_and_ctrl_c_end_quietly(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    command = f'"{sys.executable}" -m seqblocks.cli schema | head -c 10'
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, shell=True, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+    def interrupted(options: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "_run", interrupted)
+    assert room.main(["list"]) == 130
+
+
+def test_list_names_every_bundled_spec(run_cli: Run) -> None:
+    printed = run_cli("list").stdout
+    assert all(name in printed for name in bundled())
+    data = json.loads(run_cli("list", "--format", "json").stdout)
+    assert data["models"]["vil_small"]["params"] == 22_792_360
+    assert data["blocks"]["vil"]["verbs"] == ["vil", "vil2"]
+
+
+def test_ops_explain_and_show(run_cli: Run) -> None:
+    assert "headwise_linear" in run_cli("ops").stdout
+    assert "heads: whole number, at least 1 (required)" in run_cli("ops", "mlstm").stdout
+    assert json.loads(run_cli("ops", "scan", "--format", "json").stdout)["kind"] == "combinator"
+    assert run_cli("explain", "e401").stdout.startswith(f"E401: {CODES['E401'].title}")
+    assert "%0 sequence [batch, seq, 384]" in run_cli("show", "vil_small_block").stdout
+    assert "3:8     " not in run_cli("show", "vil_small_block", "--stage", "graph").stdout
+    assert "mapping" in run_cli("show", "vil_small_block", "--stage", "document").stdout
+
+
+def test_check_leaves_torch_rich_and_numpy_alone(root: Path) -> None:
+    code = (
+        "import sys; from seqblocks.cli.main import main; main(['check', 'vil_tiny']);"
+        "sys.exit(bool({'torch', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.timing
+def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path) -> None:
+    """At most 0.4 s, and 2.5 times what importing pydantic and yaml takes, medians of interleaved whole processes."""
+    spec = tmp_path / "deep.yaml"
+    spec.write_text(
+        "seqblocks: 1\nuse: [vil]\nlet: {dim: 4096}\nmodel:\n  input: {features: dim}\n  steps:\n"
+        "    - repeat: {name: blocks, times: 48, steps: [{vil: {dim: dim}}]}\nexpect: {params: 4_848_943_488}\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": str(root)}
+    commands = [["-c", "import pydantic, yaml"], ["-m", "seqblocks.cli", "check", str(spec)]]
+    times: list[list[float]] = [[], []]
+    for _ in range(11):  # the first of each warms the caches
+        for command, found in zip(commands, times, strict=True):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *command], env=env, check=True, capture_output=True)
+            found.append(time.perf_counter() - start)
+    imports, check = (statistics.median(found[1:]) for found in times)
+    print(f"check {check * 1e3:.0f} ms, imports {imports * 1e3:.0f} ms, ratio {check / imports:.2f}")
+    assert check <= 0.4
+    assert check <= 2.5 * imports

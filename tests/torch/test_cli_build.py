@@ -1,0 +1,97 @@
+"""`seqblocks build`: the table, the counts, the devices."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "width"),
+    [
+        ("vil_tiny_100", ["vil_tiny"], 100),
+        ("vil_tiny_80", ["vil_tiny", "--depth", "3"], 80),
+        ("vil_tiny_140", ["vil_tiny", "--batch", "8", "--dtype", "bf16"], 140),
+        ("vil2_digits_100", ["vil_digits", "--image-size", "12x16"], 100),
+        ("block_120", ["vil_small_block", "--length", "2048", "--batch", "2"], 120),
+    ],
+)
+def test_the_table(name: str, arguments: list[str], width: int, run_cli: Run, root: Path, update_golden: bool) -> None:
+    done = run_cli("build", *arguments, "--summary", env={"COLUMNS": str(width)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert max(map(len, done.stdout.splitlines()[1:-5])) <= width
+    golden = root / "tests" / "golden" / "cli" / f"{name}.txt"
+    text = "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+    if update_golden:
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == text
+
+
+def test_build_says_what_it_built(run_cli: Run) -> None:
+    assert run_cli("build", "vil_digits").stdout == "vil_digits: built, 73,626 parameters, float32 on cpu, 295 kB\n"
+    data = json.loads(run_cli("build", "vil_digits", "--format", "json", "--dtype", "f64").stdout)
+    assert (data["built_params"], data["params"], data["params_bytes"]) == (73626, 73626, 8 * 73626)
+    assert data["steps"][0]["names"] == ["patch_embed"]
+
+
+def test_what_is_absent_is_said(run_cli: Run) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device that is to be absent")
+    done = run_cli("build", "vil_digits", "--device", "cuda")
+    assert done.returncode == 4
+    assert "device 'cuda' cannot be used here" in done.stderr
+    assert run_cli("build", "vil_digits", "--device", "gpu9").returncode == 2
+    huge = run_cli("build", "vil_small_block", "--set", "dim=400_000")
+    assert huge.returncode == 4
+    assert "--device meta" in huge.stderr
+
+
+SEVEN_BILLION = """
+seqblocks: 1
+use: [vil]
+let: {dim: 4096}
+model:
+  input: {tokens: 50304}
+  steps:
+    - embed: {features: dim}
+    - repeat: {name: blocks, times: 64, steps: [{vil: {dim: dim, heads: 8}}]}
+    - layer_norm: {bias: false}
+    - unembed: {bias: false}
+"""
+
+
+@pytest.mark.timing
+def test_seven_billion_parameters_on_meta(tmp_path: Path, root: Path) -> None:
+    """Under 8 s and 1 GB."""
+    (tmp_path / "big.yaml").write_text(SEVEN_BILLION)
+    command = [
+        sys.executable,
+        "-m",
+        "seqblocks.cli",
+        "build",
+        str(tmp_path / "big.yaml"),
+        "--device",
+        "meta",
+        "--summary",
+    ]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    megabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    assert "6,88" in done.stdout or "7," in done.stdout
+    print(f"{seconds:.1f} s, {megabytes:.0f} MB (largest child of this process so far)")
+    assert seconds < 8
+    assert megabytes < 1024
