@@ -53,6 +53,13 @@ _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_b
 _last_asked: str | None = None  # torch.compile cannot watch a context variable; it watches this and compiles again
 
 
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """No autocast inside: gates, stabilisers and states keep their dtype, whatever the caller's context says."""
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
 def always(reason: str) -> Can:
     """A `can` for forms that run wherever torch does."""
 

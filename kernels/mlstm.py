@@ -86,8 +86,9 @@ def mlstm_step(
     dtype = _state_dtype(q, k, v, i, f)
     state = _check_state(state, (*q.shape, v.shape[-1]), dtype)
     log_i, log_f = log_input_gate(i.to(dtype), input_gate), F.logsigmoid(f.to(dtype))
-    h, state = cell(q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype), log_i, log_f, state,
-                    eps=eps, input_gate=input_gate, normalize=normalize)
+    with dispatch.without_autocast(q.device.type):
+        h, state = cell(q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype), log_i, log_f, state,
+                        eps=eps, input_gate=input_gate, normalize=normalize)
     return h.to(v.dtype), state
 
 

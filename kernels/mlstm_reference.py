@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, register, without_autocast
 
 
 class MLSTMState(NamedTuple):
@@ -57,6 +57,14 @@ def run(
     reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
+    with without_autocast(q.device.type):
+        return _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
+
+
+def _scan(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None,
+    reverse: bool, eps: float, input_gate: str, normalize: bool,
+) -> tuple[Tensor, MLSTMState | None]:
     dtype = f.dtype
     B, S, H, DK = q.shape
     if state is None:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import mlstm_reference
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, register, without_autocast
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
 CHUNK = 128  # at most, if not given; measured on CPU for D of 16 to 256: 64 pays more for states, 192 for triangles
@@ -259,7 +259,7 @@ def _mlstm(
         for out, given in ((C_out, C0), (n_out, n0), (m_out, m0)):
             out.zero_() if given is None or not return_state else out.copy_(given)
         return h, C_out, n_out, m_out
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, _, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
         hidden = _triangle(plan.L, reverse, q)
@@ -432,7 +432,7 @@ def _mlstm_backward(
         state = [f.new_zeros(shape) if g is None else g.clone()
                  for g, shape in ((dC_out, dC0.shape), (dn_out, dn0.shape), (dm_out, (B, H)))]
         return dq, dk, dv, torch.zeros_like(i), torch.zeros_like(f), state[0], state[1], state[2]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, scan, _ = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
         hidden = _triangle(plan.L, reverse, q)

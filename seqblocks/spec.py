@@ -237,6 +237,7 @@ class Reader:
         else:
             found = bundled()
             if name not in found:
+                found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
                 self.fault(
                     "E306",
                     f"there is no bundled spec {quote(name)}",
