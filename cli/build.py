@@ -6,7 +6,6 @@ import argparse
 import os
 from typing import Any
 
-
 from seqblocks._version import __version__
 from seqblocks.check import require_model, yaml
 from seqblocks.cli import output

@@ -11,7 +11,7 @@ from seqblocks.errors import UsageError, did_you_mean
 from seqblocks.spec import bundled
 
 
-def list(options: argparse.Namespace) -> int:  # noqa: A001 - the verb's name
+def list(options: argparse.Namespace) -> int:
     """Bundled specs, models first."""
     rows: dict[str, dict[str, dict[str, Any]]] = {"models": {}, "blocks": {}}
     for name in bundled():
@@ -46,10 +46,10 @@ def ops(options: argparse.Namespace) -> int:
         for name, verb in verbs.items():
             output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].splitlines()[0]}")
         return 0
-    verb = verbs.get(options.name)
-    if verb is None:
+    if options.name not in verbs:
         hint = did_you_mean(options.name, verbs) or "`seqblocks ops` lists them"
         raise UsageError(f"there is no verb '{options.name}': {hint}")
+    verb = verbs[options.name]
     if options.format == "json":
         output.dump(reference.facts(verb))
     else:

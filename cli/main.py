@@ -39,13 +39,13 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     group = common.add_argument_group("common options")
     group.add_argument("--format", choices=("text", "json", "github"), default="text", help="how results are printed")
     group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colours (NO_COLOR counts)")
     group.add_argument("--traceback", action="store_true", help="show Python's traceback with an error")
     group.add_argument("-q", "--quiet", action="store_true", help="print nothing when all is well")
-    spec = argparse.ArgumentParser(add_help=False)
+    spec = _Parser(add_help=False)
     spec.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
     spec.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
 
-    def verb(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def verb(name: str, *parents: _Parser) -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=VERBS[name], description=VERBS[name], parents=[*parents, common])
 
     one = "path of a spec, name of a bundled one, or - for standard input"

@@ -109,7 +109,8 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
                 save(model, path)  # the latest, not the best on the test images: those are not for choosing
                 progress.update(task, description=f"epoch {epoch + 1}: test accuracy {history[-1]['accuracy']:.2%}")
                 if not sys.stdout.isatty() and (epoch + 1) % 10 == 0:
-                    print(f"epoch {epoch + 1}: loss {history[-1]['loss']:.3f}, test accuracy {history[-1]['accuracy']:.2%}")
+                    now = history[-1]
+                    print(f"epoch {epoch + 1}: loss {now['loss']:.3f}, test accuracy {now['accuracy']:.2%}")
     except KeyboardInterrupt:
         print("\nstopped; the model of the last full epoch is kept")
     return history
@@ -144,7 +145,6 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     right = left.twinx()
     errors = [100 * (1 - h["accuracy"]) for h in history]
     right.plot(epochs, errors, color="tab:red")
-    right.axhline(3, color="tab:red", linestyle=":", linewidth=1)
     right.set(ylabel="test error, %", ylim=(0, min(30, max(errors) + 1)))
     right.yaxis.label.set_color("tab:red")
     left.set_title(f"Vision-LSTM on handwritten digits: {100 - errors[-1]:.2f} % right")

@@ -22,7 +22,8 @@ pixels = [[float(c == "#") for c in line] for line in SEVEN.split()]
 image = torch.tensor(pixels)[None, None]
 with torch.no_grad():
     logits = model(image)
-print(f"image {list(image.shape)} -> logits {list(logits.shape)}, {sum(p.numel() for p in model.parameters()):,} parameters")
+count = sum(p.numel() for p in model.parameters())
+print(f"image {list(image.shape)} -> logits {list(logits.shape)}, {count:,} parameters")
 
 # A spec of your own, as text: it reads only the past, so it can be run step by step.
 STREAM = """

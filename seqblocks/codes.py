@@ -79,8 +79,8 @@ CODES: dict[str, Code] = {
     "E109": Code("a forbidden character", "YAML allows no control characters but tab and line breaks."),
     "E110": Code(
         "a comma inside braces",
-        "Inside `{ }` a comma ends the value, so a call with a comma is torn in two. Quote it there; in block style it "
-        "needs no quotes.",
+        "Inside `{ }` a comma ends the value, so a call with a comma is torn in two. Quote it there; in block style "
+        "it needs no quotes.",
         "- linear: {features: round_up(9, 8)}",
         '- linear: {features: "round_up(9, 8)"}',
     ),
@@ -88,7 +88,7 @@ CODES: dict[str, Code] = {
     # structure
     "E201": Code(
         "an unknown key",
-        "Nothing here takes this key. Keys are never ignored: a misspelt one would otherwise leave the default in force.",
+        "Nothing here takes this key. Keys are never ignored: a misspelt one would leave the default in force.",
         "- linear: {featurs: 4}",
         "- linear: {features: 4}",
     ),
@@ -106,8 +106,8 @@ CODES: dict[str, Code] = {
     ),
     "E204": Code(
         "not a step",
-        "A step is one verb, alone or with a mapping of arguments. Two keys side by side are usually arguments that are "
-        "not indented below their verb.",
+        "A step is one verb, alone or with a mapping of arguments. Two keys side by side are usually arguments that "
+        "are not indented below their verb.",
         "- linear:\n  features: 4",
         "- linear:\n    features: 4",
     ),

@@ -30,11 +30,11 @@ def verbs() -> dict[str, Verb]:
 
 def facts(verb: Verb) -> dict[str, Any]:
     """All that is declared about a verb, as plain data."""
-    primitive = issubclass(verb, Op)
-    ports = verb.ports if primitive else ()
+    op = verb if issubclass(verb, Op) else None
+    ports = op.ports if op else ()
     return {
         "verb": verb.verb,
-        "kind": "primitive" if primitive else "combinator",
+        "kind": "primitive" if op else "combinator",
         "about": inspect.cleandoc(verb.__doc__ or ""),
         "arguments": [_argument(verb, name, kind) for name, kind in fields_of(verb).items()],
         "inputs": [
@@ -47,8 +47,8 @@ def facts(verb: Verb) -> dict[str, Any]:
             }
             for port in ports
         ],
-        "reads": verb.reads if primitive else None,
-        "source": (verb.source or None) if primitive else None,
+        "reads": op.reads if op else None,
+        "source": (op.source or None) if op else None,
     }
 
 
@@ -225,8 +225,8 @@ def markdown() -> str:
     every = verbs()
     functions = ", ".join(f"`{name}`" for name in FUNCTIONS)
     out = [INTRODUCTION.replace("FUNCTIONS", functions), "## Combinators\n"]
-    for verb in COMBINATORS.values():
-        out += [*_section(verb), f"```yaml\n{EXAMPLES[verb.verb]}```\n"]
+    for name, combinator in COMBINATORS.items():
+        out += [*_section(combinator), f"```yaml\n{EXAMPLES[name]}```\n"]
     out.append("## Primitives\n")
     for verb in every.values():
         if issubclass(verb, Op) and verb.__module__.startswith("seqblocks.ops"):
