@@ -236,6 +236,8 @@ class Repeat(Combinator):
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
         words = {key: node for key, (_, node) in step.fields.items() if key not in type(self).model_fields}
         self._check_words(words, frame, step)
+        if not self.index.isidentifier():
+            raise Fault("E207", f"{quote(self.index)} is not a name", at="index", hint="index: layer")
         sequence = self._sequence(words)
         bodies: dict[str, graph.Graph] = {}
         value = x

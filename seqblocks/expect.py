@@ -9,9 +9,10 @@ from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
 from seqblocks.expressions import UNKNOWN
 from seqblocks.graph import Model
-from seqblocks.lower import Frame, Shared
+from seqblocks.lower import Frame
 from seqblocks.spec import SpecFile
 from seqblocks.types import Wire
+from seqblocks.wiring import Shared
 
 
 def check_expectations(model: Model, file: SpecFile) -> None:

@@ -8,7 +8,7 @@ from seqblocks.document import Mapping, Node, Sequence, kind_of
 from seqblocks.errors import Fault, Span
 from seqblocks.expressions import UNKNOWN
 from seqblocks.scope import Scope
-from seqblocks.spec import Reader
+from seqblocks.spec import known_keys
 from seqblocks.types import Origin, Wire
 
 
@@ -24,7 +24,7 @@ def read_input(scope: Scope, node: Node | None, span: Span | None) -> Wire | Non
     kinds = [key for key in ("tokens", "features", "image") if key in node.entries]
     allowed = {"tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",)}
     words = allowed[kinds[0]] if len(kinds) == 1 else (*allowed, "length", "grid")
-    Reader(scope.report).known_keys(node, words, "input")
+    known_keys(scope.report, node, words, "input")
     if len(kinds) != 1:
         if not any(key not in words for key in node.entries):
             scope.fault(Fault("E202", "the input is of one kind", expected=expected), node.span)
@@ -51,7 +51,7 @@ def _image(scope: Scope, node: Node) -> Wire | None:
     if not isinstance(node, Mapping):
         scope.fault(Fault("E203", "an image is {size: 224, channels: 3}", found=kind_of(node)), node.span)
         return None
-    Reader(scope.report).known_keys(node, ("size", "channels"), "image")
+    known_keys(scope.report, node, ("size", "channels"), "image")
     if "size" not in node.entries:
         scope.fault(Fault("E202", "an image needs its size", hint="size: 224, or size: [height, width]"), node.span)
         return None

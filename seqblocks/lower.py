@@ -8,56 +8,32 @@ arguments without a default.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
-from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.document import Node, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, fields_of, find_primitive, load_plugins
 from seqblocks.ownership import initialised, ties
-from seqblocks.scope import Names, Scope, Step
+from seqblocks.scope import Names, Step
 from seqblocks.spec import STEP_KEYS, Block, SpecFile, bundled
-from seqblocks.types import Origin, Wire
+from seqblocks.types import Wire
+from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
 MAX_STEPS = 50_000
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Shared:
-    """What one run of the lowering shares: the report, the values, how many steps there have been."""
-
-    report: Report
-    types: dict[int, Wire | None] = field(default_factory=dict)
-    labels: dict[int, str] = field(default_factory=dict)
-    steps: int = 0
-    step_cache: dict[int, Step | None] = field(default_factory=dict)
-    used: set[int] = field(default_factory=set)  # blocks that were called
-    bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
-    tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
-    makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
-    ties: int = 0
-    input_kind: str = ""  # of the model, for arguments that inherit from it
-    input_features: int = 0
-
-
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
-class Frame(Scope):
-    """Where the walk stands: a scope, the file, the wires in sight, the path of namespaces, the body around."""
+class Frame(Wiring):
+    """Where the walk stands."""
 
-    shared: Shared
-    home: SpecFile
-    wires: dict[str, int] = field(default_factory=dict)
-    path: tuple[str, ...] = ()
     callers: tuple[Block, ...] = ()  # the blocks that are open
-    coming: frozenset[str] = frozenset()  # wires that a later step of this body names
-    outer: Frame | None = None
-    nodes: dict[str, graph.Node] = field(default_factory=dict)
 
     @classmethod
     def top(cls, shared: Shared, home: SpecFile) -> Frame:
@@ -68,112 +44,6 @@ class Frame(Scope):
         frame = cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
         frame.let(home.let)
         return frame
-
-    @property
-    def types(self) -> dict[int, Wire | None]:
-        return self.shared.types
-
-    # --- values -----------------------------------------------------------------------------------------------------
-
-    def value(self, type: Wire | None, label: str) -> int:
-        """A new value."""
-        number = len(self.shared.types)
-        self.shared.types[number] = type
-        self.shared.labels[number] = label
-        return number
-
-    def node(
-        self, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], type: Wire | None, **more: Any
-    ) -> graph.Node:
-        """A node for `step`, with its namespace and its output values."""
-        origin = Origin(step.verb, step.span)
-        type = type.made_by(origin) if type else None
-        name = self._namespace(step)
-        outputs, split, labels = self._outputs(step, type)
-        values = tuple(self.value(wire, label) for wire, label in zip(outputs, labels, strict=True))
-        made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, split, **more)
-        self.shared.makers |= dict.fromkeys(values, origin)
-        for label, number in zip(labels, values, strict=True):
-            if label != step.verb and label not in self.wires:
-                self.wires[label] = number
-        self.nodes.setdefault(name, made)
-        return made
-
-    def _namespace(self, step: Step) -> str:
-        name, span = step.verb, step.span
-        for key in ("as", "name"):
-            entry = step.common.get(key)
-            if entry and isinstance(entry[1], Scalar) and isinstance(entry[1].value, str):
-                name, span = entry[1].value, entry[1].span
-        if "name" in step.common and not self.is_name(name, span):
-            return f"{step.verb}@{span.line}"
-        clash = self.nodes.get(name)
-        if clash:
-            self.fault(
-                Fault(
-                    "E304",
-                    f"two steps here would both be called {quote(name)}",
-                    hint="give one of them a `name:`: parameters are stored under it",
-                    notes=[Note("the other one stands here", clash.span)],
-                ),
-                span,
-            )
-            return f"{name}@{span.line}:{span.column}"
-        return name
-
-    def _outputs(self, step: Step, type: Wire | None) -> tuple[list[Wire | None], tuple[int, ...], list[str]]:
-        """Types, split widths and labels of what the step gives out (`as:`)."""
-        entry = step.common.get("as")
-        if entry is None:
-            return [type], (), [step.verb]
-        node = entry[1]
-        origin = Origin(step.verb, step.span)
-        match node:
-            case Scalar(value=str(name)):
-                self._define(name, node.span)
-                return [type], (), [name]
-            case Sequence(items=items) if len(items) > 1 and all(isinstance(i, Scalar) for i in items):
-                labels = [self._define(i.text, i.span) for i in items if isinstance(i, Scalar)]
-                if type is None:
-                    return [None] * len(labels), (), labels
-                width, rest = divmod(type.features, len(labels))
-                if rest:
-                    message = f"{type.features} features cannot be split into {len(labels)} equal parts"
-                    hint = "give the widths: as: {a: 128, b: 64}"
-                    self.fault(Fault("E405", message, hint=hint), node.span)
-                    return [None] * len(labels), (), labels
-                widths: list[Any] = [width] * len(labels)
-            case Mapping(entries=entries) if entries:
-                labels = [self._define(key, span) for key, span, _ in node]
-                self.comma_trap(node)
-                widths = [self.number(value, whole=True) for _, _, value in node]
-                if type is None or any(w is UNKNOWN for w in widths):
-                    return [None] * len(labels), (), labels
-                if sum(widths) != type.features or min(widths) < 1:
-                    note = type.whence("the result")
-                    self.fault(
-                        Fault(
-                            "E405",
-                            "the widths must add up to the features there are",
-                            expected=str(type.features),
-                            found=f"{' + '.join(map(str, widths))} = {sum(widths)}",
-                            notes=[note] if note else [],
-                        ),
-                        node.span,
-                    )
-                    return [None] * len(labels), (), labels
-            case _:
-                expected = "a name, a list of names (equal parts), or a mapping name: width"
-                self.fault(Fault("E203", "as names what comes out", expected=expected, found=kind_of(node)), node.span)
-                return [None], (), [step.verb]
-        return [type.with_features(w).made_by(origin) for w in widths], tuple(widths), labels
-
-    def _define(self, name: str, span: Span) -> str:
-        if self.is_name(name, span) and name in self.wires:
-            maker = self.shared.makers.get(self.wires[name])
-            notes = [Note("it is made here", maker.span)] if maker else []
-            self.fault(Fault("E305", f"a wire called {quote(name)} exists already", notes=notes), span)
-        return name
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -202,11 +72,11 @@ class Frame(Scope):
             return out
         current: graph.Node | None = None
         read = [self.step(item) for item in steps.items]
-        self.coming = frozenset(name for step in read if step for name in _named(step))
+        self.coming = frozenset(name for step in read if step for name in named(step))
         for step in read:
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
-                out.result, current = self._lost(step), None
+                out.result, current = self.lost(step), None
                 continue
             out.nodes.append(made)
             out.result, current = made.outputs[0], made
@@ -214,15 +84,8 @@ class Frame(Scope):
             message = f"the last step gives out {len(current.outputs)} wires, and what leaves must be one"
             self.fault(Fault("E313", message), current.span)
             out.result = self.value(None, "?")
-        out.captures = _captures(out, first, {x, *(ports or {}).values()})
+        out.captures = captures(out, first, {x, *(ports or {}).values()})
         return out
-
-    def _lost(self, step: Step | None) -> int:
-        """An unknown value in place of a faulty step's result; its names are defined so that uses stay silent."""
-        value = self.value(None, "?")
-        for name in _named(step) if step else ():
-            self.wires.setdefault(name, value)
-        return value
 
     def step(self, item: Node) -> Step | None:
         """A document node as a step; read once however often its body is lowered."""
@@ -262,72 +125,15 @@ class Frame(Scope):
             self.fault(fault, step)
             return None
 
-    def wire(self, node: Node) -> int | None:
-        """The value a wire name stands for; None after a fault."""
-        if not isinstance(node, Scalar) or not isinstance(node.value, str):
-            self.fault(Fault("E203", "the name of a wire is needed here", found=kind_of(node)), node.span)
-            return None
-        number = self.wires.get(node.value)
-        if number is None:
-            names = [name for name in self.wires if name != "input"]
-            hint = did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`"
-            if node.value in self.coming:
-                hint = "it is named further down, and a step reads only what stands above it"
-            self.fault(
-                Fault(
-                    "E302",
-                    f"there is no wire {quote(node.value)} at this point",
-                    expected=f"input, or one of {listing(names)}" if names else "input (no step above is named)",
-                    hint=hint,
-                ),
-                node.span,
-            )
-        return number
-
-    def _main(self, step: Step, previous: int, maker: graph.Node | None, key: str, joins: bool) -> tuple[int, ...]:
-        """What a main port reads: `from:`, the port by name, or the previous step."""
-        entry = step.common.get("from")
-        by_name = step.fields.get(key) if key else None
-        if entry and by_name:
-            raise Fault("E210", f"the input is given twice: as `from` and as `{key}`", at=key)
-        entry = entry or by_name
-        if entry is None:
-            if maker and len(maker.outputs) > 1:
-                labels = listing(self.shared.labels[v] for v in maker.outputs)
-                raise Fault(
-                    "E313",
-                    f"the step above gives out {len(maker.outputs)} wires; say which one this step reads",
-                    expected=f"from: one of {labels}",
-                )
-            return (previous,)
-        return self._wires(entry[1], joins)
-
-    def _wires(self, node: Node, joins: bool) -> tuple[int, ...]:
-        if not isinstance(node, Sequence):
-            found = self.wire(node)
-            return (self.value(None, "?"),) if found is None else (found,)
-        if not joins:
-            fault = Fault(
-                "E410", "this input takes one wire, not a list", hint="join with `parallel` and merge: concat"
-            )
-            self.fault(fault, node.span)
-            return (self.value(None, "?"),)
-        found_all = [self.wire(item) for item in node.items]
-        if not found_all or None in found_all:
-            if not found_all:
-                self.fault(Fault("E411", "the list of wires is empty"), node.span)
-            return (self.value(None, "?"),)
-        return tuple(v for v in found_all if v is not None)
-
     # --- primitives ---------------------------------------------------------------------------------------------------
 
     def _op(self, step: Step, cls: type[Op], previous: int, maker: graph.Node | None) -> graph.Node:
         inputs: dict[str, tuple[int, ...]] = {}
         for port in cls.ports:
             if port.main:
-                inputs[port.name] = self._main(step, previous, maker, port.name, port.joins)
+                inputs[port.name] = self.main(step, previous, maker, port.name, port.joins)
             elif port.name in step.fields:
-                inputs[port.name] = self._wires(step.fields[port.name][1], port.joins)
+                inputs[port.name] = self.read(step.fields[port.name][1], port.joins)
             elif not port.optional:
                 hint = f"{port.name}: {port.name}" if port.name in self.wires else f"{port.name}: the wire to read"
                 self.fault(Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint), step.span)
@@ -338,7 +144,7 @@ class Frame(Scope):
             self.fault(fault, step.key_span("from"))
         ports = {port.name for port in cls.ports}
         arguments = self._arguments(step, cls, skip=ports)
-        wires = [self._joined(step, port, inputs.get(port.name)) for port in cls.ports]
+        wires = [self.joined(step, port, inputs.get(port.name)) for port in cls.ports]
         type, parameters, state, macs = None, {}, {}, 0
         present = [w for w, port in zip(wires, cls.ports, strict=True) if port.name in inputs]
         if arguments is not None and all(present):
@@ -352,39 +158,6 @@ class Frame(Scope):
         return self.node(
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=tied
         )
-
-    def _joined(self, step: Step, port: Port, values: tuple[int, ...] | None) -> Wire | None:
-        """The type that arrives at a port; None while unknown (or absent). Checks the kind."""
-        if values is None:
-            return None
-        types = [self.types[v] for v in values]
-        known = [t for t in types if t is not None]
-        for value, wire in zip(values, types, strict=True):
-            if wire and wire.kind not in port.kinds:
-                maker = self.shared.makers.get(value)
-                made = f"made by {maker.verb}" if maker else "the model's input"
-                span = maker.span if maker else wire.origin.span if wire.origin else None
-                note = Note(f"`{self.shared.labels[value]}` is {wire}: {made}", span)
-                self.fault(
-                    Fault(
-                        "E403",
-                        f"{step.verb} cannot read {_a(wire.kind)}",
-                        at=port.name if port.name in step.fields else "from",
-                        expected=" or ".join(_a(k) for k in port.kinds),
-                        found=f"{wire}",
-                        notes=[note],
-                        hint=_KIND_HINTS.get((wire.kind, port.kinds[0])),
-                    ),
-                    step,
-                )
-                return None
-        if len(known) < len(types):
-            return None
-        if len({(t.kind, t.length) for t in known}) > 1:
-            found = listing(f"{self.shared.labels[v]} {t}" for v, t in zip(values, known, strict=True))
-            self.fault(Fault("E406", "joined wires must agree in everything but features", found=found), step)
-            return None
-        return known[0].with_features(sum(t.features for t in known)) if len(known) > 1 else known[0]
 
     def _arguments(self, step: Step, cls: type[BaseModel], skip: Iterable[str] = ()) -> Any:
         """The validated argument model; None after a fault or while a value is UNKNOWN."""
@@ -447,10 +220,10 @@ class Frame(Scope):
         for key in ("init", "tie"):
             if key in step.common:
                 self.fault(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
-        (x,) = self._main(step, previous, maker, "", joins=False)
+        (x,) = self.main(step, previous, maker, "", joins=False)
         wire = self.types[x]
         if wire and wire.kind not in cls.main_kinds:
-            self._joined(step, Port("from", kinds=("sequence",)), (x,))
+            self.joined(step, Port("from", kinds=("sequence",)), (x,))
             x = self.value(None, "?")
         fields = fields_of(cls)
         extra = {}
@@ -484,20 +257,13 @@ class Frame(Scope):
             ring = " -> ".join([*names[names.index(block.name) :], block.name])
             raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
         self.shared.used.add(id(block))
-        (x,) = self._main(step, previous, maker, "", joins=False)
+        (x,) = self.main(step, previous, maker, "", joins=False)
         values, ports = self._block_arguments(step, block)
         inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
         body, result = self.call(
-            block, x, values, ports, self._namespace_of(step), Note(f"in block {block.name}, used", step.span)
+            block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span)
         )
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
-
-    def _namespace_of(self, step: Step) -> str:
-        for key in ("name", "as"):
-            entry = step.common.get(key)
-            if entry and isinstance(entry[1], Scalar):
-                return entry[1].text
-        return step.verb
 
     def call(
         self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note
@@ -547,7 +313,7 @@ class Frame(Scope):
             entry = step.fields.get(name)
             if argument.type == "wire":
                 if entry:
-                    (ports[name],) = self._wires(entry[1], joins=False)
+                    (ports[name],) = self.read(entry[1], joins=False)
                 else:
                     self.fault(Fault("E411", f"block {block.name} needs its input {quote(name)}"), step.span)
                     ports[name] = self.value(None, "?")
@@ -581,51 +347,12 @@ def default_value(node: Node) -> Any:
     return plain(node)
 
 
-def _named(step: Step) -> list[str]:
-    """The wires that a step's `as:` names."""
-    entry = step.common.get("as")
-    match entry[1] if entry else None:
-        case Scalar(text=name):
-            return [name]
-        case Sequence(items=items):
-            return [item.text for item in items if isinstance(item, Scalar)]
-        case Mapping(entries=entries):
-            return list(entries)
-    return []
-
-
-def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
-    """Values that a body reads and does not make: everything numbered before its first value."""
-    made = set(own)
-    seen: list[int] = []
-    for node in body.nodes:
-        wanted = [v for values in node.inputs.values() for v in values]
-        wanted += [v for inner in node.bodies.values() for v in inner.captures]
-        seen += [v for v in wanted if v < first and v not in made and v not in seen]
-        made.update(node.outputs)
-    if body.result < first and body.result not in made:
-        seen.append(body.result)
-    return tuple(seen)
-
-
 def _offered(verb: str) -> str | None:
     """Which bundled file defines a block of this name."""
     for name, path in bundled().items():
         if path.parent.name == "blocks" and f"\n  {verb}:\n" in path.read_text(encoding="utf-8"):
             return f"`use: [{name}]` brings it in"
     return None
-
-
-def _a(kind: str) -> str:
-    return {"image": "an image", "tokens": "token numbers", "sequence": "a sequence", "vector": "a vector"}[kind]
-
-
-_KIND_HINTS = {
-    ("image", "sequence"): "cut the image into tokens first, with patch_embed",
-    ("tokens", "sequence"): "look the tokens up first, with embed",
-    ("sequence", "vector"): "pool the sequence first, with pool",
-    ("vector", "sequence"): "the sequence was pooled before; move this step above the pooling",
-}
 
 
 # --- a whole file --------------------------------------------------------------------------------------------------

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Scalar, kind_of
 from seqblocks.errors import Fault, Span, did_you_mean, listing, quote
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.scope import Scope, Step
-
-if TYPE_CHECKING:
-    from seqblocks.lower import Frame
+from seqblocks.wiring import Wiring
 
 
 def initialised(scope: Scope, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
@@ -64,7 +60,7 @@ def _no_parameter(scope: Scope, step: Step, key: str, span: Span, parameters: di
 # --- tied parameters ---
 
 
-def ties(scope: Frame, step: Step, parameters: dict[str, Parameter]) -> dict[str, str]:
+def ties(scope: Wiring, step: Step, parameters: dict[str, Parameter]) -> dict[str, str]:
     """`tie: embed` ties every parameter to the like-named one there; `tie: {weight: embed.weight}` names them."""
     entry = step.common.get("tie")
     if entry is None or not parameters:
@@ -105,10 +101,10 @@ def ties(scope: Frame, step: Step, parameters: dict[str, Parameter]) -> dict[str
     return found
 
 
-def _tie_target(scope: Frame, target: str) -> tuple[str, Parameter]:
+def _tie_target(scope: Wiring, target: str) -> tuple[str, Parameter]:
     """A tie's target by full name, and its declaration: looked up here, then in the bodies around."""
     first = target.split(".")[0]
-    frame: Frame | None = scope
+    frame: Wiring | None = scope
     known: list[str] = []
     while frame:
         known += [name for name in frame.nodes if name not in known]

@@ -15,7 +15,7 @@ from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.op import FieldKind
-from seqblocks.spec import STEP_KEYS, Reader
+from seqblocks.spec import STEP_KEYS, is_name
 
 # A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
 # tests/torch/test_module.py holds the list against the real thing.
@@ -106,7 +106,7 @@ class Scope:
         if name in RESERVED_NAMES or name.startswith("_"):
             self.fault(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
             return False
-        return Reader(self.report).is_name(name, span)
+        return is_name(self.report, name, span)
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
@@ -246,12 +246,11 @@ class Scope:
         if node is None:
             return
         torn = self.comma_trap(node)
-        reader = Reader(self.report)
         open_now: list[str] = []
         for key, span, value in node:
             if key in torn:
                 self.names.known[key] = UNKNOWN
-            elif reader.is_name(key, span):
+            elif is_name(self.report, key, span):
                 self.names.pending[key] = self._thunk(key, span, value, open_now)
 
     def _thunk(self, key: str, span: Span, node: Node, open_now: list[str]) -> Callable[[], Any]:

@@ -109,6 +109,31 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
     return None
 
 
+# --- checks that every room of the spec shares -------------------------------------------------------------------
+
+
+def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -> None:
+    """E201 for every key that is not known here."""
+    words = tuple(known)
+    for key, span, _ in node:
+        if key not in words:
+            expected, hint = f"one of {listing(words)}", did_you_mean(key, words)
+            report.add(Diagnostic("E201", f"unknown key {quote(key)} in {what}", span, expected, hint=hint))
+
+
+def is_name(report: Report, name: str, span: Span | None) -> bool:
+    """Whether `name` may name a thing; E207 or E311 if not."""
+    if keyword.iskeyword(name):
+        message = f"{quote(name)} has a meaning in expressions"
+        report.add(Diagnostic("E311", message, span, hint="choose another name"))
+    elif not _NAME.match(name) or len(name) > 64:
+        expected = "letters, digits and _, not beginning with a digit"
+        report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected))
+    else:
+        return True
+    return False
+
+
 # --- one file -------------------------------------------------------------------------------------------------------
 
 
@@ -134,47 +159,22 @@ class Reader:
             self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint="begin with `seqblocks: 1`")
             return None
         file = SpecFile(source, root)
-        self.known_keys(root, FILE_KEYS, "a spec")
+        known_keys(self.report, root, FILE_KEYS, "a spec")
         self._version(root)
         file.about = self._text(root, "about")
         file.let = self._mapping(root, "let")
         file.expect = self._mapping(root, "expect")
         if file.expect:
-            self.known_keys(file.expect, EXPECT_KEYS, "expect")
+            known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
         file.checkpoint = root.get("checkpoint")
         file.model = self._mapping(root, "model")
         if file.model:
             file.model_span = root.entries["model"][0]
-            self.known_keys(file.model, MODEL_KEYS, "model")
+            known_keys(self.report, file.model, MODEL_KEYS, "model")
         self._use(file, base)
         for name, span, node in self._mapping(root, "blocks") or ():
             self._block(file, name, span, node)
         return file
-
-    def known_keys(self, node: Mapping, known: Iterable[str], what: str) -> None:
-        """E201 for every key that is not known here."""
-        words = tuple(known)
-        for key, span, _ in node:
-            if key not in words:
-                self.fault(
-                    "E201",
-                    f"unknown key {quote(key)} in {what}",
-                    span,
-                    expected=f"one of {listing(words)}",
-                    hint=did_you_mean(key, words),
-                )
-
-    def is_name(self, name: str, span: Span | None) -> bool:
-        """Whether `name` may name a thing; E207 if not."""
-        if _NAME.match(name) and len(name) <= 64 and not keyword.iskeyword(name):
-            return True
-        if keyword.iskeyword(name):
-            self.fault("E311", f"{quote(name)} has a meaning in expressions", span, hint="choose another name")
-            return False
-        self.fault(
-            "E207", f"{quote(name)} is not a name", span, expected="letters, digits and _, not beginning with a digit"
-        )
-        return False
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
         node = root.get(key)
@@ -271,7 +271,7 @@ class Reader:
         return self.files[key]
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
-        if not self.is_name(name, span):
+        if not is_name(self.report, name, span):
             return
         if name in COMBINATORS or name in builtin_verbs():
             self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
@@ -284,7 +284,7 @@ class Reader:
         if not isinstance(node, Mapping):
             self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
             return
-        self.known_keys(node, BLOCK_KEYS, f"block {name}")
+        known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
         args = {a.name: a for k, s, n in self._mapping(node, "args") or () if (a := self._argument(k, s, n))}
         steps = node.get("steps")
         if steps is None:
@@ -299,7 +299,7 @@ class Reader:
             message = f"{quote(name)} means something in every step"
             self.fault("E311", message, span, hint="give the argument another name")
             return None
-        if not self.is_name(name, span):
+        if not is_name(self.report, name, span):
             return None
         if not isinstance(node, Scalar) or node.value is None:
             return Argument(name, "any", span, node)

@@ -41,6 +41,7 @@ ROOMS = """
     spec
     scope
     inputs
+    wiring
     ownership
     lower
     overrides
