@@ -150,6 +150,7 @@ class Scan(Combinator):
     def _owned(self, body: graph.Graph) -> frozenset[str]:
         names = [item.name for item in graph.parameters(body)]
         if self.own == "all":
+            self._can_own(body, set(names), names)
             return frozenset(names)
         owned: set[str] = set()
         for wanted in self.own if isinstance(self.own, list) else ():
@@ -163,7 +164,18 @@ class Scan(Combinator):
                     hint=did_you_mean(wanted, [*names, *{n.rpartition(".")[0] for n in names}]),
                 )
             owned |= found
+        self._can_own(body, owned, names)
         return frozenset(owned)
+
+    def _can_own(self, body: graph.Graph, owned: set[str], names: list[str]) -> None:
+        """What `own` cannot do: part the parameters of a scan that parts them itself, or of a tie."""
+        for node in graph.walk(body) if owned else ():
+            if node.directions and node.owned and owned != set(names):
+                hint = "own: all, or let only one of the two own parameters"
+                raise Fault("E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint)
+            if node.ties:
+                message = f"{node.name} is tied, so a direction cannot have parameters of its own beside it"
+                raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")
 
 
 @combinator("parallel")
