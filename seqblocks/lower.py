@@ -148,7 +148,7 @@ class Frame(Wiring):
         type, parameters, state, macs = None, {}, {}, 0
         present = [w for w, port in zip(wires, cls.ports, strict=True) if port.name in inputs]
         if arguments is not None and all(present):
-            type = arguments.shape(*wires)
+            type = self._shape(arguments, cls.ports, wires)
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
@@ -158,6 +158,18 @@ class Frame(Wiring):
         return self.node(
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=tied
         )
+
+    @staticmethod
+    def _shape(op: Op, ports: tuple[Port, ...], wires: list[Wire | None]) -> Wire:
+        """The op's output; a fault says where each width that it saw came from."""
+        try:
+            return op.shape(*wires)
+        except Fault as fault:
+            if not fault.notes:
+                names = ["the input" if port.main else f"`{port.name}`" for port in ports]
+                seen = (w.whence(name) for w, name in zip(wires, names, strict=True) if w)
+                fault.notes = tuple(note for note in seen if note)[:3]
+            raise
 
     def _arguments(self, step: Step, cls: type[BaseModel], skip: Iterable[str] = ()) -> Any:
         """The validated argument model; None after a fault or while a value is UNKNOWN."""

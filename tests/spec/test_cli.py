@@ -175,6 +175,21 @@ def test_a_broken_pipe_and_ctrl_c_end_quietly(monkeypatch: pytest.MonkeyPatch, r
     assert room.main(["list"]) == 130
 
 
+def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root: Path) -> None:
+    fake = folder / "fake"
+    fake.mkdir()
+    (fake / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(fake), str(root)])}
+    assert run_cli("check", "good.yaml", cwd=folder, env=env).returncode == 0
+    done = run_cli("build", "good.yaml", cwd=folder, env=env)
+    assert done.returncode == 4
+    assert "building needs torch" in done.stderr
+    code = "import seqblocks\ntry: seqblocks.build\nexcept seqblocks.UnavailableError as e: print(e)"
+    env = {**os.environ, **env}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert out == "building a model needs torch: pip install torch\n"
+
+
 def test_list_names_every_bundled_spec(run_cli: Run) -> None:
     printed = run_cli("list").stdout
     assert all(name in printed for name in bundled())
