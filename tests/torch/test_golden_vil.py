@@ -8,19 +8,14 @@ float32: ten times the error that the official float32 run itself has, which ada
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import seqblocks
-from seqblocks.checkpoint import load_official, official_name
+from tests.torch import golden
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "xlstm"
-CASES = sorted(path.stem for path in GOLDEN.glob("vil*.npz"))
+CASES = sorted(path.stem for path in (golden.FOLDER / "xlstm").glob("vil*.npz"))
 
 
 def block_spec(config: dict[str, Any], seq: int) -> str:
@@ -99,70 +94,27 @@ checkpoint:
 
 
 def load(case: str) -> tuple[Any, dict[str, Any], str]:
-    data = np.load(GOLDEN / f"{case}.npz")
-    meta = json.loads(str(data["meta"]))
+    data, meta = golden.read(f"xlstm/{case}")
     config = meta["config"]
     if "_block_" in case:
         return data, meta, block_spec(config, data["in/x"].shape[1])
     return data, meta, model_spec(config, 1 if case.startswith("vil1") else 2)
 
 
-def run(data: Any, spec: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
-    """Output and gradients under the official names."""
-    model = seqblocks.build_text(spec, dtype=dtype).eval()
-    weights = {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data.files if k.startswith("w/")}
-    load_official(model, weights)
-    x = torch.from_numpy(data["in/x"]).to(dtype).requires_grad_()
-    y = model(x)
-    (y * torch.from_numpy(data["ct"]).to(dtype)).sum().backward()
-    results = {"out": y.detach(), "grad_in/x": x.grad}
-    for name, parameter in model.named_parameters():
-        results[f"grad_w/{official_name(model.graph, name)}"] = parameter.grad
-    return results, model
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_float64_across_forms(case: str) -> None:
     data, meta, spec = load(case)
-    results, _ = run(data, spec, torch.float64)
-    assert set(results) == {k for k in data.files if k == "out" or k.startswith("grad_")}
-    for key, found in results.items():
-        scale = max(meta["max_abs"].get(key, 1.0), 1.0)
-        np.testing.assert_allclose(found.numpy(), data[key], rtol=1e-6, atol=1e-6 * scale, err_msg=key)
+    golden.compare64(data, meta, golden.run(data, spec, torch.float64)[0], 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_float64_same_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, meta, spec = load(case)
-    without_initial_path(monkeypatch)
-    results, _ = run(data, spec, torch.float64)
-    for key, found in results.items():
-        scale = max(meta["max_abs"].get(key, 1.0), 1.0)
-        np.testing.assert_allclose(found.numpy(), data[key], rtol=1e-10, atol=1e-10 * scale, err_msg=key)
+    golden.without_initial_path(monkeypatch)
+    golden.compare64(data, meta, golden.run(data, spec, torch.float64)[0], 1e-10)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_float32(case: str) -> None:
     data, meta, spec = load(case)
-    results, _ = run(data, spec, torch.float32)
-    for key, found in results.items():
-        bar = 10 * meta["f32_max_abs_err"][key] + 1e-6 * meta["max_abs"][key]
-        assert np.abs(found.numpy() - data[key]).max() <= bar, key
-
-
-def without_initial_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every mLSTM start at m = -1e30 instead of 0."""
-    from seqblocks import kernels
-
-    real = kernels.mlstm
-
-    def patched(q: Any, k: Any, v: Any, i: Any, f: Any, **options: Any) -> Any:
-        batch, _, heads, dk = q.shape
-        fresh = kernels.MLSTMState(
-            q.new_zeros(batch, heads, dk, v.shape[-1]),
-            q.new_zeros(batch, heads, dk),
-            q.new_full((batch, heads), -1e30),
-        )
-        return real(q, k, v, i, f, **{**options, "state": options["state"] or fresh})
-
-    monkeypatch.setattr(kernels, "mlstm", patched)
+    golden.compare32(data, meta, golden.run(data, spec, torch.float32)[0])
