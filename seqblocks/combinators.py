@@ -172,7 +172,9 @@ class Scan(Combinator):
         for node in graph.walk(body) if owned else ():
             if node.directions and node.owned and owned != set(names):
                 hint = "own: all, or let only one of the two own parameters"
-                raise Fault("E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint)
+                raise Fault(
+                    "E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint
+                )
             if node.ties:
                 message = f"{node.name} is tied, so a direction cannot have parameters of its own beside it"
                 raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")

@@ -174,7 +174,9 @@ def test_directions_that_own_all_equal_two_scans() -> None:
 def test_directions_within_directions() -> None:
     inner = "{scan: {order: [forward, columns_reverse], own: all, steps: [{causal_conv: {kernel: 2}}]}}"
     model = randomised(built(scan_text("[forward, reverse]", ", own: all", steps=inner)))
-    names = {f"scan.{a}.scan.{b}.causal_conv.bias" for a in ("forward", "reverse") for b in ("forward", "columns_reverse")}
+    names = {
+        f"scan.{a}.scan.{b}.causal_conv.bias" for a in ("forward", "reverse") for b in ("forward", "columns_reverse")
+    }
     assert names <= set(model.state_dict())
     assert {item.name for item in graph.parameters(model.graph.graph)} == set(model.state_dict())
     x = torch.randn(2, 15, 4, dtype=torch.float64)
