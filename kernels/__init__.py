@@ -8,10 +8,12 @@ from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.slstm import SLSTMState, slstm
 
 __all__ = [
     "BACKENDS",
     "MLSTMState",
+    "SLSTMState",
     "Verdict",
     "causal_conv",
     "head_norm",
@@ -19,6 +21,7 @@ __all__ = [
     "mlstm",
     "mlstm_init_state",
     "mlstm_step",
+    "slstm",
     "use_backend",
     "why",
 ]

@@ -6,8 +6,8 @@ A block's map covers the names inside it, so a model only maps where its blocks 
 
     head: classifier                             rename
     qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
-    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor
-    w: {transpose: v}                            last two axes swapped
+    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, in our shape
+    w: {transpose: v}                            last two axes swapped, in our shape
     w: {reshape: v}                              the same numbers in our shape
 """
 
@@ -235,9 +235,9 @@ def _assembled(
         case "stack":
             return torch.stack([take(n) for n in source["stack"]], axis)
         case "split":
-            return take(source["split"]).chunk(source["parts"], axis)[source["part"]]
+            return take(source["split"]).chunk(source["parts"], axis)[source["part"]].reshape(shape)
         case "transpose":
-            return take(source["transpose"]).transpose(-1, -2)
+            return take(source["transpose"]).transpose(-1, -2).reshape(shape)
         case "reshape":
             return take(source["reshape"]).reshape(shape)
     raise RunError(f"the checkpoint map of {name} must have one of {listing(RECIPES)}, and has {listing(source)}")

@@ -60,6 +60,11 @@ def _wang(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -
     return _normal(shape, 2 / (blocks * math.sqrt(width)), g)
 
 
+def _powerlaw(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    ramp = torch.arange(shape[-1]) / max(shape[-1] - 1, 1)
+    return (5 - 12 * ramp ** (0.3 + 1.3 * init.values[0])).expand(shape).clone()
+
+
 DRAWS: dict[str, Draw] = {
     "zeros": lambda shape, init, fan_in, g: torch.zeros(shape),
     "ones": lambda shape, init, fan_in, g: torch.ones(shape),
@@ -72,4 +77,5 @@ DRAWS: dict[str, Draw] = {
     "xavier_uniform": _xavier_uniform,
     "small": _small,
     "wang": _wang,
+    "powerlaw": _powerlaw,
 }

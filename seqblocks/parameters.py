@@ -75,6 +75,10 @@ INITIALISERS: dict[str, Initialiser] = {
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
     "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
     "small": Initialiser((("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in"),
+    "powerlaw": Initialiser(
+        (("position", 0.0),),
+        "5 - 12 (j / (n - 1))^(0.3 + 1.3 position) over the last axis j < n; position: the block's, from 0 to 1",
+    ),
     "wang": Initialiser((("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))"),
 }
 

@@ -79,6 +79,20 @@ class Gate(Op):
         return x * activate(self.activation, by)
 
 
+@primitive("soft_cap")
+class SoftCap(Op):
+    """Keep values within (-cap, cap) smoothly: cap * tanh(x / cap)."""
+
+    ports = (ANY,)
+    cap: float = argument(..., "the bound", gt=0)
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return self.cap * (x / self.cap).tanh()
+
+
 @primitive("learnable_skip")
 class LearnableSkip(Op):
     """Add another wire, scaled by a learned weight per feature: x + weight * with."""

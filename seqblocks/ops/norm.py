@@ -49,6 +49,27 @@ class LayerNorm(Norm):
         return layer_norm(x, x.shape[-1:], self.effective_gain(p), p.get("bias"), self.eps)
 
 
+@primitive("rms_norm")
+class RMSNorm(Norm):
+    """Division by the root mean square of the features: x / sqrt(mean(x^2) + eps) * gain + bias.
+
+    The mean is taken in float32 at least.
+    """
+
+    bias: bool = argument(False, "whether a bias is added")
+    eps: float = argument(1e-6, "added to the mean square", gt=0)
+    source = "Zhang & Sennrich 2019 (arXiv:1910.07467)"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        exact = x if x.dtype == torch.float64 else x.float()
+        y = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        gain, bias = self.effective_gain(p), p.get("bias")
+        y = y if gain is None else y * gain
+        return y if bias is None else y + bias
+
+
 @primitive("head_norm")
 class HeadNorm(Norm):
     """Layer normalisation of each head's own features; gain and bias run over all of them."""

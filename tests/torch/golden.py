@@ -32,13 +32,23 @@ def run(
     """Output and gradients under the official names; several inputs are joined along the features, in this order."""
     model = seqblocks.build_text(spec, dtype=dtype).eval()
     load_official(model, {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data.files if k.startswith("w/")})
-    given = [torch.from_numpy(data[f"in/{name}"]).to(dtype).requires_grad_() for name in inputs]
+    given = [torch.from_numpy(data[f"in/{name}"]) for name in inputs]
+    given = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in given]
     y = model(given[0] if len(given) == 1 else torch.cat(given, -1))
     (y * torch.from_numpy(data["ct"]).to(dtype)).sum().backward()
     results = {"out": y.detach()}
-    results |= {f"grad_in/{name}": x.grad for name, x in zip(inputs, given, strict=True)}
+    results |= {f"grad_in/{name}": x.grad for name, x in zip(inputs, given, strict=True) if x.is_floating_point()}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
-        results[f"grad_w/{official_name(model.graph, name)}"] = parameter.grad
+        assert parameter.grad is not None, name
+        official = official_name(model.graph, name)
+        if isinstance(official, str):
+            results[f"grad_w/{official}"] = parameter.grad
+        elif "transpose" in official:  # [H, D, 4, D] was made from [H, 4 D, D]
+            results[f"grad_w/{official['transpose']}"] = parameter.grad.flatten(2).transpose(1, 2)
+        else:
+            parts.setdefault(official["split"], {})[official["part"]] = parameter.grad.flatten()
+    results |= {f"grad_w/{name}": torch.cat([part[k] for k in sorted(part)]) for name, part in parts.items()}
     return results, model
 
 

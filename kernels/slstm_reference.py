@@ -1,0 +1,57 @@
+"""The sLSTM cell as defined: one token after the other (arXiv:2405.04517, eq. 8-18).
+
+B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o.
+y [B, H, D] output, c cell, n normaliser, m stabiliser: c and n are stored divided by exp(m).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register, without_autocast
+
+
+class SLSTMState(NamedTuple):
+    """What an sLSTM remembers, each [B, H, D]. float32, or float64 where the inputs are."""
+
+    y: Tensor
+    c: Tensor
+    n: Tensor
+    m: Tensor
+
+
+def cell(gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState) -> SLSTMState:
+    """One token. gates [B, 4, H, D] before the recurrent part, recurrent [H, D, 4, D] from y, bias [4, H, D]."""
+    y, c, n, m = state
+    i, f, z, o = (gates + torch.einsum("bhd,hdge->bghe", y, recurrent) + bias).unbind(1)
+    through = m + F.logsigmoid(f)
+    m_new = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
+    write = torch.exp(i - m_new).clamp(max=1.0)
+    keep = torch.exp((through - m_new).clamp(max=0.0))
+    c = keep * c + write * torch.tanh(z)
+    n = keep * n + write
+    return SLSTMState(torch.sigmoid(o) * c / n, c, n, m_new)
+
+
+def run(
+    gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, SLSTMState]:
+    """The scan. gates [B, S, 4, H, D]; all in the dtype of the state. Returns y [B, S, H, D] and the last state."""
+    with without_autocast(gates.device.type):
+        S = gates.shape[1]
+        outputs: list[Tensor] = []
+        for t in reversed(range(S)) if reverse else range(S):
+            if resets is not None:
+                state = SLSTMState(*(s.masked_fill(resets[:, t, None, None], 0.0) for s in state))
+            state = cell(gates[:, t], recurrent, bias, state)
+            outputs.append(state.y)
+    if not outputs:
+        return gates.new_empty(gates.shape[0], 0, *gates.shape[3:]), state
+    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+
+
+register("slstm", "reference", run, always("the recurrent definition runs wherever torch does"))

@@ -1,0 +1,72 @@
+"""The sLSTM cell: scalar memories with exponential gates and recurrence within heads.   H heads, D head width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+@primitive("slstm")
+class SLSTM(Op):
+    """Scalar memory per feature, whose gates also read the head's own output one token before.
+
+    i, f, z, o are the gates before recurrence and bias, each [batch, seq, H * D]. It owns the recurrent matrices
+    [H, D, 4, D] (zero at first) and a bias per gate [H, D]; that of the forget gate falls from 5 to -7 over each head
+    (powerlaw). State per sequence: y, c, n and the stabiliser m, each [H, D], float32.
+    """
+
+    ports = (
+        Port("i", "input gate"),
+        Port("f", "forget gate"),
+        Port("z", "what is written"),
+        Port("o", "output gate"),
+    )
+    reads = "past"
+    reversible = True
+    heads: int = argument(..., "number of heads; must divide the width", ge=1)
+    source = "xLSTM (arXiv:2405.04517), eq. 8-18"
+
+    def shape(self, i: Wire, f: Wire, z: Wire, o: Wire) -> Wire:
+        must_divide(self.heads, i.features, "heads", "the width")
+        for name, wire in (("f", f), ("z", z), ("o", o)):
+            must_match(name, wire, i.features, "the width of i")
+        return i
+
+    def parameters(self, i: Wire, f: Wire, z: Wire, o: Wire) -> dict[str, Parameter]:
+        heads, width = self.heads, i.features // self.heads
+        zeros, ramp = Init("zeros"), Init("powerlaw", (0.0,))
+        out = {"recurrent": Parameter((heads, width, 4, width), zeros, decay=False, fan_in=width)}
+        for gate in "ifzo":
+            out[f"{gate}_bias"] = Parameter((heads, width), ramp if gate == "f" else zeros, decay=False)
+        return out
+
+    def state(self, i: Wire, f: Wire, z: Wire, o: Wire) -> dict[str, State]:
+        return {name: State((self.heads, i.features // self.heads)) for name in "ycnm"}
+
+    def macs(self, i: Wire, f: Wire, z: Wire, o: Wire) -> int:
+        return 4 * i.features * (i.features // self.heads) + 4 * i.features
+
+    def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels import SLSTMState, slstm
+
+        bias = torch.stack([p[f"{gate}_bias"] for gate in "ifzo"])
+        state = SLSTMState(**call.state) if call.state else None
+        out: Any = slstm(
+            i,
+            f,
+            z,
+            o,
+            p["recurrent"],
+            bias,
+            state=state,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+        )
+        y, last = out if call.keep else (out, None)
+        return y, last._asdict() if last else {}

@@ -1,0 +1,54 @@
+"""Parameter counts of the official tables (measured by instantiating the official classes), to the unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from seqblocks import check, graph
+
+SEVEN = "m*3 s m s m s m*32 s m s m s m*3"
+XLSTM = [  # spec, overrides, parameters
+    ("xlstm_125m", {}, 163_806_144),
+    ("xlstm_125m_7_1", {}, 163_690_928),
+    ("xlstm_125m", {"dim": 1024, "model.blocks.pattern": "m*48"}, 409_290_112),
+    ("xlstm_125m_7_1", {"dim": 1024, "model.blocks.pattern": SEVEN}, 408_436_048),
+    ("xlstm_125m", {"dim": 1536, "model.blocks.pattern": "m*48"}, 840_427_392),
+    ("xlstm_125m_7_1", {"dim": 1536, "model.blocks.pattern": SEVEN}, 839_736_144),
+    ("xlstm_1_3b", {}, 1_422_559_616),
+    ("xlstm_1_3b_7_1", {}, 1_420_065_104),
+    ("xlstm_125m", {"vocabulary": 50257}, 163_733_952),
+    ("xlstm_125m_7_1", {"vocabulary": 50257}, 163_618_736),
+    ("xlstm_125m_7_1", {"dim": 384, "vocabulary": 50257}, 60_575_792),
+    ("xlstm_7b", {}, 6_865_424_896),
+    ("xlstm_7b", {"dim": 768, "depth": 12, "heads": 4}, 162_303_840),
+    ("xlstm_7b", {"dim": 2048, "depth": 24, "heads": 4}, 1_420_839_104),
+    ("xlstm_7b", {"dim": 2560, "depth": 32, "heads": 5}, 2_780_449_600),
+    ("xlstm_7b", {"dim": 512, "depth": 6, "heads": 4, "vocabulary": 2048}, 21_399_088),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "wanted"), XLSTM)
+def test_xlstm(name: str, overrides: dict[str, object], wanted: int) -> None:
+    assert graph.count(check.load_model(name, overrides).graph) == wanted
+
+
+def test_tying_the_head_saves_one_embedding() -> None:
+    made = check.load_model("xlstm_125m", {"model.unembed.tie": "embed"})
+    assert graph.count(made.graph) == 125_172_672
+
+
+@pytest.mark.parametrize(
+    ("block", "dim", "wanted"),
+    [
+        ("mlstm_block", 768, 3_605_768),
+        ("mlstm_block", 2048, 25_344_008),
+        ("slstm_block", 768, 3_548_160),
+        ("slstm_block", 1024, 6_238_208),
+        ("slstm_block", 2048, 24_928_256),
+        ("xlstm_large_block", 4096, 201_666_576),
+    ],
+)
+def test_blocks(block: str, dim: int, wanted: int) -> None:
+    text = f"seqblocks: 1\nuse: [xlstm]\nmodel: {{input: {{features: {dim}}}, steps: [{{{block}: {{dim: {dim}}}}}]}}"
+    file, model = check.load_text(text)
+    assert graph.count(check.require_model(file, model).graph) == wanted
