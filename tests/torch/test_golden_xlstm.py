@@ -21,6 +21,7 @@ CASES = sorted(p.stem for name in NAMES for p in (golden.FOLDER / "xlstm").glob(
 
 def layer_spec(config: dict[str, Any]) -> str:
     dim, kernel = config["embedding_dim"], config["conv1d_kernel_size"]
+    gates = "c" if kernel else "input"
     conv = f"      - causal_conv: {{kernel: {kernel}, activation: silu, as: c}}\n" if kernel else ""
     return f"""
 seqblocks: 1
@@ -28,7 +29,7 @@ use: [xlstm]
 blocks:
   whole:
     steps:
-{conv}      - slstm_layer: {{from: input, gates: {"c" if kernel else "input"}, dim: {dim}, heads: {config["num_heads"]}, name: it}}
+{conv}      - slstm_layer: {{from: input, gates: {gates}, dim: {dim}, heads: {config["num_heads"]}, name: it}}
     checkpoint: {{it: "", c: conv1d.conv}}
 model: {{input: {{features: {dim}}}, steps: [whole]}}
 checkpoint: {{whole: ""}}
