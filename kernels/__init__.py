@@ -8,6 +8,7 @@ from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "mlstm",
     "mlstm_init_state",
     "mlstm_step",
+    "selective_scan",
     "slstm",
     "use_backend",
     "why",

@@ -155,6 +155,8 @@ class Scan(Combinator):
         owned: set[str] = set()
         for wanted in self.own if isinstance(self.own, list) else ():
             found = {n for n in names if n == wanted or n.startswith(wanted + ".")}
+            if not found and any(node.type is None for node in graph.walk(body)):
+                continue  # what is not known yet may own it
             if not found:
                 raise Fault(
                     "E312",

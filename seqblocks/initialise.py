@@ -65,6 +65,16 @@ def _powerlaw(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generato
     return (5 - 12 * ramp ** (0.3 + 1.3 * init.values[0])).expand(shape).clone()
 
 
+def _log_range(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return torch.arange(1, shape[-1] + 1).float().log().expand(shape).clone()
+
+
+def _inverse_softplus(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    low, high, floor = init.values
+    steps = _uniform(shape, math.log(low), math.log(high), g).exp().clamp(min=floor)
+    return steps + torch.log(-torch.expm1(-steps))
+
+
 DRAWS: dict[str, Draw] = {
     "zeros": lambda shape, init, fan_in, g: torch.zeros(shape),
     "ones": lambda shape, init, fan_in, g: torch.ones(shape),
@@ -78,4 +88,6 @@ DRAWS: dict[str, Draw] = {
     "small": _small,
     "wang": _wang,
     "powerlaw": _powerlaw,
+    "log_range": _log_range,
+    "inverse_softplus": _inverse_softplus,
 }

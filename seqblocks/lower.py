@@ -19,7 +19,7 @@ from seqblocks.document import Node, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
-from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, fields_of, find_primitive, load_plugins
+from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, field_infos, fields_of, find_primitive, load_plugins
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Step
 from seqblocks.spec import STEP_KEYS, Block, SpecFile, bundled
@@ -194,7 +194,7 @@ class Frame(Wiring):
                 )
                 self.fault(fault, span)
                 sound = False
-        for key, info in cls.model_fields.items():
+        for key, info in field_infos(cls).items():
             extra = info.json_schema_extra
             if isinstance(extra, dict) and extra.get("inherit") == self.shared.input_kind and key not in values:
                 values[key] = self.shared.input_features
@@ -213,7 +213,7 @@ class Frame(Wiring):
     def _invalid(self, step: Step, cls: type[BaseModel], item: Any) -> None:
         key = str(item["loc"][0]) if item["loc"] else None
         if item["type"] == "missing":
-            info = cls.model_fields.get(key or "")
+            info = field_infos(cls).get(key or "")
             about = info.description if info else None
             hint = f"{key}: {about}"
             self.fault(Fault("E202", f"{step.verb} needs {quote(key or '?')}", hint=hint), step.span)

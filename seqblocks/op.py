@@ -193,7 +193,12 @@ class FieldKind(NamedTuple):
 @lru_cache(maxsize=1024)
 def fields_of(model: type[BaseModel]) -> dict[str, FieldKind]:
     """The kind of every argument of an op or combinator, by the name that YAML uses."""
-    return {info.alias or name: field_kind(info.annotation) for name, info in model.model_fields.items()}
+    return {name: field_kind(info.annotation) for name, info in field_infos(model).items()}
+
+
+def field_infos(model: type[BaseModel]) -> dict[str, Any]:
+    """pydantic's record of every argument, by the name that YAML uses (an alias where Python has the name for a method)."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def field_kind(annotation: Any) -> FieldKind:

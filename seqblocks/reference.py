@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.expressions import FUNCTIONS
-from seqblocks.op import PRIMITIVES, FieldKind, Op, fields_of, load_builtin, load_plugins
+from seqblocks.op import PRIMITIVES, FieldKind, Op, field_infos, fields_of, load_builtin, load_plugins
 from seqblocks.parameters import INITIALISERS
 
 Verb = type[Op] | type[Combinator]
@@ -53,7 +53,7 @@ def facts(verb: Verb) -> dict[str, Any]:
 
 
 def _argument(verb: type[BaseModel], name: str, kind: FieldKind) -> dict[str, Any]:
-    info = verb.model_fields[name]
+    info = field_infos(verb)[name]
     required = info.is_required()
     default = None if required or info.default is PydanticUndefined else info.default
     limits = [f"{said} {getattr(m, key):g}" for m in info.metadata for key, said in _LIMITS.items() if hasattr(m, key)]

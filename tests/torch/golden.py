@@ -22,7 +22,8 @@ FOLDER = Path(__file__).parent.parent / "golden"
 
 def read(case: str) -> tuple[Any, dict[str, Any]]:
     """The arrays and the meta record of `folder/name`."""
-    data = np.load(FOLDER / f"{case}.npz")
+    with np.load(FOLDER / f"{case}.npz") as file:
+        data = dict(file)
     return data, json.loads(str(data["meta"]))
 
 
@@ -31,7 +32,7 @@ def run(
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Output and gradients under the official names; several inputs are joined along the features, in this order."""
     model = seqblocks.build_text(spec, dtype=dtype).eval()
-    load_official(model, {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data.files if k.startswith("w/")})
+    load_official(model, {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data if k.startswith("w/")})
     given = [torch.from_numpy(data[f"in/{name}"]) for name in inputs]
     given = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in given]
     y = model(given[0] if len(given) == 1 else torch.cat(given, -1))
@@ -54,7 +55,7 @@ def run(
 
 def compare64(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor], bar: float) -> None:
     """Every output and gradient of the case, to `bar` relative to the value and to the largest of its array."""
-    assert set(results) == {k for k in data.files if k == "out" or k.startswith("grad_")}
+    assert set(results) == {k for k in data if k == "out" or k.startswith("grad_")}
     for key, found in results.items():
         scale = max(meta["max_abs"].get(key, 1.0), 1.0)
         np.testing.assert_allclose(found.numpy(), data[key], rtol=bar, atol=bar * scale, err_msg=key)

@@ -94,7 +94,7 @@ def test_the_state_after_stepping(case: str) -> None:
             _, state = model.step(x[:, t], state)
     found = {name.split(".")[-1]: tensor for name, tensor in flat(states.detach(state))}
     names = ("state_kscaled/c", "state_kscaled/n", "state_kscaled/m")
-    if names[0] not in data.files:
+    if names[0] not in data:
         names = ("state/mlstm_state/0", "state/mlstm_state/1", "state/mlstm_state/2")
         window = torch.from_numpy(data["state/conv_state/0"])
         torch.testing.assert_close(found["window"], window[:, 1:], rtol=1e-10, atol=1e-10)

@@ -118,7 +118,7 @@ def load(case: str) -> tuple[Any, dict[str, Any], str, tuple[str, ...]]:
     data, meta = golden.read(f"xlstm/{case}")
     specs = {"slstm_layer": layer_spec, "slstm_block": block_spec, "xlstm_large": large_spec}
     spec = next((make for name, make in specs.items() if case.startswith(name)), stack_spec)
-    return data, meta, spec(meta["config"]), ("idx",) if "in/idx" in data.files else ("x",)
+    return data, meta, spec(meta["config"]), ("idx",) if "in/idx" in data else ("x",)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,7 +155,7 @@ def test_the_state_after_stepping(case: str) -> None:
             _, state = model.step(x[:, t], state)
     found = dict(flat(state))
     compared = 0
-    for key in (k for k in data.files if k.startswith("state/")):
+    for key in (k for k in data if k.startswith("state/")):
         theirs = torch.from_numpy(data[key])
         parts = key.split("/")[1:]
         block = f"blocks.{parts[0][6:]}." if parts[0].startswith("block_") else ""

@@ -60,7 +60,7 @@ def test_official_cell(case: str, form: str) -> None:
         D = kernel.shape[-1]
         recurrent = kernel.transpose(1, 2).reshape(H, D, 4, D)
         state = None
-        if "in/state0" in data.files:
+        if "in/state0" in data:
             state = SLSTMState(*torch.from_numpy(data["in/state0"]).to(dtype).reshape(4, B, H, D).unbind(0))
         y, last = slstm(
             *x.chunk(4, -1), recurrent, flat_bias.view(4, H, D), state=state, return_state=True, backend=form

@@ -1,0 +1,109 @@
+"""The selective scan of Mamba (arXiv:2312.00752): a diagonal state per channel whose step, input and output depend on
+the token.
+
+B batch, S sequence, E channels, G groups of channels, N states of a channel. With dt = softplus(dt + dt_bias):
+
+    h' = exp(dt A) h + dt B u          y = sum_n C h' + D u          y * silu(z)
+
+The decay is exact, the input is Euler's. With complex A, y is twice the real part of the sum.
+
+Forms: `selective_scan_reference.py` (this), `selective_scan_torch.py` (chunk by chunk).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks.kernels import dispatch
+
+__all__ = ["selective_scan"]
+
+dispatch.load_forms("selective_scan")
+
+
+def selective_scan(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the scan over a sequence.
+
+    u, dt, z [B, S, E]; A [E, N], real (negative) or complex; B, C [E, N] constant, [B, S, N] per token, or
+    [B, S, G, N] per token and group; D, dt_bias [E]. state [B, E, N]: zeros if not given.
+    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
+    reverse: scan from right to left.
+
+    Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
+    float64 if any input is (complex64, complex128 with a complex A). The torch form has first derivatives only.
+    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    """
+    _check(u, dt, A, B, C, state, resets)
+    E, N = A.shape
+    double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
+    real = torch.float64 if double else torch.float32
+    kind = (torch.complex128 if double else torch.complex64) if A.is_complex() else real
+    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+    if any(x.dim() == 2 for x in (B, C)):
+        groups = E  # a constant differs from channel to channel
+    wide = u.to(real).unflatten(-1, (groups, -1))
+    step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
+    step = (F.softplus(step) if dt_softplus else step).unflatten(-1, (groups, -1))
+    matrix = A.to(kind).view(groups, E // groups, N)
+    reads, writes = (_per_token(x.to(kind), u.shape, groups) for x in (C, B))
+    h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
+    run = dispatch.choose(
+        "selective_scan", backend, device=u.device.type, dtype=u.dtype, states=N, complex=A.is_complex(),
+        resets=resets is not None, reverse=reverse,
+    )
+    y, last = run(
+        wide, step, matrix, writes, reads, h.view(-1, groups, E // groups, N),
+        None if resets is None else resets.bool(), reverse,
+    )
+    y = y.flatten(2)
+    if D is not None:
+        y = y + D.to(real) * u.to(real)
+    if z is not None:
+        y = y * F.silu(z.to(real))
+    y = y.to(u.dtype)
+    return (y, last.flatten(1, 2)) if return_state else y
+
+
+def _per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
+    """[B, S, G, N] from a constant, per-token or grouped matrix."""
+    if x.dim() == 2:
+        return x.expand(shape[0], shape[1], *x.shape)
+    if x.dim() == 3:
+        return x.unsqueeze(2).expand(-1, -1, groups, -1)
+    return x.repeat_interleave(groups // x.shape[2], 2) if x.shape[2] != groups else x
+
+
+def _check(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, resets: Tensor | None
+) -> None:
+    if u.dim() != 3 or dt.shape != u.shape or A.dim() != 2 or A.shape[0] != u.shape[2]:
+        raise ValueError(
+            "selective_scan wants u, dt [B, S, E] and A [E, N]; "
+            f"got u {list(u.shape)}, dt {list(dt.shape)}, A {list(A.shape)}"
+        )
+    batch, S, E = u.shape
+    N = A.shape[1]
+    for name, x in (("B", B), ("C", C)):
+        grouped = x.dim() == 4 and x.shape[:2] == (batch, S) and x.shape[3] == N and E % max(1, x.shape[2]) == 0
+        if not (grouped or x.shape in ((E, N), (batch, S, N))):
+            raise ValueError(
+                f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
+                f"got {list(x.shape)}"
+            )
+    if state is not None and state.shape != (batch, E, N):
+        raise ValueError(f"selective_scan wants a state [{batch}, {E}, {N}]; got {list(state.shape)}")
+    if resets is not None and resets.shape != u.shape[:2]:
+        raise ValueError(f"selective_scan wants resets [B, S] = {[batch, S]}; got {list(resets.shape)}")

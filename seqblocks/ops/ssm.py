@@ -1,0 +1,112 @@
+"""The selective state space: a diagonal state per channel, steered by the token.   E channels, N states, G groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+@primitive("ssm")
+class SSM(Op):
+    """Selective scan: h = exp(dt A) h + dt B x, y = C h + D x, then y * silu(z) if there is a gate.
+
+    x and dt are [batch, seq, E], B and C [batch, seq, G * N]; where B or C is not given, it is a constant of its own,
+    [E, N]. A = -exp(A_log), A_log [E, N] from log(1..N); D [E] from 1. State per sequence: h [E, N], float32.
+    """
+
+    ports = (
+        Port("x", "the channels", main=True),
+        Port("dt", "the step of each channel, before its softplus"),
+        Port("B", "how the input enters the states", optional=True),
+        Port("C", "how the states are read", optional=True),
+        Port("z", "a gate: the result is multiplied by silu(z)", optional=True),
+    )
+    reads = "past"
+    reversible = True
+    state_size: int = argument(16, "states of a channel, N", ge=1, alias="state")
+    groups: int = argument(1, "groups of channels with a B and a C of their own, G", ge=1)
+    softplus: bool = argument(True, "whether dt goes through a softplus")
+    skip: bool = argument(True, "whether D x is added")
+    source = "Mamba (arXiv:2312.00752), S6"
+
+    def shape(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> Wire:
+        must_match("dt", dt, x.features, "the width of x")
+        must_divide(self.groups, x.features, "groups", "the width of x")
+        for name, wire in (("B", B), ("C", C)):
+            if wire:
+                must_match(name, wire, self.groups * self.state_size, "states of each group")
+        if z:
+            must_match("z", z, x.features, "the width of x")
+        if self.groups > 1 and (B is None or C is None):
+            raise Fault("E411", "groups are of B and C, so both must be given", at="groups", hint="groups: 1")
+        return x
+
+    def parameters(
+        self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None
+    ) -> dict[str, Parameter]:
+        size = (x.features, self.state_size)
+        out = {"A_log": Parameter(size, Init("log_range"), decay=False, full_precision=True)}
+        if B is None:
+            out["B"] = Parameter(size, Init("ones"), decay=False)
+        if C is None:
+            out["C"] = Parameter(size, Init("normal", (0.0, 1.0)), decay=False)
+        if self.skip:
+            out["D"] = Parameter(size[:1], Init("ones"), decay=False, full_precision=True)
+        return out
+
+    def state(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> dict[str, State]:
+        return {"h": State((x.features, self.state_size))}
+
+    def macs(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> int:
+        """Decay, input and reading of every state."""
+        return x.features * (4 * self.state_size + int(self.skip) + int(z is not None))
+
+    def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels import selective_scan
+
+        def matrix(given: Any, own: str) -> Any:
+            if given is None:
+                return p[own]
+            return given.unflatten(-1, (self.groups, self.state_size)) if self.groups > 1 else given
+
+        A_log = p["A_log"]
+        exact = A_log if A_log.dtype == torch.float64 else A_log.float()
+        out: Any = selective_scan(
+            x,
+            dt,
+            -torch.exp(exact),
+            matrix(B, "B"),
+            matrix(C, "C"),
+            D=p.get("D"),
+            z=z,
+            dt_softplus=self.softplus,
+            state=call.state["h"] if call.state else None,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+        )
+        y, last = out if call.keep else (out, None)
+        return y, {"h": last} if call.keep else {}
+
+
+@primitive("layer_scale")
+class LayerScale(Op):
+    """Multiply every feature by a learned gain that starts small."""
+
+    start: float = argument(1e-5, "what the gains start at")
+    source = "CaiT (arXiv:2103.17239)"
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        return {"weight": Parameter((x.features,), Init("constant", (self.start,)), decay=False)}
+
+    def macs(self, x: Wire) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return x * p["weight"]
