@@ -144,7 +144,8 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return _convolve(x, weight, None, 0)
+        with torch.autocast(x.device.type, enabled=False):  # the backward pass runs outside of it
+            return _convolve(x, weight, None, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

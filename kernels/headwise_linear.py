@@ -29,7 +29,7 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
     run = dispatch.choose("headwise_linear", backend, device=x.device.type, dtype=x.dtype, block=tuple(weight.shape))
     y = run(x, weight)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def cell(
     # C' = keep C + write k v^T
     C = torch.addcmul(keep[..., None] * C, (write * k)[..., None], v[..., None, :])
     n = keep * n + write * k
-    h = (q[..., None, :] @ C).squeeze(-2)
+    h = (q[..., None] * C).sum(-2)  # not a matrix product, which autocast would round
     if normalize:
         floor = torch.exp((-m_new).clamp(max=largest_exponent(m.dtype)))[..., None]
         h = h / (torch.maximum((q * n).sum(-1, keepdim=True).abs(), floor) + eps)

@@ -19,7 +19,17 @@ from seqblocks.document import Node, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
-from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, builtin_verbs, field_infos, fields_of, find_primitive, load_plugins
+from seqblocks.op import (
+    PRIMITIVES,
+    FieldKind,
+    Op,
+    Port,
+    builtin_verbs,
+    field_infos,
+    fields_of,
+    find_primitive,
+    load_plugins,
+)
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Step
 from seqblocks.spec import STEP_KEYS, Block, SpecFile, bundled

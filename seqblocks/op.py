@@ -197,7 +197,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldKind]:
 
 
 def field_infos(model: type[BaseModel]) -> dict[str, Any]:
-    """pydantic's record of every argument, by the name that YAML uses (an alias where Python has the name for a method)."""
+    """pydantic's record of every argument, by the name that YAML uses (an alias where a method has the name)."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 

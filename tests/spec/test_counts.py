@@ -32,6 +32,25 @@ def test_xlstm(name: str, overrides: dict[str, object], wanted: int) -> None:
     assert graph.count(check.load_model(name, overrides).graph) == wanted
 
 
+MAMBA = [
+    ("mamba_130m", {}, 129_135_360),
+    ("mamba_370m", {}, 371_516_416),
+    ("mamba_790m", {}, 793_204_224),
+    ("mamba_1_4b", {}, 1_372_178_432),
+    ("mamba_2_8b", {}, 2_768_345_600),
+    ("vim_tiny", {}, 7_148_008),
+    ("vim_small", {}, 25_796_584),
+    ("vim_base", {}, 97_598_440),
+    ("vim_tiny", {"model.patch_embed.stride": 8}, 7_250_344),
+    ("vim_small", {"model.patch_embed.stride": 8}, 26_001_256),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "wanted"), MAMBA)
+def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], wanted: int) -> None:
+    assert graph.count(check.load_model(name, overrides).graph) == wanted
+
+
 def test_tying_the_head_saves_one_embedding() -> None:
     made = check.load_model("xlstm_125m", {"model.unembed.tie": "embed"})
     assert graph.count(made.graph) == 125_172_672

@@ -102,7 +102,9 @@ model:
         name: layers
         times: {cfg["n_layer"]}
         steps:
-          - residual: {{name: block, steps: [{norm}, mamba_mixer: {{name: mixer, dim: {dim}, state: {cfg["d_state"]}}}]}}
+          - residual:
+              name: block
+              steps: [{norm}, mamba_mixer: {{name: mixer, dim: {dim}, state: {cfg["d_state"]}}}]
     - {norm.replace("name: norm", "name: norm_f")}
     - unembed: {{bias: false, tie: embed}}
 checkpoint:

@@ -160,6 +160,17 @@ def test_low_precision(form, dtype):
     assert torch.autograd.grad(y.sum(), x)[0].dtype == dtype
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mixing", [False, True])
+def test_autocast(form, mixing):
+    x, weight, bias, _ = case(S=30, mixing=mixing, dtype=torch.float32)
+    expected = with_gradients([causal_conv(x, weight, bias, backend=form)], [x, weight, bias])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = causal_conv(x, weight, bias, backend=form)
+    # matrix products may be bfloat16 (eps 2^-7) under autocast: a few roundings of sums of up to 60 products
+    assert_near([t.float() for t in with_gradients([y.float()], [x, weight, bias])], expected, 0.05)
+
+
 def test_the_last_state_does_not_hold_on_to_the_sequence():
     x, weight, _, _ = case(S=1000)
     _, last = causal_conv(x, weight, return_state=True)

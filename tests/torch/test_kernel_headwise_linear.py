@@ -73,6 +73,14 @@ def test_low_precision(form, dtype):
     assert (y.double() - headwise_linear(x.double(), weight.double())).abs().max() <= 4 * 8 * torch.finfo(dtype).eps
 
 
+def test_autocast_gives_what_a_linear_gives():
+    x, weight, bias = (draw(*shape, dtype=torch.float32) for shape in ((2, 24), (6, 4, 4), (24,)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = headwise_linear(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+
+
 def test_strided_input():
     x = draw(24, 5, 2).transpose(0, 2)
     weight = draw(6, 4, 4, seed=1)

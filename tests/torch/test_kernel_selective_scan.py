@@ -1,4 +1,7 @@
-"""The selective scan: its forms against each other, the state law, the extremes. Official numbers: test_golden_mamba.py."""
+"""The selective scan: its forms against each other, the state law, the extremes.
+
+Official numbers: test_golden_mamba.py.
+"""
 
 from __future__ import annotations
 

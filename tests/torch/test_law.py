@@ -18,6 +18,7 @@ SMALL = {
     "xlstm_125m_7_1": {"dim": 16, "vocabulary": 11, "model.blocks.pattern": "m s m"},
     "xlstm_7b": {"dim": 16, "heads": 2, "depth": 2, "vocabulary": 11},
     "vil_small_block": {"dim": 8},
+    "mamba_130m": {"dim": 16, "depth": 2, "vocabulary": 11},
 }
 
 
