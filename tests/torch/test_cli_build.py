@@ -93,5 +93,5 @@ def test_seven_billion_parameters_on_meta(tmp_path: Path, root: Path) -> None:
     megabytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     assert "6,88" in done.stdout or "7," in done.stdout
     print(f"{seconds:.1f} s, {megabytes:.0f} MB (largest child of this process so far)")
-    assert seconds < 8
+    assert seconds < 8  # it takes 1.1 s on a quiet machine
     assert megabytes < 1024
