@@ -9,6 +9,7 @@ Writes into --out: the model (digits.pt, weights and spec in one file) and a plo
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -26,10 +27,14 @@ from seqblocks.checkpoint import restore, save
 def main() -> int:
     """Train, plot, save, load again."""
     options = arguments()
+    require_extras()
     torch.manual_seed(options.seed)
     train, test = data()
-    changes = dict(text.split("=", 1) for text in options.set)
-    model = seqblocks.build(options.spec, set={k: seqblocks.yaml(v) for k, v in changes.items()}, seed=options.seed)
+    try:
+        model = seqblocks.build(options.spec, set=dict(options.set), seed=options.seed)
+    except seqblocks.SeqblocksError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
     count = sum(p.numel() for p in model.parameters())
     print(f"{options.spec}: {count:,} parameters; {len(train[0]):,} images to learn from, {len(test[0]):,} to test on")
 
@@ -48,7 +53,9 @@ def main() -> int:
     if found != last:
         print(f"the saved model has accuracy {found:.2%} and had {last:.2%}", file=sys.stderr)
         return 1
-    print(f"test accuracy {found:.2%} after {len(history)} epochs in {seconds:.0f} s, loaded again from {path}")
+    epochs = "1 epoch" if len(history) == 1 else f"{len(history)} epochs"
+    print(f"test accuracy {found:.2%} after {epochs} in {seconds:.0f} s, {count:,} parameters")
+    print(f"the model, loaded again with the same accuracy: {path}")
     print(f"loss and accuracy: {options.out / 'digits.png'}")
     return 0
 
@@ -57,22 +64,44 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small Vision-LSTM on handwritten digits.")
     parser.add_argument("--spec", default="vil_digits", help="a bundled spec or a path")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value of the spec")
-    parser.add_argument("--epochs", type=int, default=80)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument(
+        "--set", action="append", default=[], type=change, metavar="PATH=VALUE", help="override a value of the spec"
+    )
+    parser.add_argument("--epochs", type=positive, default=80)
+    parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
     return parser.parse_args()
 
 
+def change(text: str) -> tuple[str, Any]:
+    """The name and the value of `depth=6`."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"'{text}' is not PATH=VALUE, such as depth=6")
+    return name, seqblocks.yaml(value)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1")
+    return int(text)
+
+
+def require_extras() -> None:
+    """Leave before any work is done if what only this example needs is missing."""
+    if missing := [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]:
+        print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
+        sys.exit(4)  # as the command line does where an extra is absent
+
+
 def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(images [n, 1, 8, 8] between 0 and 1, labels [n]) to learn from and, a quarter of them, to test on."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ModuleNotFoundError:
-        sys.exit("this example needs scikit-learn and matplotlib: pip install 'seqblocks[examples]'")
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(digits.target)
@@ -105,11 +134,11 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
                     schedule.step()
                     total += loss.item() * len(index)
                     progress.advance(task)
-                history.append({"loss": total / len(labels), "accuracy": accuracy(model, *test)})
+                now = {"loss": total / len(labels), "accuracy": accuracy(model, *test)}
                 save(model, path)  # the latest, not the best on the test images: those are not for choosing
-                progress.update(task, description=f"epoch {epoch + 1}: test accuracy {history[-1]['accuracy']:.2%}")
+                history.append(now)  # after it is saved: an interrupt leaves a history that ends with the saved model
+                progress.update(task, description=f"epoch {epoch + 1}: test accuracy {now['accuracy']:.2%}")
                 if not sys.stdout.isatty() and (epoch + 1) % 10 == 0:
-                    now = history[-1]
                     print(f"epoch {epoch + 1}: loss {now['loss']:.3f}, test accuracy {now['accuracy']:.2%}")
     except KeyboardInterrupt:
         print("\nstopped; the model of the last full epoch is kept")

@@ -24,6 +24,7 @@ with torch.no_grad():
     logits = model(image)
 count = sum(p.numel() for p in model.parameters())
 print(f"image {list(image.shape)} -> logits {list(logits.shape)}, {count:,} parameters")
+print("logits " + " ".join(f"{value:.2f}" for value in logits[0].tolist()))
 
 # A spec of your own, as text: it reads only the past, so it can be run step by step.
 STREAM = """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def run(root: Path, *command: str, timeout: float = 120, threads: str | None = N
 def test_quickstart(root: Path) -> None:
     printed = run(root, "examples/quickstart.py")
     assert "image [1, 1, 8, 8] -> logits [1, 10], 73,626 parameters" in printed
+    assert len(re.search(r"^logits (.+)$", printed, re.M)[1].split()) == 10  # type: ignore[index]
     worst = float(re.search(r"step by step, to (\S+)", printed)[1])  # type: ignore[index]
     assert worst < 1e-5  # float32: about 30 units in the last place of values of order one
 
@@ -42,6 +45,56 @@ def digits(root: Path, out: Path, *options: str, timeout: float = 120) -> float:
 
 def test_digits_for_two_epochs(root: Path, tmp_path: Path) -> None:
     assert digits(root, tmp_path / "out", "--epochs", "2", "--set", "depth=2") > 5
+
+
+def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
+    command = [sys.executable, "examples/digits.py", "--out", str(tmp_path), "--epochs", "10000", "--set", "depth=2"]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 100
+        while child.poll() is None and not (tmp_path / "digits.pt").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)  # somewhere within the second epoch, or a later one
+        child.send_signal(signal.SIGINT)
+        printed, complaints = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 0, complaints
+    assert "the model of the last full epoch is kept" in printed
+    assert re.search(r"test accuracy [\d.]+% after \d+ epochs? in", printed)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["digits.png", "digits.pt"]
+
+
+def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple[int, str]:
+    """How digits.py ends and what it says where it cannot start; it must leave nothing behind."""
+    code = f"import runpy, sys; {before}; runpy.run_path('examples/digits.py', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--out", str(out), *options]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+    return done.returncode, done.stderr
+
+
+def test_digits_says_what_is_missing_before_it_trains(root: Path, tmp_path: Path) -> None:
+    for name in ("sklearn", "matplotlib"):
+        status, said = refusal(root, tmp_path / "out", before=f"sys.modules['{name}'] = None")
+        assert status == 4
+        assert f"no {name}" in said
+        assert "pip install 'seqblocks[examples]'" in said
+
+
+def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
+    assert refusal(root, tmp_path / "out", "--set", "depth")[0] == 2
+    assert refusal(root, tmp_path / "out", "--epochs", "0")[0] == 2
+    pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
+    status, said = refusal(root, tmp_path / "out", "--spec", "vil_digit")
+    assert status == 1
+    assert "vil_digit" in said
 
 
 @pytest.mark.slow
