@@ -4,6 +4,7 @@ Each has up to three forms behind one signature (reference, torch, Triton); `dis
 """
 
 from seqblocks.kernels.causal_conv import causal_conv
+from seqblocks.kernels.centaurus import centaurus
 from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
@@ -17,6 +18,7 @@ __all__ = [
     "SLSTMState",
     "Verdict",
     "causal_conv",
+    "centaurus",
     "head_norm",
     "headwise_linear",
     "mlstm",

@@ -42,7 +42,7 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         return sum(m for m in inside if m is not None) * max(1, len(node.directions))
     if node.type and node.type.kind == "vector" and node.macs:
         return node.macs / tokens if tokens else None
-    return float(node.macs)
+    return node.macs / node.type.every if node.type else float(node.macs)
 
 
 def count_state(body: Graph) -> int:

@@ -65,6 +65,10 @@ def _powerlaw(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generato
     return (5 - 12 * ramp ** (0.3 + 1.3 * init.values[0])).expand(shape).clone()
 
 
+def _ramp(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return (torch.arange(shape[-1]) * init.values[0]).expand(shape).clone()
+
+
 def _log_range(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
     return torch.arange(1, shape[-1] + 1).float().log().expand(shape).clone()
 
@@ -88,6 +92,7 @@ DRAWS: dict[str, Draw] = {
     "small": _small,
     "wang": _wang,
     "powerlaw": _powerlaw,
+    "ramp": _ramp,
     "log_range": _log_range,
     "inverse_softplus": _inverse_softplus,
 }

@@ -75,6 +75,7 @@ INITIALISERS: dict[str, Initialiser] = {
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
     "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
     "small": Initialiser((("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in"),
+    "ramp": Initialiser((("step", None),), "0, step, 2 step, … over the last axis (frequencies of S4D-Lin: pi)"),
     "log_range": Initialiser((), "log(1), log(2), … over the last axis (the decay rates of S4D-real)"),
     "inverse_softplus": Initialiser(
         (("low", 1e-3), ("high", 0.1), ("floor", 1e-4)),

@@ -33,6 +33,7 @@ class Wire:
     length: Size | None = None
     grid: tuple[int, int] | None = None
     origin: Origin | None = field(default=None, compare=False)
+    every: int = 1  # how many tokens of the model's input one token here stands for
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -54,6 +55,13 @@ class Wire:
     def with_features(self, features: int) -> Wire:
         """The same wire with a width of its own (whose origin the caller stamps)."""
         return replace(self, features=features, origin=None if features != self.features else self.origin)
+
+    def at_rate(self, every: int) -> Wire:
+        """The same wire where a token stands for so many of the input's tokens (a multiple or a divisor of now)."""
+        if isinstance(self.length, int):
+            return replace(self, length=self.length * self.every // every, grid=None, every=every)
+        name = (self.length or "seq").partition("/")[0]
+        return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every)
 
     def made_by(self, origin: Origin) -> Wire:
         """Stamp who fixed the width, unless it came through unchanged."""

@@ -51,6 +51,27 @@ def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], wanted:
     assert graph.count(check.load_model(name, overrides).graph) == wanted
 
 
+def test_centaurus() -> None:
+    """By the closed forms: neck 3NM + N + N(H + G), pointwise 2NM + N + NM(H + G), full 3NM + 3N with N = H G."""
+
+    def neck(h: int, g: int, n: int, m: int = 8) -> int:
+        return 3 * n * m + n + n * (h + g)
+
+    def pointwise(h: int, g: int, n: int, m: int = 8) -> int:
+        return 2 * n * m + n + n * m * (h + g)
+
+    def full(h: int, g: int, m: int = 8) -> int:
+        return 3 * h * g * m + 3 * h * g
+
+    encoder = full(1, 16) + 16 + 16 + full(16, 32, 4) + 32 + 16 * 32  # layer, norm, skip
+    words = neck(32, 64, 64) + 64 + 32 * 64 + neck(64, 64, 64) + 64
+    words += pointwise(64, 128, 32) + 128 + 64 * 128 + pointwise(128, 128, 32) + 128 + 129 * 128 + 129 * 35
+    assert graph.count(check.load_model("centaurus_keywords").graph) == encoder + words
+    speech = neck(32, 96, 64) + 96 + 32 * 96 + 2 * (pointwise(96, 96, 32) + 96) + 97 * 32
+    speech += 65 * 32 + neck(32, 16, 64) + 16 + 32 * 16 + 33 * 16 + neck(16, 16, 32) + 16 + 17
+    assert graph.count(check.load_model("centaurus_denoiser").graph) == encoder + speech
+
+
 def test_tying_the_head_saves_one_embedding() -> None:
     made = check.load_model("xlstm_125m", {"model.unembed.tie": "embed"})
     assert graph.count(made.graph) == 125_172_672

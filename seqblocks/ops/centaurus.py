@@ -1,0 +1,129 @@
+"""Centaurus: a bank of complex states as a long convolution.   H features in, G out, N state channels, M sub-states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, argument, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+@primitive("centaurus")
+class Centaurus(Op):
+    """A time-invariant state space whose channels are joined to the features as a convolution's are.
+
+    With p = exp(dt A): s' = p s + dt B x, y = C sum_m E Re s'. The mode says what B and C join:
+
+    neck: dense B [N, H] and C [G, N]; E [N, M] mixes the sub-states of a channel.
+    pointwise (or s5): every sub-state is a channel: B [N M, H], C [G, N M], no E.
+    dws: a channel per feature, B and C [H]. full: a channel per pair of features, B and C [G H].
+
+    A = -softplus(A_real) + i A_imag, [N, M]; dt = exp(log_dt), [N], from 0.001 to 0.1. State per sequence
+    [N, M, 2] (pointwise [N M, 1, 2]): real and imaginary part, float32.
+    """
+
+    reads = "past"
+    reversible = True
+    mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "what joins channels and features")
+    state_size: int | None = argument(
+        None, "state channels, N (default: the width of x; given by the widths in dws and full)", ge=1, alias="state"
+    )
+    sub_states: int = argument(8, "complex sub-states of a channel, M", ge=1)
+    features: int | None = argument(None, "width of the output, G (default: the width of x)", ge=1)
+    hold: Literal["euler", "zoh"] = argument("euler", "a token enters by dt, or as if it held for dt (exact)")
+    stable: bool = argument(True, "whether A's real part is kept negative: -softplus(A_real), else A_real itself")
+    source = "Centaurus (ICLR 2025, openreview PkpNRmBZ32)"
+
+    @property
+    def dense(self) -> bool:
+        return self.mode in ("neck", "pointwise", "s5")
+
+    def sizes(self, x: Wire) -> tuple[int, int, int]:
+        """Outputs G, rows of A, and channels that B and C join."""
+        out = self.features or x.features
+        rows = {"dws": x.features, "full": x.features * out}.get(self.mode, self.state_size or x.features)
+        return out, rows, rows * self.sub_states if self.mode in ("pointwise", "s5") else rows
+
+    def shape(self, x: Wire) -> Wire:
+        out, rows, _ = self.sizes(x)
+        if self.mode == "dws" and out != x.features:
+            raise Fault(
+                "E402",
+                "in mode dws features do not mix, so the width stays",
+                at="features",
+                expected=str(x.features),
+                found=str(out),
+                hint="a linear step behind it mixes them",
+            )
+        if not self.dense and self.state_size not in (None, rows):
+            raise Fault(
+                "E402",
+                f"mode {self.mode} has a channel for each {'feature' if self.mode == 'dws' else 'pair of features'}",
+                at="state",
+                expected=str(rows),
+                found=str(self.state_size),
+                hint="leave `state` out",
+            )
+        return x.with_features(out)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        out, rows, channels = self.sizes(x)
+        half = math.log(math.expm1(0.5)) if self.stable else -0.5  # either way the real part starts at -1/2
+        A = {
+            "A_real": Parameter((rows, self.sub_states), Init("constant", (half,)), False, full_precision=True),
+            "A_imag": Parameter((rows, self.sub_states), Init("ramp", (math.pi,)), False, full_precision=True),
+        }
+        if self.mode not in ("pointwise", "s5"):
+            A["E"] = Parameter((rows, self.sub_states), Init("normal", (0.0, math.sqrt(2))))
+        span = (math.log(1e-3), math.log(1e-1))
+        A["log_dt"] = Parameter((rows,), Init("linspace", span), False, full_precision=True)
+        match self.mode:
+            case "neck":
+                B, C = Init("fan_in_uniform"), Init("fan_in_uniform")
+            case "pointwise" | "s5":
+                B, C = Init("constant", (x.features**-0.5,)), Init("normal", (0.0, math.sqrt(2 / channels)))
+            case "dws":
+                B, C = Init("ones"), Init("ones")
+            case "full":
+                B, C = Init("normal", (0.0, math.sqrt(2 / x.features))), Init("normal", (0.0, math.sqrt(2 / rows)))
+        shapes = ((channels, x.features), (out, channels)) if self.dense else ((rows,), (rows,))
+        return {**A, "B": Parameter(shapes[0], B), "C": Parameter(shapes[1], C)}
+
+    def state(self, x: Wire) -> dict[str, State]:
+        _, rows, channels = self.sizes(x)
+        return {"s": State((channels, rows * self.sub_states // channels, 2))}
+
+    def macs(self, x: Wire) -> int:
+        """Of the recurrent form: into the channels, a complex product and a reading per sub-state, out of them."""
+        out, rows, channels = self.sizes(x)
+        around = channels * (x.features + out) if self.dense else 2 * channels
+        return around + 6 * rows * self.sub_states
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+        from torch.nn.functional import softplus
+
+        from seqblocks.kernels import centaurus
+
+        exact = (p[name] for name in ("A_real", "A_imag", "log_dt"))
+        A_real, A_imag, log_dt = (t if t.dtype == torch.float64 else t.float() for t in exact)
+        out: Any = centaurus(
+            x,
+            -softplus(A_real) if self.stable else A_real,
+            A_imag,
+            torch.exp(log_dt),
+            p["B"],
+            p["C"],
+            p.get("E"),
+            mode="pointwise" if self.mode == "s5" else self.mode,
+            hold=self.hold,
+            state=call.state["s"] if call.state else None,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+        )
+        y, last = out if call.keep else (out, None)
+        return y, {"s": last} if call.keep else {}

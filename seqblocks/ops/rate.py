@@ -1,0 +1,67 @@
+"""Fewer tokens, and more again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.errors import Fault, RunError
+from seqblocks.op import Op, argument, primitive
+from seqblocks.types import Wire
+
+
+class _Rate(Op):
+    """What both share: no sequence starts in the middle, and none is run token by token."""
+
+    factor: int = argument(..., "how many tokens become one, or one becomes", ge=1)
+    reads = "all"
+
+    def cannot_stream(self) -> str | None:
+        return f"it changes the number of tokens by {self.factor}"
+
+    def refuse_resets(self, call: Any) -> None:
+        if call.resets is not None:
+            raise RunError(f"{self.verb} cannot keep packed sequences apart; run them as a batch")
+
+
+@primitive("downsample")
+class Downsample(_Rate):
+    """One token for every `factor` of them: their mean, or the last."""
+
+    method: Literal["mean", "last"] = argument("mean", "what stands for the tokens")
+
+    def shape(self, x: Wire) -> Wire:
+        if isinstance(x.length, int) and x.length % self.factor:
+            near = x.length // self.factor * self.factor
+            raise Fault(
+                "E401",
+                f"factor {self.factor} does not divide {x.length} tokens",
+                at="factor",
+                hint=f"lengths that work: {near}, {near + self.factor}",
+            )
+        return x.at_rate(x.every * self.factor)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        self.refuse_resets(call)
+        if x.shape[1] % self.factor:
+            raise RunError(f"downsample by {self.factor} needs a multiple of that many tokens, not {x.shape[1]}")
+        windows = x.unflatten(1, (-1, self.factor))
+        return windows.mean(2) if self.method == "mean" else windows[:, :, -1]
+
+
+@primitive("upsample")
+class Upsample(_Rate):
+    """Every token `factor` times."""
+
+    def shape(self, x: Wire) -> Wire:
+        if x.every % self.factor:
+            raise Fault(
+                "E401",
+                f"upsample by {self.factor} makes more tokens than there were",
+                at="factor",
+                hint=f"the tokens here were made one from {x.every}" if x.every > 1 else "downsample comes first",
+            )
+        return x.at_rate(x.every // self.factor)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        self.refuse_resets(call)
+        return x.repeat_interleave(self.factor, 1)
