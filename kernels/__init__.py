@@ -3,26 +3,33 @@
 Each has up to three forms behind one signature (reference, torch, Triton); `dispatch` chooses and can say why.
 """
 
+from seqblocks.kernels.associative_scan import Memoroid, associative_scan
 from seqblocks.kernels.causal_conv import causal_conv
 from seqblocks.kernels.centaurus import centaurus
 from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.mlstm_memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
 from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm
 
 __all__ = [
     "BACKENDS",
+    "MLSTMElement",
     "MLSTMState",
+    "Memoroid",
     "SLSTMState",
     "Verdict",
+    "associative_scan",
     "causal_conv",
     "centaurus",
     "head_norm",
     "headwise_linear",
     "mlstm",
+    "mlstm_algebra",
     "mlstm_init_state",
+    "mlstm_memoroid",
     "mlstm_step",
     "selective_scan",
     "slstm",

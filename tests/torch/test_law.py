@@ -19,6 +19,7 @@ SMALL = {
     "xlstm_7b": {"dim": 16, "heads": 2, "depth": 2, "vocabulary": 11},
     "vil_small_block": {"dim": 8},
     "mamba_130m": {"dim": 16, "depth": 2, "vocabulary": 11},
+    "memoroid_agent": {"dim": 8, "observation": 5},
 }
 
 

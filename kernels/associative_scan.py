@@ -1,0 +1,139 @@
+"""A scan over any associative operator, and the memoroid built on it (arXiv:2402.09900).
+
+B batch, S sequence. Given one element per token and an operator `combine(earlier, later)` with
+combine(combine(a, b), c) = combine(a, combine(b, c)), the state after token t is the combination of the initial carry
+and of the elements up to t. A memoroid is four things: what makes the elements, the operator, the initial carry, and
+the read-out. Nothing more has to be said for it to run in parallel, to stream, and to restart within a batch.
+
+A reset is part of the operator: with r[t] true where token t is the first of a new sequence,
+
+    (a, ra) + (b, rb) = (b if rb else combine(a, b), ra or rb)
+
+which is associative whatever combine is, and needs no identity element.
+
+Memory: all S states are made. Measured on an mLSTM of 4 heads of width 64, 2,048 tokens in float32, whose elements take
+4 H (D^2 + D + 2) bytes a token, 130 MB: 5.6 times that going forward and 7.9 times with gradients, where the chunkwise
+`mlstm` takes 10 and 23 MB. Use this form to define an algebra, to test one, and for small states; train on long
+sequences with a chunkwise kernel where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from seqblocks.kernels import dispatch
+
+__all__ = ["Memoroid", "associative_scan"]
+
+Tree = Any  # a tensor, or a tuple, named tuple, list or dict of trees
+Combine = Callable[[Tree, Tree], Tree]
+
+dispatch.load_forms("associative_scan")
+
+
+class Memoroid(NamedTuple):
+    """A recurrent cell as an algebra. Call it like one.
+
+    elements(x) -> tree of [B, S, ...]; combine(earlier, later) -> tree; read(states, x) -> y [B, S, ...];
+    initial(B) -> tree of [B, ...], the carry before the first token, or None for none at all.
+    """
+
+    elements: Callable[[Any], Tree]
+    combine: Combine
+    read: Callable[[Tree, Any], Any]
+    initial: Callable[[int], Tree] | None = None
+
+    def __call__(
+        self, x: Any, *, state: Tree | None = None, return_state: bool = False, resets: Tensor | None = None,
+        reverse: bool = False, backend: str | None = None,
+    ) -> Any:
+        """y, and with return_state the carry after the last token: a tree of [B, ...] that `state` takes.
+
+        x: what `elements` and `read` expect. A carry is dropped at a reset, the initial one too.
+        """
+        elements = self.elements(x)
+        if state is None and self.initial is not None:
+            state = self.initial(pytree.tree_leaves(elements)[0].shape[0])
+        states, last = associative_scan(
+            self.combine, elements, initial=state, resets=resets, reverse=reverse, backend=backend
+        )
+        y = self.read(states, x)
+        return (y, last) if return_state else y
+
+
+def associative_scan(
+    combine: Combine, elements: Tree, *,
+    initial: Tree | None = None,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tree, Tree]:
+    """All states and the last one.
+
+    elements: a tree (tensor, tuple, named tuple, list, dict) of tensors [B, S, ...], S >= 1. combine takes and gives
+    such trees with the same trailing axes and any S. initial: a tree of [B, ...], combined before the first element.
+    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan: what came before,
+    the initial carry too, is dropped there. reverse: scan from right to left.
+
+    Returns the states, like `elements`, and the state after the last token, like `initial`. Derivatives of any order
+    that `combine` has. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    """
+    leaves, spec = pytree.tree_flatten(elements)
+    _check(leaves, spec, initial, resets)
+    facts = leaves[0]
+    run = dispatch.choose(
+        "associative_scan", backend, device=facts.device.type, dtype=facts.dtype, resets=resets is not None
+    )
+    order: Callable[[Tensor], Tensor] = (lambda t: t.flip(1)) if reverse else (lambda t: t)
+    leaves = [order(leaf) for leaf in leaves]
+    marks = None if resets is None else order(resets.bool())
+    if initial is not None:
+        first = [leaf.unsqueeze(1) for leaf in pytree.tree_leaves(initial)]
+        leaves = [torch.cat([a.to(b.dtype), b], 1) for a, b in zip(first, leaves, strict=True)]
+        marks = None if marks is None else torch.cat([torch.zeros_like(marks[:, :1]), marks], 1)
+    found = run(_lifted(combine, spec), leaves if marks is None else [*leaves, marks])[: len(leaves)]
+    last = [leaf[:, -1] for leaf in found]
+    if initial is not None:
+        found = [leaf[:, 1:] for leaf in found]
+    return pytree.tree_unflatten([order(leaf) for leaf in found], spec), pytree.tree_unflatten(last, spec)
+
+
+def _lifted(combine: Combine, spec: Any) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
+    """The operator on lists of leaves, the marks of resets last if there are any."""
+
+    def lifted(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+        count = spec.num_leaves
+        both = combine(pytree.tree_unflatten(a[:count], spec), pytree.tree_unflatten(b[:count], spec))
+        out: list[Tensor] = pytree.tree_leaves(both)
+        if len(a) == count:
+            return out
+        new = b[count]
+        kept = [torch.where(new.view(*new.shape, *[1] * (y.dim() - 2)), x, y) for x, y in zip(b, out, strict=False)]
+        return [*kept, a[count] | new]
+
+    return lifted
+
+
+def _check(leaves: list[Tensor], spec: Any, initial: Tree | None, resets: Tensor | None) -> None:
+    if not leaves or any(leaf.dim() < 2 or leaf.shape[:2] != leaves[0].shape[:2] for leaf in leaves):
+        raise ValueError(
+            f"associative_scan wants elements [B, S, ...] of one B and S; got {[list(x.shape) for x in leaves]}"
+        )
+    batch, S = leaves[0].shape[:2]
+    if S == 0:
+        raise ValueError("associative_scan wants at least one element")
+    if initial is not None:
+        given, other = pytree.tree_flatten(initial)
+        shapes = [(batch, *leaf.shape[2:]) for leaf in leaves]
+        if other != spec or [tuple(x.shape) for x in given] != shapes:
+            raise ValueError(
+                f"associative_scan wants an initial carry like one element, {[list(s) for s in shapes]}; "
+                f"got {[list(x.shape) for x in given]}"
+            )
+    if resets is not None and resets.shape != (batch, S):
+        raise ValueError(f"associative_scan wants resets {[batch, S]}; got {list(resets.shape)}")

@@ -1,0 +1,36 @@
+"""The associative scan in 2 log2(S) calls of the operator (Brent & Kung 1982): S combinations in halving batches.
+
+Neighbours are combined, the half as long sequence is scanned, which gives every second state, and one more call gives
+those between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register
+
+
+def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
+    """leaves, each [B, S, ...] -> the states after each element."""
+    S = leaves[0].shape[1]
+    if S == 1:
+        return leaves
+    odd = run(combine, combine([x[:, : S - 1 : 2] for x in leaves], [x[:, 1::2] for x in leaves]))
+    if S == 2:
+        return [torch.cat([x[:, :1], y], 1) for x, y in zip(leaves, odd, strict=True)]
+    even = combine([x[:, : (S - 1) // 2] for x in odd], [x[:, 2::2] for x in leaves])
+    return [_woven(x, y, z) for x, y, z in zip(leaves, even, odd, strict=True)]
+
+
+def _woven(elements: Tensor, even: Tensor, odd: Tensor) -> Tensor:
+    """The first element, and then odd and even states in turn."""
+    both = torch.stack([odd[:, : even.shape[1]], even], 2).flatten(1, 2)
+    rest = odd[:, even.shape[1] :]  # of an even number of elements the last state is an odd one
+    return torch.cat([elements[:, :1], both, rest], 1)
+
+
+register("associative_scan", "torch", run, always("in logarithmically many calls, on any device"))

@@ -1,0 +1,47 @@
+"""The mLSTM as a memoroid.   H heads, DK/DV head widths of q, k / v."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.op import argument, primitive
+from seqblocks.ops.mlstm import MLSTM
+from seqblocks.parameters import State
+from seqblocks.types import Wire
+
+
+@primitive("mlstm_memoroid")
+class MLSTMMemoroid(MLSTM):
+    """The mLSTM by an associative scan: parallel over the sequence, a state [H, DK, DV] per token in memory.
+
+    Ports and state as `mlstm`. It is exact where that is chunked, and forgets at a reset without a trace; for training
+    on long sequences use `mlstm`. `unit_floor` is the read-out of early memorax releases: it floors the normaliser at 1
+    on the stabilised state and scales both q and k, so that its result depends on the stabiliser.
+    """
+
+    input_gate: Literal["exp"] = argument("exp", "the input gate's nonlinearity")
+    readout: Literal["paper", "unit_floor"] = argument("paper", "how the state is read")
+    source = "Revisiting recurrent RL with memory monoids (arXiv:2402.09900); xLSTM (arXiv:2405.04517)"
+
+    def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
+        return {**super().state(q, k, v, i, f), "m": State((self.heads,), fill=-1e9)}
+
+    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+        from seqblocks.kernels import mlstm_memoroid
+
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in (q, k, v))
+        out: Any = mlstm_memoroid(
+            q,
+            k,
+            v,
+            i,
+            f,
+            state=(call.state["C"], call.state["n"], call.state["m"]) if call.state else None,
+            return_state=call.keep,
+            resets=call.resets,
+            reverse=call.reverse,
+            readout=self.readout,
+            eps=self.eps,
+        )
+        h, last = out if call.keep else (out, None)
+        return h.flatten(-2), last._asdict() if last else {}

@@ -1,0 +1,241 @@
+"""The associative scan: its forms against each other, resets, several algebras, and the mLSTM made of one.
+
+Official numbers: test_golden_memoroid.py.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mlstm_memoroid
+from seqblocks.kernels.mlstm_memoroid import MLSTMElement, elements
+from seqblocks.kernels.mlstm_memoroid import combine as mlstm_combine
+
+# float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
+ROUNDING = 1e-10
+
+
+class Pair(NamedTuple):
+    decay: Tensor
+    value: Tensor
+
+
+def linear(a: Pair, b: Pair) -> Pair:
+    """A diagonal linear recurrence: h' = decay h + value."""
+    return Pair(a.decay * b.decay, b.decay * a.value + b.value)
+
+
+def logarithmic(a: Pair, b: Pair) -> Pair:
+    """The same for positive values, in logarithms (min-GRU): its carry may be -inf."""
+    return Pair(a.decay + b.decay, torch.logaddexp(b.decay + a.value, b.value))
+
+
+def sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Linear attention."""
+    return {key: a[key] + b[key] for key in a}
+
+
+def drawn(*shape: int, seed: int = 0, dtype: Any = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def an_mlstm(S: int, batch: int = 2, dtype: Any = torch.float64, scale: float = 2.0) -> list[Tensor]:
+    """q, k, v, i, f."""
+    x = [drawn(batch, S, 2, width, seed=at) for at, width in enumerate((4, 4, 3))]
+    x += [scale * drawn(batch, S, 2, seed=3), scale * drawn(batch, S, 2, seed=4) + 1]
+    return [t.to(dtype).requires_grad_() for t in x]
+
+
+def algebras(S: int) -> dict[str, tuple[Any, Any, Any]]:
+    """combine, elements, initial carry."""
+    mixed = torch.polar(torch.rand(2, S, 3, dtype=torch.float64), drawn(2, S, 3))
+    cell = elements(tuple(an_mlstm(S)))
+    return {
+        "linear": (linear, Pair(drawn(2, S, 3).sigmoid(), drawn(2, S, 3, seed=1)), Pair(torch.ones(2, 3), drawn(2, 3))),
+        "complex": (linear, Pair(mixed, mixed.conj()), None),
+        "logarithmic": (
+            logarithmic,
+            Pair(-drawn(2, S, 3).exp(), drawn(2, S, 3, seed=1)),
+            Pair(torch.zeros(2, 3), torch.full((2, 3), -torch.inf)),
+        ),
+        "sums": (sums, {"kv": drawn(2, S, 3, 4), "k": drawn(2, S, 3)}, None),
+        "mlstm": (mlstm_combine, cell, MLSTMElement(*(torch.zeros_like(t[:, 0]) for t in cell))),
+        "a bare tensor": (torch.maximum, drawn(2, S), None),
+    }
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=bar, atol=bar * max(1.0, y.abs().max().item()))
+
+
+def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for row, at in marks:
+        resets[row, at % seq] = True
+    return resets
+
+
+@pytest.mark.parametrize("name", algebras(1))
+def test_combine_is_associative(name: str) -> None:
+    combine, tree, _ = algebras(3)[name]
+    a, b, c = (torch.utils._pytree.tree_map(lambda x, t=t: x[:, t : t + 1], tree) for t in range(3))
+    near(combine(combine(a, b), c), combine(a, combine(b, c)))
+
+
+@pytest.mark.parametrize("name", algebras(1))
+@settings(max_examples=15)
+@given(
+    seq=st.integers(1, 300),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 299)), max_size=4),
+    reverse=st.booleans(),
+    carried=st.booleans(),
+)
+def test_the_tree_is_the_chain(
+    name: str, seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool
+) -> None:
+    combine, tree, initial = algebras(seq)[name]
+    options: dict[str, Any] = {"initial": initial if carried else None, "reverse": reverse}
+    options["resets"] = marked(seq, marks) if marks else None
+    near(*(associative_scan(combine, tree, backend=form, **options) for form in ("torch", "reference")))
+
+
+@settings(max_examples=15)
+@given(
+    seq=st.integers(1, 100),
+    cut=st.integers(1, 99),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 99)), max_size=4),
+    reverse=st.booleans(),
+)
+def test_whole_is_pieces_in_value_and_gradient(
+    seq: int, cut: int, marks: list[tuple[int, int]], reverse: bool
+) -> None:
+    resets = marked(seq, marks)
+    start = Pair(torch.ones(2, 3, dtype=torch.float64), drawn(2, 3, seed=7).requires_grad_())
+    decay, value = drawn(2, seq, 3).requires_grad_(), drawn(2, seq, 3, seed=1).requires_grad_()
+    tree = Pair(decay.sigmoid(), value)
+    whole, last = associative_scan(linear, tree, initial=start, resets=resets, reverse=reverse)
+    spans = list(pairwise(sorted({0, min(cut, seq), seq})))
+    state, parts = start, []
+    for a, b in reversed(spans) if reverse else spans:
+        piece = Pair(tree.decay[:, a:b], tree.value[:, a:b])
+        some, state = associative_scan(linear, piece, initial=state, resets=resets[:, a:b], reverse=reverse)
+        parts.append(some.value)
+    joined = torch.cat(parts[::-1] if reverse else parts, 1)
+    wanted = [decay, value, start.value]
+    near((joined, state.value), (whole.value, last.value))
+    near(*(torch.autograd.grad(y.square().sum(), wanted, retain_graph=True) for y in (joined, whole.value)))
+
+
+def test_a_reset_starts_afresh_without_nan() -> None:
+    """An infinite carry that a reset drops leaves no trace, in value and gradient."""
+    tree = Pair(-drawn(1, 6, 2).exp().requires_grad_(), drawn(1, 6, 2, seed=1).requires_grad_())
+    carry = Pair(torch.zeros(1, 2, dtype=torch.float64), torch.full((1, 2), -torch.inf, dtype=torch.float64))
+    resets = torch.tensor([[False, False, False, True, False, False]])
+    states, _ = associative_scan(logarithmic, tree, initial=carry, resets=resets)
+    fresh, _ = associative_scan(logarithmic, Pair(tree.decay[:, 3:], tree.value[:, 3:]))
+    near(states.value[:, 3:], fresh.value)
+    states.value.sum().backward()
+    assert torch.isfinite(tree.value.grad).all()
+    assert (states.value[:, 0] == tree.value[:, 0]).all()
+
+
+def test_gradcheck() -> None:
+    carry = [drawn(1, 2), drawn(1, 2, seed=5)]
+    inputs = tuple(t.requires_grad_() for t in (drawn(1, 5, 2), drawn(1, 5, 2, seed=1), *carry))
+    resets = torch.tensor([[False, False, True, False, False]])
+
+    def run(decay: Tensor, value: Tensor, d: Tensor, v: Tensor) -> Tensor:
+        states, last = associative_scan(linear, Pair(decay, value), initial=Pair(d, v), resets=resets)
+        return torch.cat([states.value.flatten(), last.value.flatten()])
+
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+    for readout in ("paper", "unit_floor"):
+        assert torch.autograd.gradcheck(lambda *x, r=readout: mlstm_memoroid(*x, readout=r), an_mlstm(4, 1))
+
+
+@settings(max_examples=20)
+@given(
+    seq=st.integers(1, 150),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 149)), max_size=4),
+    reverse=st.booleans(),
+    carried=st.booleans(),
+)
+def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool) -> None:
+    """Against the recurrent definition, value, state and gradient. Where the stabiliser starts matters by about the
+    normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own forms)."""
+    x = an_mlstm(seq)
+    state = MLSTMState(drawn(2, 2, 4, 3), drawn(2, 2, 4), drawn(2, 2)) if carried else None
+    options: dict[str, Any] = {"state": state, "return_state": True, "reverse": reverse}
+    options["resets"] = marked(seq, marks) if marks else None
+    pairs = []
+    for h, last in (mlstm_memoroid(*x, **options), mlstm(*x, **options, backend="reference")):
+        scaled = [last.C * last.m.exp()[..., None, None], last.n * last.m.exp()[..., None]]
+        pairs.append([h, *scaled, *torch.autograd.grad(h.square().sum(), x)])
+    near(pairs[0], pairs[1], 3e-6)
+
+
+def test_extreme_gates_and_low_precision() -> None:
+    for scale in (100.0, -100.0):
+        x = an_mlstm(50, dtype=torch.float32)
+        x[3], x[4] = (torch.full_like(t, scale).requires_grad_() for t in x[3:])
+        for readout in ("paper", "unit_floor"):
+            h, last = mlstm_memoroid(*x, return_state=True, readout=readout)
+            grads = torch.autograd.grad(h.sum(), x)
+            assert all(torch.isfinite(t).all() for t in (h, *last, *grads))
+    for dtype in (torch.bfloat16, torch.float16):  # float32 inside: only what enters and leaves is rounded
+        x = an_mlstm(50, dtype=dtype)
+        h, last = mlstm_memoroid(*x, return_state=True)
+        assert (h.dtype, last.C.dtype, last.m.dtype) == (dtype, torch.float32, torch.float32)
+        assert torch.equal(h, mlstm_memoroid(*(t.float() for t in x)).to(dtype))
+
+
+def test_a_memoroid_of_ones_own() -> None:
+    """Linear attention with a running normaliser: whole = pieces, and a reset = a fresh start."""
+    attention = Memoroid(
+        elements=lambda x: {"kv": x[1].unsqueeze(-1) * x[2].unsqueeze(-2), "k": x[1]},
+        combine=sums,
+        read=lambda s, x: (x[0].unsqueeze(-1) * s["kv"]).sum(-2) / (x[0] * s["k"]).sum(-1, keepdim=True),
+        initial=lambda batch: {"kv": torch.zeros(batch, 4, 3), "k": torch.zeros(batch, 4)},
+    )
+    q, k = (drawn(2, 12, 4, seed=s).exp() for s in (1, 2))
+    x = (q, k, drawn(2, 12, 3))
+    whole, last = attention(x, return_state=True)
+    first, state = attention([t[:, :5] for t in x], return_state=True)
+    second, end = attention([t[:, 5:] for t in x], state=state, return_state=True)
+    near((torch.cat([first, second], 1), end), (whole, last))
+    resets = torch.zeros(2, 12, dtype=torch.bool)
+    resets[:, 5] = True
+    near(attention(x, resets=resets)[:, 5:], attention([t[:, 5:] for t in x]))
+
+
+def test_compile_and_errors() -> None:
+    torch._dynamo.reset()
+    x = [t.detach() for t in an_mlstm(9, dtype=torch.float32)]
+    compiled = torch.compile(mlstm_memoroid, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*x), mlstm_memoroid(*x))
+    assert mlstm_memoroid(*(t[:, :0] for t in x)).shape == (2, 0, 2, 3)
+    with pytest.raises(ValueError, match="readout is one of paper, unit_floor"):
+        mlstm_memoroid(*x, readout="max")
+    with pytest.raises(ValueError, match="mlstm_memoroid wants q, k"):
+        mlstm_memoroid(x[0], x[1][:, :3], *x[2:])
+    with pytest.raises(ValueError, match="at least one element"):
+        associative_scan(torch.add, torch.zeros(2, 0))
+    with pytest.raises(ValueError, match="of one B and S"):
+        associative_scan(sums, {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)})
+    with pytest.raises(ValueError, match="an initial carry like one element"):
+        associative_scan(torch.add, torch.zeros(2, 3), initial=torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"resets \[2, 3\]"):
+        associative_scan(torch.add, torch.zeros(2, 3), resets=torch.zeros(2, 4))
