@@ -4,6 +4,7 @@ Each has up to three forms behind one signature (reference, torch, Triton); `dis
 """
 
 from seqblocks.kernels.associative_scan import Memoroid, associative_scan
+from seqblocks.kernels.attention import AttentionState, attention
 from seqblocks.kernels.causal_conv import causal_conv
 from seqblocks.kernels.centaurus import centaurus
 from seqblocks.kernels.dispatch import BACKENDS, Verdict, use_backend, why
@@ -16,12 +17,14 @@ from seqblocks.kernels.slstm import SLSTMState, slstm
 
 __all__ = [
     "BACKENDS",
+    "AttentionState",
     "MLSTMElement",
     "MLSTMState",
     "Memoroid",
     "SLSTMState",
     "Verdict",
     "associative_scan",
+    "attention",
     "causal_conv",
     "centaurus",
     "head_norm",

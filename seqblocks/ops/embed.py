@@ -105,13 +105,15 @@ class PositionEmbed(Op):
         return None
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels.positions import running_positions
+
         weight = p["weight"]
         if weight.ndim == 4:
             if call.streaming:
                 raise RunError("position_embed over an image's grid cannot run step by step")
             return x + _resized(weight, call.grid_of(x)).flatten(1, 2), {}
         before = call.state["position"] if call.state else None
-        index, after = _running_positions(x, before, call.resets)
+        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
         if not call.compiling and index.numel() and int(index.max()) >= weight.shape[1]:
             raise RunError(f"position {int(index.max())} is beyond the {weight.shape[1]} of position_embed")
         return x + weight[0][index], {"position": after}
@@ -124,20 +126,6 @@ def _resized(weight: Any, grid: tuple[int, int]) -> Any:
         return weight
     image = weight.permute(0, 3, 1, 2).float()
     return interpolate(image, size=grid, mode="bicubic").permute(0, 2, 3, 1).to(weight.dtype)
-
-
-def _running_positions(x: Any, before: Any, resets: Any) -> tuple[Any, Any]:
-    """Index of each token since its sequence began [batch, seq], and that of the token to come [batch]."""
-    import torch
-
-    batch, seq = x.shape[:2]
-    start = torch.zeros(batch, dtype=torch.long, device=x.device) if before is None else before
-    count = torch.arange(seq, device=x.device).expand(batch, seq)
-    index = count + start[:, None]
-    if resets is not None:
-        latest = torch.where(resets, count, -1).cummax(1).values
-        index = torch.where(latest >= 0, count - latest, index)
-    return index, index[:, -1] + 1 if seq else start
 
 
 @primitive("class_token")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from seqblocks.op import ANY, Op, argument, must_divide, primitive
+from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -14,7 +14,7 @@ Gain = Literal["plain", "one_plus", "none"]
 class Norm(Op):
     """Base: a gain and a bias per feature. Neither is customarily decayed."""
 
-    ports = (ANY,)
+    ports: ClassVar[tuple[Port, ...]] = (ANY,)
     gain: Gain = argument(
         "plain", "plain: the gain is the weight, from 1; one_plus: it is 1 + weight, from 0; none: no gain"
     )
@@ -53,18 +53,42 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """Division by the root mean square of the features: x / sqrt(mean(x^2) + eps) * gain + bias.
 
-    The mean is taken in float32 at least.
+    With z, gated: the norm of x * silu(z), or, with `gate: after`, the norm of x times silu(z). With groups, the mean
+    is taken over each group of neighbouring features. It is taken in float32 at least.
     """
 
+    ports = (ANY, Port("z", "a gate, as wide as x", optional=True, kinds=ANY.kinds))
+    gate: Literal["before", "after"] = argument("before", "where silu(z) is multiplied: before the norm, or after")
+    groups: int = argument(1, "groups of features with a mean of their own; must divide the width", ge=1)
     bias: bool = argument(False, "whether a bias is added")
     eps: float = argument(1e-6, "added to the mean square", gt=0)
-    source = "Zhang & Sennrich 2019 (arXiv:1910.07467)"
+    source = "Zhang & Sennrich 2019 (arXiv:1910.07467); gated as in Mamba-2 (arXiv:2405.21060)"
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def shape(self, x: Wire, z: Wire | None = None) -> Wire:
+        must_divide(self.groups, x.features, "groups", "the width")
+        if z:
+            must_match("z", z, x.features, "the width of x")
+        return x
+
+    def parameters(self, x: Wire, z: Wire | None = None) -> dict[str, Parameter]:
+        return super().parameters(x)
+
+    def macs(self, x: Wire, z: Wire | None = None) -> int:
+        return super().macs(x) + (x.features if z else 0)
+
+    def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
         import torch
+        from torch.nn.functional import silu
 
         exact = x if x.dtype == torch.float64 else x.float()
-        y = (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        opening = None if z is None else silu(z.to(exact.dtype))
+        if opening is not None and self.gate == "before":
+            exact = exact * opening
+        grouped = exact.unflatten(-1, (self.groups, -1))
+        normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        if opening is not None and self.gate == "after":
+            normed = normed * opening
+        y = normed.to(x.dtype)
         gain, bias = self.effective_gain(p), p.get("bias")
         y = y if gain is None else y * gain
         return y if bias is None else y + bias

@@ -5,12 +5,15 @@ float64; the bar is 1e-9 of the largest value: rounding of about length * 2^-52 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import seqblocks
+from seqblocks import check, graph
 from seqblocks.module import SequenceModel
 from seqblocks.testing import check_law
 
@@ -20,6 +23,9 @@ SMALL = {
     "vil_small_block": {"dim": 8},
     "mamba_130m": {"dim": 16, "depth": 2, "vocabulary": 11},
     "memoroid_agent": {"dim": 8, "observation": 5},
+    "hybrid_small": {"dim": 16, "depth": 1, "vocabulary": 11, "window": 5},
+    "centaurus_mlstm": {"dim": 16, "depth": 1},
+    "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
 }
 
 
@@ -32,18 +38,51 @@ def model(name: str, seed: int) -> SequenceModel:
     return made.eval()
 
 
+def lengths(most: int) -> Any:
+    return given(
+        seq=st.integers(1, most),
+        cuts=st.lists(st.integers(1, most - 1), max_size=3),
+        resets=st.lists(st.tuples(st.integers(0, 1), st.integers(0, most - 1)), max_size=3),
+        seed=st.integers(0, 3),
+    )
+
+
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=8)
-@given(
-    seq=st.integers(1, 60),
-    cuts=st.lists(st.integers(1, 59), max_size=3),
-    resets=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 59)), max_size=3),
-    seed=st.integers(0, 3),
-)
+@lengths(40)
 def test_whole_is_chunks_is_steps(
     name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int
 ) -> None:
     check_law(model(name, seed), seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@settings(max_examples=8)
+@lengths(300)
+def test_at_length(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]], seed: int) -> None:
+    check_law(model(name, seed), seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
+
+
+def test_every_streaming_spec_is_here() -> None:
+    """Sizes of one architecture count once."""
+    from seqblocks.spec import bundled
+
+    families = {
+        "xlstm_125m_7_1": ("xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),
+        "xlstm_7b": ("xlstm_7b",),
+        "mamba_130m": ("mamba_130m", "mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"),
+        "vil_small_block": ("vil_small_block",),
+    }
+    tested = {name for name in SMALL if name not in families} | {n for names in families.values() for n in names}
+    streaming = set()
+    for name, path in bundled().items():
+        if path.parent.name != "models":
+            continue
+        made = check.load_model(name)
+        if graph.stream_obstacle(made.graph) is None:
+            streaming.add(name)
+    assert streaming == tested
 
 
 def test_truncated_backpropagation_stops_where_it_is_cut() -> None:

@@ -1,0 +1,133 @@
+"""Softmax attention over what went before, with an optional window, rotary positions and a cache of keys and values.
+
+B batch, S sequence, H heads, G heads of keys and values (each serves H / G), D head width, DV that of the values,
+K tokens kept.
+
+    y[t] = sum_s p[t, s] v[s]      p[t, :] = softmax over the s that t sees of scale q[t] . k[s]
+
+A token sees itself and, causally, those before it: of its own sequence (resets), and within the window if there is one.
+
+Forms: `attention_reference.py` (all pairs, explicitly), `attention_torch.py` (torch's fused attention, windows block by
+block).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.positions import rotary as turned
+from seqblocks.kernels.positions import running_positions
+
+__all__ = ["AttentionState", "attention"]
+
+dispatch.load_forms("attention")
+
+
+class AttentionState(NamedTuple):
+    """k [B, K, G, D] (turned), v [B, K, G, DV], the newest last; length [B] int64: tokens of the sequence so far."""
+
+    k: Tensor
+    v: Tensor
+    length: Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    causal: bool = True,
+    window: int | None = None,
+    rotary: float | None = None,
+    scale: float | None = None,
+    state: AttentionState | tuple[Tensor, Tensor, Tensor] | None = None,
+    keep: int | None = None,
+    return_state: bool = False,
+    resets: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, AttentionState]:
+    """Attend over a sequence.
+
+    q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: how many tokens are seen, oneself
+    included (not causal: that many to either side). rotary: base of the rotary positions, which count from the last
+    reset. scale: 1/sqrt(D) if not given. state: what a call before returned. keep: tokens that the returned state
+    holds (default: those of the given state; with a window one less than it, without one all of them).
+    resets [B, S] bool: true where a token is the first of a new sequence; nothing is seen across it.
+
+    Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. A state that no longer holds what a
+    token must see is the caller's affair: without a window, keep as many as there will be.
+    The torch form has first derivatives only. Raises ValueError for shapes and options that do not fit, BackendError
+    (see dispatch).
+    """
+    _check(q, k, v, causal, window, rotary, state, return_state, resets)
+    B, S, _, _ = q.shape
+    before = state[2] if state is not None else None
+    index, length = running_positions(B, S, before, resets, q.device)
+    if rotary is not None:
+        q, k = turned(q, index, rotary), turned(k, index, rotary)
+    past = 0
+    keys, values = k, v
+    if state is not None:
+        past = state[0].shape[1]
+        keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
+    sequence = _sequences(before, past, resets, B, S, q.device)
+    run = dispatch.choose(
+        "attention", backend, device=q.device.type, dtype=q.dtype, window=window, resets=resets is not None
+    )
+    y = run(q, keys, values, sequence, causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    if not return_state:
+        return y
+    if keep is None:
+        keep = window - 1 if window is not None else keys.shape[1] if state is None else past
+    kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
+    return y, AttentionState(_newest(keys, keep).to(kind_k), _newest(values, keep).to(kind_v), length)
+
+
+def _sequences(
+    before: Tensor | None, past: int, resets: Tensor | None, B: int, S: int, device: torch.device
+) -> Tensor | None:
+    """To which sequence each key belongs [B, past + S], -1 for empty places; None if all are of one."""
+    if before is None and resets is None:
+        return None
+    now = torch.zeros(B, S, dtype=torch.long, device=device) if resets is None else resets.long().cumsum(1)
+    if before is None:
+        return now
+    age = torch.arange(past, 0, -1, device=device)
+    return torch.cat([torch.where(age <= before[:, None], 0, -1), now], 1)
+
+
+def _newest(x: Tensor, keep: int) -> Tensor:
+    """The last `keep` of x [B, T, ...], zeros before them where there are fewer."""
+    missing = keep - x.shape[1]
+    if missing > 0:
+        return torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], 1)
+    return x[:, x.shape[1] - keep :]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, rotary: float | None,
+    state: AttentionState | tuple[Tensor, Tensor, Tensor] | None, return_state: bool, resets: Tensor | None,
+) -> None:
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
+    if not fits or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            "attention wants q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV] with G a divisor of H; "
+            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: a window has at least one token, not {window}")
+    if rotary is not None and q.shape[3] % 2:
+        raise ValueError(f"attention: rotary positions need an even head width, not {q.shape[3]}")
+    if not causal and (state is not None or return_state):
+        raise ValueError("attention: a state needs causal=True")
+    if resets is not None and (resets.shape != q.shape[:2] or resets.dtype != torch.bool):
+        raise ValueError(f"attention wants resets bool {list(q.shape[:2])}; got {resets.dtype} {list(resets.shape)}")
+    if state is not None:
+        K = state[0].shape[1]
+        wanted = [(q.shape[0], K, *k.shape[2:]), (q.shape[0], K, *v.shape[2:]), (q.shape[0],)]
+        found = [tuple(t.shape) for t in state]
+        if found != wanted:
+            raise ValueError(f"attention wants a state of shapes {wanted}; got {found}")
+        if window is not None and window - 1 > K:
+            raise ValueError(f"attention: a state of {K} tokens is too short for a window of {window}")

@@ -1,0 +1,47 @@
+"""Attention as defined: all pairs, the softmax written out.
+
+B batch, S queries, T = past + S keys, H heads, G heads of keys and values, D head width, DV that of the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register, without_autocast
+
+
+def sees(
+    query: Tensor, key: Tensor, sequence: Tensor | None, causal: bool, window: int | None
+) -> Tensor:
+    """Which of the keys each query sees: [B or 1, queries, keys], from their places [queries], [keys].
+
+    sequence [B, T]: to which sequence each key belongs.
+    """
+    ahead = key - query.unsqueeze(-1)
+    seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (ahead.abs() < window)
+    seen = seen.unsqueeze(0)
+    if sequence is not None:
+        seen = seen & (sequence[:, query].unsqueeze(-1) == sequence[:, key].unsqueeze(-2))
+    return seen
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
+) -> Tensor:
+    """q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV], sequence [B, T] -> y [B, S, H, DV]."""
+    S, T = q.shape[1], k.shape[1]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    place = torch.arange(T, device=q.device)
+    with without_autocast(q.device.type):
+        wide = (x.to(exact).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        keys, values = wide
+        scores = scale * torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
+        seen = sees(place[T - S :], place, sequence, causal, window).unsqueeze(1)
+        p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
+
+
+register("attention", "reference", run, always("all pairs, wherever torch runs"))

@@ -1,0 +1,103 @@
+"""Softmax attention.   H heads, G heads of keys and values, D/DV head widths of q, k / v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.errors import Fault, RunError
+from seqblocks.op import Op, Port, argument, must_divide, primitive
+from seqblocks.parameters import State
+from seqblocks.types import Wire
+
+
+@primitive("attention")
+class Attention(Op):
+    """Multi-head attention: a token sees itself and those before it, of the same sequence.
+
+    q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
+    State per sequence: keys and values of the last `window` - 1 tokens, or without a window of up to `cache`
+    tokens, in the model's dtype, and the count of tokens.
+    """
+
+    ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
+    reads = "past"
+    heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
+    kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
+    window: int = argument(0, "tokens that are seen, oneself included (0: all)", ge=0)
+    rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
+    causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
+    cache: int = argument(2048, "tokens that a stream may hold where there is no window", ge=1)
+    source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
+
+    @property
+    def shared(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
+        width = must_divide(self.heads, q.features, "heads", "the width of q")
+        must_divide(self.shared, self.heads, "kv_heads", "heads")
+        if k.features != self.shared * width:
+            note = k.whence("`k`")
+            raise Fault(
+                "E402",
+                f"k must have {self.shared * width} features",
+                at="k",
+                expected=f"{self.shared * width} ({self.shared} heads as wide as q's, {width})",
+                found=str(k.features),
+                notes=[note] if note else [],
+            )
+        must_divide(self.shared, v.features, "kv_heads", "the width of v", at="v")
+        if self.rotary and width % 2:
+            raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="rotary")
+        return v.with_features(v.features // self.shared * self.heads)
+
+    def held(self) -> int:
+        """Tokens in the state."""
+        return self.window - 1 if self.window else self.cache
+
+    def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
+        return {
+            "k": State((self.held(), k.features), "model"),
+            "v": State((self.held(), v.features), "model"),
+            "length": State((), "int64"),
+        }
+
+    def cannot_stream(self) -> str | None:
+        return None if self.causal else "it is not causal: it reads the whole sequence"
+
+    def macs(self, q: Wire, k: Wire, v: Wire) -> int:
+        """Of a token that sees a full window, or all of a known length, or half a cache."""
+        seen = self.window or (q.length if isinstance(q.length, int) else self.cache // 2)
+        return seen * (q.features + v.features // self.shared * self.heads)
+
+    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.kernels import AttentionState, attention
+
+        q = q.unflatten(-1, (self.heads, -1))
+        k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
+        state = None
+        if call.state:
+            keys, values = (call.state[name].unflatten(-1, (self.shared, -1)) for name in ("k", "v"))
+            state = AttentionState(keys, values, call.state["length"])
+        out: Any = attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            window=self.window or None,
+            rotary=self.rotary or None,
+            state=state,
+            keep=self.held(),
+            return_state=call.keep,
+            resets=call.resets,
+        )
+        if not call.keep:
+            return out.flatten(-2), {}
+        y, last = out
+        if not (self.window or call.compiling) and last.length.numel() and int(last.length.max()) > self.cache:
+            raise RunError(
+                f"attention has seen {int(last.length.max())} tokens and its cache holds {self.cache}; "
+                "give the step a larger `cache:` or a `window:`"
+            )
+        return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
