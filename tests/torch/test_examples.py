@@ -102,3 +102,50 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
 def test_digits_are_learned(root: Path, tmp_path: Path) -> None:
     """It takes 77 s on two quiet cores (docs/measurements.md); a busy machine is only slower."""
     assert digits(root, tmp_path / "out", timeout=1200) >= 97
+
+
+def language(root: Path, out: Path, *options: str) -> tuple[str, dict[str, float]]:
+    """Run the example; what it printed, and the bits per byte of each spec."""
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
+    printed = run(root, "examples/language.py", "--out", str(out), *options, timeout=1500)
+    found = re.findall(r"^(\w+): [\d,]+ parameters, [\d,]+ tokens in \d+ s, ([\d.]+) bits", printed, re.M)
+    return printed, {spec: float(bits) for spec, bits in found}
+
+
+def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes Jack a dull boy. " * 200, encoding="utf-8")
+    options = ("--text", str(text), "--steps", "12", "--batch", "4", "--seq", "32", "--length", "5")
+    printed, bits = language(root, tmp_path / "out", *options)
+    assert list(bits) == ["mlstm_small", "mamba_small", "hybrid_small"]
+    assert max(bits.values()) < 7  # 8 is what knowing nothing costs
+    assert "5 bytes, one step each" in printed
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "hybrid_small.pt", "language.png", "mamba_small.pt", "mlstm_small.pt"
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_python_is_learned(root: Path, tmp_path: Path) -> None:
+    """A fifth of the usual run: far below the 4.7 bits of knowing only how frequent each byte is."""
+    _, bits = language(root, tmp_path / "out", "--steps", "48")
+    assert max(bits.values()) < 3.5, bits
+
+
+def test_language_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
+    def refused(*options: str) -> tuple[int, str]:
+        command = [sys.executable, "examples/language.py", "--out", str(tmp_path / "out"), *options]
+        env = {**os.environ, "PYTHONPATH": str(root)}
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "out").exists()
+        return done.returncode, done.stderr
+
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
+    assert refused("--steps", "0")[0] == 2
+    assert refused("--text", str(tmp_path / "none.txt"))[0] == 2
+    status, said = refused("--spec", "mamba_smal")
+    assert (status, "mamba_small" in said) == (1, True)
+    (tmp_path / "short.txt").write_text("short", encoding="utf-8")
+    status, said = refused("--text", str(tmp_path / "short.txt"))
+    assert (status, "too short" in said) == (2, True)

@@ -56,8 +56,13 @@ def test_the_hybrid_forgets_between_documents_in_every_mixer() -> None:
 
 
 def test_counts_by_hand() -> None:
-    """Per round of width 256: mLSTM 415,496, Mamba 438,016, attention 164,096, two gated networks of 540,928."""
-    in_a_round = 415_496 + 438_016 + 164_096 + 2 * 540_928
-    assert graph.count(check.load_model("hybrid_small").graph) == 2 * in_a_round + 65_536 + 256
+    """At width 128: an mLSTM block has 109,448, Mamba's 116,608, attention 41,088, a gated network 147,584."""
+    ends = 256 * 128 + 128  # the tied embedding and the last norm
+    wanted = {
+        "mlstm_small": 5 * 109_448 + ends,
+        "mamba_small": 5 * 116_608 + ends,
+        "hybrid_small": 109_448 + 116_608 + 41_088 + 2 * 147_584 + ends,
+    }
+    assert {name: graph.count(check.load_model(name).graph) for name in wanted} == wanted
     front = 464 + 7_808 + 5_952  # full 1 -> 16, neck 16 -> 64 with its skip, separable 64
     assert graph.count(check.load_model("centaurus_mlstm").graph) == front + 2 * 30_152 + 64 + 65

@@ -69,9 +69,9 @@ def test_every_streaming_spec_is_here() -> None:
     from seqblocks.spec import bundled
 
     families = {
-        "xlstm_125m_7_1": ("xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),
+        "xlstm_125m_7_1": ("mlstm_small", "xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),
         "xlstm_7b": ("xlstm_7b",),
-        "mamba_130m": ("mamba_130m", "mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"),
+        "mamba_130m": ("mamba_small", "mamba_130m", "mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"),
         "vil_small_block": ("vil_small_block",),
     }
     tested = {name for name in SMALL if name not in families} | {n for names in families.values() for n in names}
