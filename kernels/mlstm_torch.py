@@ -36,8 +36,7 @@ from seqblocks.kernels import mlstm_reference
 from seqblocks.kernels.dispatch import always, register, without_autocast
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
-CHUNK = 128  # at most, if not given; measured on CPU for D of 16 to 256: 64 pays more for states, 192 for triangles
-WORKING_SET = 1 << 19  # elements of one operand of one step; more sequences than this go one group after another
+WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
 
 
 class Gates(NamedTuple):
@@ -121,7 +120,7 @@ def _prepare(
     start = torch.stack(starts, 1).unsqueeze(2)
     p = start.expand_as(b) if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
-    u = torch.exp(p - x)
+    u = _exp_(p - x)
     if unbroken is not None:
         u = u * unbroken
     floor = torch.exp((-b - x).clamp(max=largest_exponent(f.dtype))) if exponential else torch.ones_like(b)
@@ -181,14 +180,21 @@ class Plan(NamedTuple):
 def _plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
     B, S, H, DK = q.shape
     # chunks of equal length, if we may choose: 197 tokens are 99 + 98, not 128 + 69
-    L = min(chunk_size, S) if chunk_size else -(-S // -(-S // CHUNK))
+    L = min(chunk_size, S) if chunk_size else -(-S // -(-S // _chunk_size(B * H, S, max(DK, v.shape[-1]))))
     spans = [(t, min(t + L, S)) for t in range(0, S, L)]
     if reverse:
         chunks = [(S - end, S - first, 0) for first, end in spans]
     else:
         chunks = [(first, end, end - first - 1) for first, end in spans]
-    size = max(1, WORKING_SET // (H * L * max(DK, v.shape[-1])))
+    size = max(1, WORKING_SET // (H * L * max(L, DK, v.shape[-1])))
     return Plan(L, chunks, [(b, min(b + size, B)) for b in range(0, B, size)])
+
+
+def _chunk_size(rows: int, S: int, width: int) -> int:
+    """At most so many tokens (measured on a CPU, widths 16 to 256): longer ones pay triangles, shorter ones states."""
+    if rows <= 8:
+        return 256 if S <= 256 and width >= 128 else 128
+    return 64 if width <= 96 else 128
 
 
 def _rows(x: Tensor, group: tuple[int, int], first: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -223,9 +229,19 @@ def _chunk_gates(
     if gates.segment is not None:
         s = gates.segment[group[0] : group[1], None, first:end]
         D.masked_fill_(s.unsqueeze(2) != s.unsqueeze(3), -torch.inf)
-    D = D.exp_().flatten(0, 1)
+    D = _exp_(D).flatten(0, 1)
     u, floor = (g.reshape(-1, n, 1) for g in (u, floor))
     return ChunkGates(D, u, floor, D[:, last].unsqueeze(2), u[:, last : last + 1])
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place, and 0 where that is nothing beside the largest weight, 1.
+
+    Without it, products with such weights are denormal numbers, which a CPU multiplies many times more slowly: forget
+    gates of 1/2 reach e^-87 within 126 tokens.
+    """
+    least = -60.0 if x.dtype == torch.float32 else -600.0
+    return torch.nn.functional.threshold_(x, least, -torch.inf).exp_()
 
 
 def _triangle(L: int, reverse: bool, like: Tensor) -> Tensor:

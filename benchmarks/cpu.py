@@ -1,0 +1,408 @@
+"""Time and memory of the mixers on a CPU, beside the packages that compute the same.
+
+    pip install 'seqblocks[peers]'        # what is absent is left out, and the table says so
+    python benchmarks/cpu.py
+
+Candidates take turns, round after round, and medians are told: such a machine is noisy, and a ratio of runs that were
+neighbours is worth more than milliseconds. Memory is that of a process of its own: the highest resident size during one
+forward and backward pass, above what its inputs and weights took before. Writes a table and the numbers into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+OURS = "seqblocks"
+LENGTHS = (256, 2048, 8192)
+ROUNDS = 11
+Run = Callable[[], Tensor]
+Maker = Callable[[int], tuple[Run, list[Tensor]]]  # length -> the forward pass, and what gradients are taken of
+
+
+class Case(NamedTuple):
+    """One computation, and who can do it."""
+
+    about: str
+    candidates: dict[str, Maker]
+
+
+def drawn(*shape: int, shift: float = 0.0) -> Tensor:
+    """float32 that requires gradients, the same for every candidate of a shape."""
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return (torch.randn(*shape, generator=generator) + shift).requires_grad_()
+
+
+# --- mLSTM ----------------------------------------------------------------------------------------------------------
+
+
+def mlstm_inputs(length: int, heads_first: bool) -> list[Tensor]:
+    q, k, v = (drawn(1, length, 4, 192) for _ in range(3))
+    i, f = drawn(1, length, 4), drawn(1, length, 4, shift=3)
+    if not heads_first:
+        return [q, k, v, i, f]
+    return [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v, i, f)]
+
+
+def mlstm_ours(length: int) -> tuple[Run, list[Tensor]]:
+    from seqblocks.kernels import mlstm
+
+    x = mlstm_inputs(length, False)
+    return lambda: mlstm(*x), x  # type: ignore[return-value]
+
+
+def mlstm_native(length: int) -> tuple[Run, list[Tensor]]:
+    from mlstm_kernels.torch.chunkwise.native import mlstm_chunkwise__native_autograd
+
+    x = mlstm_inputs(length, True)
+    return lambda: mlstm_chunkwise__native_autograd(*x, chunk_size=64, autocast_kernel_dtype=torch.float32), x
+
+
+def mlstm_parallel(length: int) -> tuple[Run, list[Tensor]]:
+    from xlstm.blocks.mlstm.backends import parallel_stabilized_simple
+
+    q, k, v, i, f = mlstm_inputs(length, True)
+    i, f = (t.detach().unsqueeze(-1).requires_grad_() for t in (i, f))
+    return lambda: parallel_stabilized_simple(q, k, v, i, f), [q, k, v, i, f]
+
+
+# --- sLSTM ----------------------------------------------------------------------------------------------------------
+
+
+def slstm_ours(length: int) -> tuple[Run, list[Tensor]]:
+    from seqblocks.kernels import slstm
+
+    x = [*(drawn(4, length, 384) for _ in range(4)), drawn(4, 96, 4, 96), drawn(4, 4, 96)]
+    with torch.no_grad():
+        x[4].mul_(96**-0.5)
+    return lambda: slstm(*x), x  # type: ignore[return-value]
+
+
+def slstm_vanilla(length: int) -> tuple[Run, list[Tensor]]:
+    from xlstm.blocks.slstm.cell import sLSTMCell, sLSTMCellConfig
+
+    options = {"backend": "vanilla", "dtype": "float32", "enable_automatic_mixed_precision": False}
+    layer, x = sLSTMCell(sLSTMCellConfig(hidden_size=384, num_heads=4, **options)), drawn(4, length, 4 * 384)
+    return lambda: layer(x)[0], [x, *layer.parameters()]
+
+
+# --- selective state space: the mixer of mamba-130m ------------------------------------------------------------------
+
+
+def mamba_ours(length: int) -> tuple[Run, list[Tensor]]:
+    import seqblocks
+
+    text = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {features: 768}, steps: [{mamba_mixer: {dim: 768}}]}"
+    model, x = seqblocks.build_text(text), drawn(1, length, 768)
+    return lambda: model(x), [x, *model.parameters()]
+
+
+def mamba_transformers(length: int) -> tuple[Run, list[Tensor]]:
+    from transformers import MambaConfig
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    mixer, x = MambaMixer(MambaConfig(hidden_size=768, state_size=16), layer_idx=0), drawn(1, length, 768)
+    return lambda: mixer(x), [x, *mixer.parameters()]
+
+
+def mamba_py(length: int) -> tuple[Run, list[Tensor]]:
+    from mambapy.mamba import MambaBlock, MambaConfig
+
+    block, x = MambaBlock(MambaConfig(d_model=768, n_layers=1)), drawn(1, length, 768)
+    return lambda: block(x), [x, *block.parameters()]
+
+
+# --- Centaurus ------------------------------------------------------------------------------------------------------
+
+
+def centaurus_inputs(mode: str, length: int) -> list[Tensor]:
+    """x, A_real, A_imag, dt, B, C and, but for pointwise, E."""
+    H, N, M = {"neck": (64, 64, 8), "pointwise": (64, 64, 8), "dws": (256, 256, 8), "full": (16, 256, 8)}[mode]
+    channels = N * M if mode == "pointwise" else N
+    B, C = (drawn(channels, H), drawn(H, channels)) if mode in ("neck", "pointwise") else (drawn(N), drawn(N))
+    A = [(-torch.rand(N, M) - 0.1).requires_grad_(), drawn(N, M)]
+    x = [drawn(2, length, H), *A, torch.logspace(-3, -1, N).requires_grad_(), B, C]
+    return x if mode == "pointwise" else [*x, drawn(N, M)]
+
+
+def centaurus_ours(mode: str) -> Maker:
+    def make(length: int) -> tuple[Run, list[Tensor]]:
+        from seqblocks.kernels import centaurus
+
+        x = centaurus_inputs(mode, length)
+        return lambda: centaurus(*x, mode=mode), x  # type: ignore[return-value]
+
+    return make
+
+
+def centaurus_fft(mode: str) -> Maker:
+    """The plain way: the whole kernel [N, M, S] at once, complex FFTs of everything, dense B and C, one product."""
+
+    def make(length: int) -> tuple[Run, list[Tensor]]:
+        leaves = centaurus_inputs(mode, length)
+        x, A_real, A_imag, dt, B, C = leaves[:6]
+
+        def run() -> Tensor:
+            steps = dt.unsqueeze(-1) * torch.complex(A_real, A_imag)
+            powers = torch.exp(steps.unsqueeze(-1) * torch.arange(length)).real
+            into, out_of, rate = B, C, dt
+            if mode == "pointwise":
+                kernel, rate = powers.flatten(0, 1), dt.repeat_interleave(steps.shape[1])
+            else:
+                kernel = torch.einsum("nm,nml->nl", leaves[6], powers)
+            if mode == "dws":
+                into, out_of = torch.diag(B), torch.diag(C)
+            elif mode == "full":
+                H, at = x.shape[2], torch.arange(B.shape[0])
+                into = torch.zeros(len(at), H).index_put((at, at % H), B)
+                out_of = torch.zeros(H, len(at)).index_put((at // H, at), C)
+            into = into * rate.unsqueeze(-1)
+            xs, ks = torch.fft.fft(x, 2 * length, dim=1), torch.fft.fft(kernel, 2 * length)
+            ys = torch.einsum("blh,nl,nh,on->blo", xs, ks, into.cfloat(), out_of.cfloat())
+            return torch.fft.ifft(ys, dim=1).real[:, :length]
+
+        return run, leaves
+
+    return make
+
+
+CASES = {
+    "mlstm": Case(
+        "mLSTM cell, batch 1, 4 heads of width 192",
+        {OURS: mlstm_ours, "mlstm_kernels": mlstm_native, "xlstm": mlstm_parallel},
+    ),
+    "slstm": Case("sLSTM cell, batch 4, 4 heads of width 96", {OURS: slstm_ours, "xlstm": slstm_vanilla}),
+    "mamba": Case(
+        "the mixer of mamba-130m, batch 1, width 768",
+        {OURS: mamba_ours, "transformers": mamba_transformers, "mambapy": mamba_py},
+    ),
+    **{
+        f"centaurus_{mode}": Case(
+            f"Centaurus, mode {mode}, batch 2, {sizes}", {OURS: centaurus_ours(mode), "plain FFT": centaurus_fft(mode)}
+        )
+        for mode, sizes in {
+            "neck": "64 features, 64 channels of 8",
+            "pointwise": "64 features, 64 times 8 channels",
+            "dws": "256 features and channels of 8",
+            "full": "16 features, 256 channels of 8",
+        }.items()
+    },
+}
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def forward(made: tuple[Run, list[Tensor]]) -> None:
+    with torch.no_grad():
+        made[0]()
+
+
+def both(made: tuple[Run, list[Tensor]]) -> None:
+    torch.autograd.grad(made[0]().sum(), made[1], allow_unused=True)
+
+
+def seconds(work: Callable[[Any], None], made: Any) -> float:
+    start = time.perf_counter()
+    work(made)
+    return time.perf_counter() - start
+
+
+def timed(made: dict[str, Any], work: Callable[[Any], None], budget: float) -> dict[str, float]:
+    """Medians of interleaved runs; a candidate takes part until it has used up its budget of seconds, at least thrice
+    unless the budget is gone at once."""
+    runs: dict[str, list[float]] = {name: [] for name in made}
+    first = {name: seconds(work, each) for name, each in made.items()}
+    for _ in range(ROUNDS):
+        for name, each in made.items():
+            if first[name] < budget and (len(runs[name]) < 3 or sum(runs[name]) < budget):
+                runs[name].append(seconds(work, each))
+    return {name: statistics.median(runs[name] or [first[name]]) for name in made}
+
+
+def peak(case: str, name: str, length: int, threads: int) -> float | None:
+    """MB of one forward and backward pass, in a process of its own; None if it did not survive."""
+    command = [sys.executable, __file__, "--worker", case, name, str(length), "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else None
+
+
+def worker(case: str, name: str, length: int) -> None:
+    """What is resident at most while the passes run, above what is resident when they begin (Linux)."""
+    maker = CASES[case].candidates[name]
+    both(maker(64))
+    made = maker(length)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
+    before = resident("VmRSS")
+    both(made)
+    print((resident("VmHWM") - before) / 1024)
+
+
+def resident(what: str) -> int:
+    """kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+def present(case: Case) -> tuple[dict[str, Maker], list[str]]:
+    """The candidates that are installed, and the names of the others."""
+    found, absent = {}, []
+    for name, maker in case.candidates.items():
+        try:
+            maker(8)
+            found[name] = maker
+        except ImportError:
+            absent.append(name)
+    return found, absent
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One record per case, length and candidate."""
+    for key in options.case or CASES:
+        found, absent = present(CASES[key])
+        for length in options.length or LENGTHS:
+            made = {name: maker(length) for name, maker in found.items()}
+            ahead, whole = timed(made, forward, options.budget), timed(made, both, options.budget)
+            del made
+            for name in CASES[key].candidates:
+                record: dict[str, Any] = {"case": key, "length": length, "candidate": name, "absent": name in absent}
+                if name not in absent:
+                    memory = peak(key, name, length, options.threads)
+                    record |= {"forward_ms": 1e3 * ahead[name], "both_ms": 1e3 * whole[name], "peak_mb": memory}
+                print(json.dumps(record), file=sys.stderr)
+                yield record
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+
+def table(records: list[dict[str, Any]], threads: int) -> str:
+    """The records as a page."""
+    where = f"{platform.machine()}, {threads} threads of {os.cpu_count()} cores, Python {platform.python_version()}"
+    lines = [
+        f"# CPU, {datetime.date.today()}",
+        "",
+        f"{where}, {', '.join(versions())}; float32. `benchmarks/cpu.py` made this page.",
+        "",
+        f"Medians of up to {ROUNDS} interleaved runs, ms; memory of one forward and backward pass, MB.",
+    ]
+    ratios: list[float] = []
+    for key in dict.fromkeys(r["case"] for r in records):
+        mine = [r for r in records if r["case"] == key]
+        lines += ["", f"## {CASES[key].about}", ""]
+        lines += ["| tokens | | forward | forward + backward | peak memory |", "|---|---|---|---|---|"]
+        for length in dict.fromkeys(r["length"] for r in mine):
+            here = [r for r in mine if r["length"] == length]
+            ours = next(r for r in here if r["candidate"] == OURS)
+            for r in here:
+                if r["absent"]:
+                    lines.append(f"| {length:,} | {r['candidate']} | not installed | | |")
+                    continue
+                cells = [cell(r, ours, field, "d" if field == "peak_mb" else ".1f") for field in FIELDS]
+                lines.append(f"| {length:,} | {r['candidate']} | {' | '.join(cells)} |")
+            peers = [r for r in here if r is not ours and not r["absent"]]
+            ratios += [min(r[f] for r in peers) / ours[f] for f in FIELDS[:2] if peers]
+    if ratios:
+        middle, behind = statistics.median(ratios), sum(r < 1 for r in ratios)
+        told = f"{middle:.1f} times as fast in the median of {len(ratios)} cells, at worst {min(ratios):.2f} times"
+        lines += ["", f"Against the fastest peer of each cell: {told}; behind in {behind}."]
+    return "\n".join([*lines, "", *growth(records)])
+
+
+FIELDS = ("forward_ms", "both_ms", "peak_mb")
+
+
+def cell(r: dict[str, Any], ours: dict[str, Any], field: str, how: str) -> str:
+    if r[field] is None:
+        return "did not survive"
+    value = f"{round(r[field]):,}" if how == "d" else f"{r[field]:,.1f}"
+    if r is ours or not ours[field] or ours[field] <= 0:
+        return value
+    return f"{value} ({r[field] / ours[field]:.1f} x)"
+
+
+def growth(records: list[dict[str, Any]]) -> list[str]:
+    """How our time per token changes from the second length to the last, and the mLSTM's distance from its floor."""
+    lines = []
+    ours = {(r["case"], r["length"]): r for r in records if r["candidate"] == OURS}
+    lengths = sorted({length for _, length in ours})
+    if len(lengths) > 1:
+        a, b = lengths[-2:]
+        lines += [f"Time per token at {b:,} tokens against {a:,} (forward, forward + backward):", ""]
+        for key in dict.fromkeys(case for case, _ in ours):
+            change = [ours[key, b][f] / b / (ours[key, a][f] / a) for f in FIELDS[:2]]
+            lines.append(f"- {key}: {change[0]:.2f}, {change[1]:.2f}")
+        lines.append("")
+    if ("mlstm", 2048) in ours:
+        products = 2048 * 4 * (2 * 64 * 192 + 2 * 192 * 192)  # within chunks of 64, and through the states
+        floor = products / rate()
+        times = ours["mlstm", 2048]["forward_ms"] / 1e3 / floor
+        lines.append(
+            f"The matrix products of the mLSTM at 2,048 tokens in chunks of 64 take {1e3 * floor:.1f} ms "
+            f"at the speed of a large one here; forward takes {times:.1f} times that."
+        )
+    return lines
+
+
+def rate() -> float:
+    """Multiply-accumulates a second in a large matrix product."""
+    a = torch.randn(1024, 1024)
+    a @ a
+    return 1024**3 / statistics.median(seconds(lambda m: m @ m, a) for _ in range(21))
+
+
+def versions() -> list[str]:
+    out = []
+    for name in ("torch", "seqblocks", "mlstm_kernels", "xlstm", "transformers", "mambapy"):
+        try:
+            out.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            if name == "seqblocks":
+                import seqblocks
+
+                out.append(f"seqblocks {seqblocks.__version__}")
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time and memory of the mixers on a CPU, beside other packages.")
+    parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
+    parser.add_argument("--length", action="append", type=int, help="tokens; may be repeated")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds for one candidate in one cell")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--worker", nargs=3, metavar=("CASE", "CANDIDATE", "LENGTH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.worker:
+        case, name, length = options.worker
+        worker(case, name, int(length))
+        return 0
+    records = list(measure(options))
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = options.out / f"{datetime.date.today()}-cpu.md"
+    numbers = json.dumps(records, indent=1)
+    for path, text in ((page, table(records, options.threads)), (page.with_suffix(".json"), numbers)):
+        temporary = path.with_name(path.name + ".part")
+        temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
