@@ -253,19 +253,24 @@ def test_a_block_against_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gated_rms_norm(groups: int) -> None:
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    for gate in ("before", "after"):
-        model = build(
-            "    - linear: {features: 16, as: [x, z]}\n"
-            f"    - rms_norm: {{x: x, z: z, gate: {gate}, groups: {groups}}}\n"
-        )
-        a, z = (x @ model.linear.weight.t() + model.linear.bias).chunk(2, -1)
-        opening = z * torch.sigmoid(z)
-        a = a * opening if gate == "before" else a
-        parts = [part / torch.sqrt(part.square().mean(-1, keepdim=True) + 1e-6) for part in a.chunk(groups, -1)]
-        wanted = torch.cat(parts, -1) * (opening if gate == "after" else 1)
-        near([model(x)], [wanted])
+@pytest.mark.parametrize("gate", ["before", "after"])
+def test_gated_rms_norm(gate: str, groups: int) -> None:
+    """Gain and bias belong to the norm: `gate: after` multiplies them too."""
+    model = build(
+        "    - linear: {features: 16, as: [x, z]}\n"
+        f"    - rms_norm: {{x: x, z: z, gate: {gate}, groups: {groups}, bias: true}}\n"
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.rms_norm.parameters():
+            p.copy_(torch.randn(8, generator=generator, dtype=torch.float64))
+    x = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+    a, z = (x @ model.linear.weight.t() + model.linear.bias).chunk(2, -1)
+    opening = z * torch.sigmoid(z)
+    a = a * opening if gate == "before" else a
+    parts = [part / torch.sqrt(part.square().mean(-1, keepdim=True) + 1e-6) for part in a.chunk(groups, -1)]
+    wanted = torch.cat(parts, -1) * model.rms_norm.weight + model.rms_norm.bias
+    near([model(x)], [wanted * opening if gate == "after" else wanted])
 
 
 def test_the_gelu_network() -> None:
