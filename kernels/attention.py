@@ -65,7 +65,8 @@ def attention(
     before = state[2] if state is not None else None
     index, length = running_positions(B, S, before, resets, q.device)
     if rotary is not None:
-        q, k = turned(q, index, rotary), turned(k, index, rotary)
+        place = index[:1] if before is None and resets is None else index  # one row of angles serves the whole batch
+        q, k = turned(q, place, rotary), turned(k, place, rotary)
     past = 0
     keys, values = k, v
     if state is not None:

@@ -47,11 +47,14 @@ def run(
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """mask [B or 1, S, T]."""
+    D, DV = q.shape[-1], v.shape[-1]
+    if D != DV:  # torch would write down all pairs; zeros change neither scores nor values
+        q, k, v = (pad(x, [0, max(D, DV) - x.shape[-1]]) for x in (q, k, v))
     y = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
         attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
     )
-    return y.transpose(1, 2).to(v.dtype)
+    return y[..., :DV].transpose(1, 2).to(v.dtype)
 
 
 def _windowed(

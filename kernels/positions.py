@@ -25,7 +25,7 @@ def running_positions(
 def rotary(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     """Turn features j and j + D/2 of x [B, S, H, D] by the angle position / base^(2 j / D) (arXiv:2104.09864).
 
-    positions [B, S], integers. D even. Angles are float64, so that a long stream turns as exactly as a short one.
+    positions [B or 1, S], integers. D even. Angles are float64, so that a long stream turns as exactly as a short one.
     """
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)

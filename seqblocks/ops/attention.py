@@ -25,6 +25,7 @@ class Attention(Op):
     kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
     window: int = argument(0, "tokens that are seen, oneself included (0: all)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
+    scale: float = argument(0.0, "what scores are multiplied by (0: 1 / sqrt(D))", ge=0)
     causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
     cache: int = argument(2048, "tokens that a stream may hold where there is no window", ge=1)
     source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
@@ -87,6 +88,7 @@ class Attention(Op):
             causal=self.causal,
             window=self.window or None,
             rotary=self.rotary or None,
+            scale=self.scale or None,
             state=state,
             keep=self.held(),
             return_state=call.keep,
@@ -95,9 +97,16 @@ class Attention(Op):
         if not call.keep:
             return out.flatten(-2), {}
         y, last = out
-        if not (self.window or call.compiling) and last.length.numel() and int(last.length.max()) > self.cache:
-            raise RunError(
-                f"attention has seen {int(last.length.max())} tokens and its cache holds {self.cache}; "
-                "give the step a larger `cache:` or a `window:`"
-            )
+        if not self.window:
+            self.must_hold(last.length, call.compiling)
         return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
+
+    def must_hold(self, length: Any, compiling: bool) -> None:
+        """RunError where the cache does not hold a sequence; in a compiled model the RuntimeError of an assertion."""
+        import torch
+
+        said = f"tokens and its cache holds {self.cache}; give the step a larger `cache:` or a `window:`"
+        if compiling:
+            torch._assert_async((length <= self.cache).all(), f"attention has seen more {said}")
+        elif length.numel() and int(length.max()) > self.cache:
+            raise RunError(f"attention has seen {int(length.max())} {said}")

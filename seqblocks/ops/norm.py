@@ -85,13 +85,11 @@ class RMSNorm(Norm):
         if opening is not None and self.gate == "before":
             exact = exact * opening
         grouped = exact.unflatten(-1, (self.groups, -1))
-        normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
-        if opening is not None and self.gate == "after":
-            normed = normed * opening
-        y = normed.to(x.dtype)
+        y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)
         gain, bias = self.effective_gain(p), p.get("bias")
         y = y if gain is None else y * gain
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return y if opening is None or self.gate == "before" else (y * opening).to(y.dtype)
 
 
 @primitive("head_norm")

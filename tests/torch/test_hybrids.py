@@ -56,11 +56,13 @@ def test_the_hybrid_forgets_between_documents_in_every_mixer() -> None:
 
 
 def test_counts_by_hand() -> None:
-    """At width 128: an mLSTM block has 109,448, Mamba's 116,608, attention 41,088, a gated network 147,584."""
+    """At width 128: an mLSTM block has 109,448, Mamba's 116,608, attention 41,088 with one head of keys
+    and values and 49,280 with two, a gated network 147,584."""
     ends = 256 * 128 + 128  # the tied embedding and the last norm
     wanted = {
         "mlstm_small": 5 * 109_448 + ends,
         "mamba_small": 5 * 116_608 + ends,
+        "transformer_small": 3 * (49_280 + 147_584) + ends,
         "hybrid_small": 109_448 + 116_608 + 41_088 + 2 * 147_584 + ends,
     }
     assert {name: graph.count(check.load_model(name).graph) for name in wanted} == wanted

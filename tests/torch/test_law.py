@@ -25,6 +25,7 @@ SMALL = {
     "memoroid_agent": {"dim": 8, "observation": 5},
     "hybrid_small": {"dim": 16, "depth": 1, "vocabulary": 11, "window": 5},
     "centaurus_mlstm": {"dim": 16, "depth": 1},
+    "transformer_small": {"dim": 16, "depth": 2, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
 }
 
