@@ -22,7 +22,7 @@ class Mixer(NamedTuple):
     """run(inputs by name) -> y; sequences [1, S, ...] that are inputs, gates among them, and weights with their scale.
 
     drift: a bound on the error in float32 after 100,000 tokens, of the largest output: four times what was measured
-    (docs/measurements.md). low: the units of 2^-9 by which bfloat16 may be off: one where only the output is rounded.
+    (docs/measurements.md). low: the units of 2^-8 by which bfloat16 may be off: one where only the output is rounded.
     """
 
     run: Callable[[dict[str, Tensor]], Any]
@@ -69,11 +69,11 @@ MIXERS = {
     "centaurus_full": Mixer(bank("full"), {"x": (1,)}, (), (*BANK, ("B", (2,), 1.0), ("C", (2,), 1.0)), "", 1e-6),
     "attention_window": Mixer(
         lambda x: attention(*x.values(), window=64, rotary=10_000.0), {"q": (2, 4), "k": (1, 4), "v": (1, 3)},
-        drift=2e-6, low=4
+        drift=2e-6, low=2
     ),
     "causal_conv": Mixer(
         lambda x: causal_conv(*x.values(), activation="silu"), {"x": (3,)}, (), (("weight", (3, 1, 4), 1.0),),
-        drift=4e-7, low=2
+        drift=4e-7
     ),
 }  # fmt: skip
 
@@ -136,7 +136,7 @@ def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
     """float32: the measured drift. bfloat16: recurrent mixers compute in float32 and round the output alone, by half a
-    unit in the last place, 2^-9; attention rounds the turned q and k and its weights too, the convolution its sum."""
+    unit in the last place, 2^-8; attention rounds the turned q and k and its weights too."""
     mixer = MIXERS[name]
     assert drift(name, torch.float32, kind) <= mixer.drift
-    assert drift(name, torch.bfloat16, kind) <= mixer.drift + mixer.low * 2**-9
+    assert drift(name, torch.bfloat16, kind) <= mixer.drift + mixer.low * 2**-8
