@@ -8,15 +8,15 @@ from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, primitive
 from seqblocks.types import Wire
 
-Mode = Literal["mean", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
+Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
 
 
 @primitive("pool")
 class Pool(Op):
     """One vector for the whole sequence.
 
-    mean of all tokens; first (cls: a class token put there), middle, last token; bilateral_mean and bilateral_concat
-    of the first and the last.
+    mean of all tokens; max of each feature (behind a linear head, as Vision Mamba has it, of each class); first (cls: a
+    class token put there), middle, last token; bilateral_mean and bilateral_concat of the first and the last.
     """
 
     mode: Mode = argument("mean", "how the tokens become one")
@@ -35,6 +35,8 @@ class Pool(Op):
         match self.mode:
             case "mean":
                 return x.mean(1)
+            case "max":
+                return x.amax(1)
             case "first" | "cls":
                 return x[:, 0]
             case "middle":

@@ -1,8 +1,9 @@
 """Mamba's scan, block and language model, and Vision Mamba's blocks, against the official code (its float64 run).
 
 The same recurrence on both sides, so float64 differs by rounding alone: 1e-10 of the largest value of an array.
-float32: ten times the error of the official float32 run where it is recorded, else 1e-5 (about 100 units in the last
-place; the worst recorded ones are 3e-6).
+float32: ten times the error of the official float32 run, for each case by itself, and 16 units in the last place of
+the largest value: with few numbers that error is accidentally nought. Of gradients the official float32 error is not
+in the files; an independent float32 run had 1.1e-6 of the largest entry, so 1.1e-5.
 
 One quirk is recorded and copied by the spec rather than by a primitive: Vision Mamba v1 shares D between its
 directions and adds it in both, so D x enters twice.
@@ -40,6 +41,14 @@ def close(name: str, found: torch.Tensor, wanted: Any, bar: float) -> None:
     assert (found.detach() - theirs).abs().max() <= bar * max(1.0, theirs.abs().max().item()), name
 
 
+def bars(data: Any, key: str, dtype: torch.dtype) -> tuple[float, float]:
+    """What the output `key` and what gradients may be off, of the largest value (at least 1) of each."""
+    if dtype == torch.float64:
+        return 1e-10, 1e-10
+    exact = data[f"out/{key}"]
+    return 10 * np.abs(data[f"out32/{key}"] - exact).max() / max(1.0, np.abs(exact).max()) + 16 * 2**-24, 1.1e-5
+
+
 def scan_inputs(data: Any, cfg: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Leaves in the official layout."""
     out = {}
@@ -65,7 +74,7 @@ def test_scan(case: str, form: str) -> None:
     data, cfg = read(case)
     if cfg["complex_A"] and form == "torch":
         pytest.skip("complex A: only the reference form has it, and says so (test_kernel_selective_scan.py)")
-    for dtype, bar in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+    for dtype in (torch.float64, torch.float32):
         x = scan_inputs(data, cfg, dtype)
         y, last = selective_scan(
             x["u"].transpose(1, 2),
@@ -81,10 +90,11 @@ def test_scan(case: str, form: str) -> None:
             backend=form,
         )
         (y.transpose(1, 2) * torch.from_numpy(data["cot/y"]).to(dtype)).sum().backward()
+        bar, slope = bars(data, "y", dtype)
         close("y", y.transpose(1, 2), data["out/y"], bar)
-        close("state", last, data["out/last_state"], bar)
+        close("state", last, data["out/last_state"], bars(data, "last_state", dtype)[0])
         for name, leaf in x.items():
-            close(name, leaf.grad, data[f"grad/{name}"], bar * 10)
+            close(name, leaf.grad, data[f"grad/{name}"], slope)
 
 
 def model_spec(case: str, cfg: dict[str, Any]) -> str:
@@ -144,7 +154,7 @@ def built(case: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Any]:
 
 @pytest.mark.parametrize("case", MODELS)
 def test_models(case: str) -> None:
-    for dtype, bar in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
+    for dtype in (torch.float64, torch.float32):
         data, _, model = built(case, dtype)
         tokens = "in/input_ids" in data
         x = torch.from_numpy(data["in/input_ids" if tokens else "in/x"])
@@ -152,12 +162,13 @@ def test_models(case: str) -> None:
         y = model(x)
         key = "logits" if tokens else "y"
         (y * torch.from_numpy(data[f"cot/{key}"]).to(dtype)).sum().backward()
+        bar, slope = bars(data, key, dtype)
         close("y", y, data[f"out/{key}"], bar)
         if not tokens:
-            close("x", x.grad, data["grad/x"], bar * 10)
+            close("x", x.grad, data["grad/x"], slope)
         for name, parameter in model.named_parameters():
             official = official_name(model.graph, name)
-            close(official, parameter.grad, data[f"grad/{official}"], bar * 10)
+            close(official, parameter.grad, data[f"grad/{official}"], slope)
 
 
 @pytest.mark.parametrize("case", [case for case in MODELS if not case.startswith("bi_v")])

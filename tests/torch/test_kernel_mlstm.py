@@ -92,8 +92,9 @@ def test_golden_float64(path, form):
     # starts at m = 0: 1e-6 across forms. The file with an initial state and the sigmoid gate are of our form.
     same = state is not None or "siging" in path.stem
     got, last = run_golden(z, meta, x, state, form)
-    # a relative 1e-9 for one form; an output that eps moves by 1e-6 has gradients that it moves by a few times that
-    compare(z, meta, got, lambda key: (1e-9 if same else 3e-6) * size(meta, key))
+    # 1e-10 for one form; an output that eps moves by 1e-6 has gradients that it moves by a few times that
+    across = {"out": 1e-6}
+    compare(z, meta, got, lambda key: (1e-10 if same else across.get(key, 3e-6)) * size(meta, key))
     if "state/c" in z:
         for s, key in zip(last, "cnm", strict=True):
             expected = torch.tensor(z[f"state/{key}"]).reshape(s.shape)

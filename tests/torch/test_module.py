@@ -396,3 +396,14 @@ def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
 def test_a_model_is_called_with_keywords_that_help_shows() -> None:
     names = list(inspect.signature(seqblocks.build_text(TIED).forward).parameters)
     assert names == ["x", "state", "return_state", "resets", "cu_seqlens", "grid"]
+
+
+def test_pooling_by_the_largest() -> None:
+    """Vision Mamba's `max`: the head on every token, then the largest score of each class."""
+    text = "seqblocks: 1\nmodel: {input: {features: 4}, steps: [{linear: {features: 3}}, {pool: {mode: max}}]}"
+    model = seqblocks.build_text(text)
+    x = torch.randn(2, 5, 4)
+    scores = x @ model.linear.weight.t() + model.linear.bias
+    torch.testing.assert_close(model(x), scores.max(1).values)
+    with pytest.raises(seqblocks.RunError, match="its mode max reads the whole sequence"):
+        model.init_state(1)
