@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import mlstm_reference
