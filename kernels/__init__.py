@@ -12,6 +12,7 @@ from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
 from seqblocks.kernels.mlstm_memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
+from seqblocks.kernels.positions import packed_resets, rotary
 from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm
 
@@ -34,6 +35,8 @@ __all__ = [
     "mlstm_init_state",
     "mlstm_memoroid",
     "mlstm_step",
+    "packed_resets",
+    "rotary",
     "selective_scan",
     "slstm",
     "use_backend",

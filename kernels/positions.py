@@ -1,9 +1,16 @@
-"""Where a token stands in its own sequence, and rotary embedding of that position."""
+"""Where sequences begin in a batch, where a token stands in its own, and rotary embedding of that position."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def packed_resets(cu_seqlens: Tensor, seq: int) -> Tensor:
+    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first."""
+    starts = cu_seqlens[:-1].long()
+    first = torch.zeros(1, seq, dtype=torch.bool, device=cu_seqlens.device)
+    return first.index_fill(1, starts[starts < seq], True)
 
 
 def running_positions(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Model, Node
+from seqblocks.kernels.positions import packed_resets
 from seqblocks.op import Op
 from seqblocks.state import States, check_state, new_state
 from seqblocks.types import Wire
@@ -542,6 +543,4 @@ def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tens
         raise RunError("give either resets or cu_seqlens")
     if x.shape[0] != 1 or cu_seqlens.ndim != 1:
         raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
-    first = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-    starts = cu_seqlens[:-1].to(x.device)
-    return first.index_fill(1, starts[starts < x.shape[1]], True)
+    return packed_resets(cu_seqlens.to(x.device), x.shape[1])

@@ -1,0 +1,71 @@
+"""The benchmark runs, its candidates compute the same, and it says what is absent."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def cpu(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cpu", root / "benchmarks" / "cpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cpu"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("mode", ["neck", "pointwise", "dws", "full"])
+def test_the_plain_fft_is_the_same_layer(cpu: ModuleType, mode: str) -> None:
+    """float32 FFTs on both sides: 2^-24 of the largest value times some tens of roundings."""
+    torch.manual_seed(0)
+    ours, leaves = cpu.centaurus_ours(mode)(96)
+    torch.manual_seed(0)
+    plain, others = cpu.centaurus_fft(mode)(96)
+    assert all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
+    a, b = ours(), plain()
+    assert (a - b).abs().max() <= 100 * 2**-24 * b.abs().max()
+
+
+@pytest.mark.parametrize("peer", ["mlstm_native", "mlstm_parallel"])
+def test_the_peers_compute_the_same_mlstm(cpu: ModuleType, peer: str) -> None:
+    """Where they are installed: float32, and their stabilisers differ, which eps shows (1e-6)."""
+    pytest.importorskip({"mlstm_native": "mlstm_kernels", "mlstm_parallel": "xlstm"}[peer], reason="a peer, optional")
+    ours, theirs = cpu.mlstm_ours(128)[0](), getattr(cpu, peer)(128)[0]().transpose(1, 2)
+    assert (ours - theirs).abs().max() <= 1e-4 * ours.abs().max()
+
+
+def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("memory is read from /proc, which is Linux's")
+    command = [sys.executable, "benchmarks/cpu.py", "--case", "centaurus_dws", "--case", "slstm", "--length", "32"]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [*command, "--budget", "0.2", "--out", str(tmp_path)],
+        cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    page = Path(done.stdout.strip())
+    text = page.read_text(encoding="utf-8")
+    assert "| 32 | plain FFT |" in text
+    if importlib.util.find_spec("xlstm") is None:
+        assert "| 32 | xlstm | not installed | | |" in text
+    records = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    assert {r["candidate"] for r in records} == {"seqblocks", "plain FFT", "xlstm"}
+    assert all(r["absent"] or r["both_ms"] > 0 for r in records)
+
+
+def test_a_floor_says_what_the_case_costs(cpu: ModuleType) -> None:
+    ours = {"case": "mlstm", "length": 2048, "candidate": "seqblocks", "forward_ms": 20.0, "both_ms": 60.0}
+    lines = cpu.growth([ours])
+    assert "matrix products of the mLSTM at 2,048 tokens" in lines[-1]
