@@ -270,21 +270,30 @@ def present(case: Case) -> tuple[dict[str, Maker], list[str]]:
     return found, absent
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record per case, length and candidate."""
+def measure(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """One list of records per case and length that is not known, one record per candidate."""
     for key in options.case or CASES:
         found, absent = present(CASES[key])
+        why = dict.fromkeys(absent, "not installed")
         for length in options.length or LENGTHS:
-            made = {name: maker(length) for name, maker in found.items()}
-            ahead, whole = timed(made, forward, options.budget), timed(made, both, options.budget)
-            del made
-            for name in CASES[key].candidates:
-                record: dict[str, Any] = {"case": key, "length": length, "candidate": name, "absent": name in absent}
-                if name not in absent:
-                    memory = peak(key, name, length, options.threads)
-                    record |= {"forward_ms": 1e3 * ahead[name], "both_ms": 1e3 * whole[name], "peak_mb": memory}
-                print(json.dumps(record), file=sys.stderr)
-                yield record
+            records = [r for r in known if (r["case"], r["length"]) == (key, length)]
+            if not records:
+                fit = {name: maker for name, maker in found.items() if name not in why}
+                made = {name: maker(length) for name, maker in fit.items()}
+                ahead, whole = timed(made, forward, options.budget), timed(made, both, options.budget)
+                del made
+                for name in CASES[key].candidates:
+                    record: dict[str, Any] = {"case": key, "length": length, "candidate": name}
+                    record["left_out"] = why.get(name)
+                    if name in fit:
+                        memory = peak(key, name, length, options.threads)
+                        record |= {"forward_ms": 1e3 * ahead[name], "both_ms": 1e3 * whole[name], "peak_mb": memory}
+                    print(json.dumps(record), file=sys.stderr)
+                    records.append(record)
+                yield records
+            for r in records:  # four times the length takes at least four times as long, and as much memory
+                if not r["left_out"] and r["both_ms"] > 1e3 * options.budget:
+                    why[r["candidate"]] = f"left out: {r['both_ms'] / 1e3:,.0f} s at {length:,}"
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
@@ -309,12 +318,12 @@ def table(records: list[dict[str, Any]], threads: int) -> str:
             here = [r for r in mine if r["length"] == length]
             ours = next(r for r in here if r["candidate"] == OURS)
             for r in here:
-                if r["absent"]:
-                    lines.append(f"| {length:,} | {r['candidate']} | not installed | | |")
+                if r["left_out"]:
+                    lines.append(f"| {length:,} | {r['candidate']} | {r['left_out']} | | |")
                     continue
                 cells = [cell(r, ours, field, "d" if field == "peak_mb" else ".1f") for field in FIELDS]
                 lines.append(f"| {length:,} | {r['candidate']} | {' | '.join(cells)} |")
-            peers = [r for r in here if r is not ours and not r["absent"]]
+            peers = [r for r in here if r is not ours and not r["left_out"]]
             ratios += [min(r[f] for r in peers) / ours[f] for f in FIELDS[:2] if peers]
     if ratios:
         middle, behind = statistics.median(ratios), sum(r < 1 for r in ratios)
@@ -385,6 +394,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for one candidate in one cell")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--keep", action="store_true", help="measure only what today's numbers in --out lack")
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CANDIDATE", "LENGTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -392,16 +402,25 @@ def main() -> int:
         case, name, length = options.worker
         worker(case, name, int(length))
         return 0
-    records = list(measure(options))
     options.out.mkdir(parents=True, exist_ok=True)
     page = options.out / f"{datetime.date.today()}-cpu.md"
-    numbers = json.dumps(records, indent=1)
-    for path, text in ((page, table(records, options.threads)), (page.with_suffix(".json"), numbers)):
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+    numbers = page.with_suffix(".json")
+    records = json.loads(numbers.read_text(encoding="utf-8")) if options.keep and numbers.exists() else []
+    for more in measure(options, records):
+        records += more
+        write(numbers, json.dumps(records, indent=1))  # at once: an interrupt loses one cell
+    order = list(CASES)
+    records.sort(key=lambda r: (order.index(r["case"]), r["length"]))
+    write(page, table(records, options.threads))
     print(page)
     return 0
+
+
+def write(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

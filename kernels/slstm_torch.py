@@ -31,19 +31,18 @@ def _slstm(
     """y [B, S, H, D] and, for the backward pass and the last state, c, n, m and the full gates of every token."""
     B, S, _, H, D = gates.shape
     with without_autocast(gates.device.type):
-        time = gates.permute(1, 3, 0, 2, 4).reshape(S, H, B, 4 * D)  # a head's product is a plain matrix product
+        # time first, and a head's gates side by side: a step is a plain matrix product, added in place
+        full = gates.new_empty(S, H, B, 4, D)
+        torch.add(gates.permute(1, 3, 0, 2, 4), bias.permute(1, 0, 2).unsqueeze(1), out=full)
+        full = full.view(S, H, B, 4 * D)
         matrix = recurrent.reshape(H, D, 4 * D)
-        offset = bias.permute(1, 0, 2).reshape(H, 1, 4 * D)
-        time = time + offset
         y, c, n, m = (s.transpose(0, 1).contiguous() for s in (y0, c0, n0, m0))  # [H, B, D]
         ys, cs, ns, ms = (gates.new_empty(S, H, B, D) for _ in range(4))
-        full = gates.new_empty(S, H, B, 4 * D)
         for t in _order(S, reverse):
             if resets is not None:
                 keep = (~resets[:, t]).to(gates.dtype)[None, :, None]
                 y, c, n, m = y * keep, c * keep, n * keep, m * keep
-            g = torch.baddbmm(time[t], y, matrix, out=full[t])
-            i, f, z, o = g.split(D, -1)
+            i, f, z, o = full[t].baddbmm_(y, matrix).split(D, -1)
             through = m + F.logsigmoid(f)
             m = torch.where(n == 0, i, torch.maximum(i, through))
             write = torch.exp(i - m)
