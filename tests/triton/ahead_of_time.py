@@ -24,11 +24,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqblocks.kernels import selective_scan_triton, triton_common
+from seqblocks.kernels import causal_conv_triton, selective_scan_triton, triton_common
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
-MODULES = (selective_scan_triton,)
 
 
 def launches(module: Any, arch: str, call: Callable[[], None]) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
@@ -116,6 +115,13 @@ def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
     (y.sum() + last.sum()).backward()
 
 
+def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", **change: Any) -> None:
+    x = torch.zeros(2, 256, 384, dtype=dtype, requires_grad=True)
+    weight, bias = torch.zeros(384, 1, taps, requires_grad=True), torch.zeros(384, requires_grad=True)
+    given: dict[str, Any] = {"state": x.new_zeros(2, taps - 1, 384), "resets": None, "reverse": False}
+    causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
+
+
 def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     """(name, module, call)."""
     scan = selective_scan_triton
@@ -127,6 +133,14 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
         16, torch.bfloat16, reverse=True, resets=marks)
     yield "selective_scan N=16 bf16 constant", scan, lambda: selective_scan(
         16, torch.bfloat16, constant=True, z=None, softplus=False)
+    conv = causal_conv_triton
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"causal_conv K=4 {TYPES[dtype]} silu", conv, lambda dtype=dtype: causal_conv(4, dtype)
+    yield "causal_conv K=4 bf16", conv, lambda: causal_conv(4, torch.bfloat16, None)
+    marks = torch.zeros(2, 256, dtype=torch.bool)
+    yield "causal_conv K=4 bf16 silu reverse resets", conv, lambda: causal_conv(
+        4, torch.bfloat16, reverse=True, resets=marks)
+    yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
 
 
 def main(words: list[str]) -> None:
