@@ -135,10 +135,10 @@ def _conv_backward(  # type: ignore[no-untyped-def]
 
 
 def tiles(length: int, width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Tokens and channels of a program, and its warps."""
+    """Tokens and channels of a program, and its warps. Backward, half as many elements a thread leave room for K^2."""
     BD = min(common.power_of_two(width), 64)
-    BT = min(common.power_of_two(length), 1024 // BD if backward else 2048 // BD)
-    return {"BT": BT, "BD": BD, "num_warps": 4}
+    BT = min(common.power_of_two(length), 2048 // BD)
+    return {"BT": BT, "BD": BD, "num_warps": max(1, min(8 if backward else 4, BT * BD // 256))}
 
 
 @torch.library.custom_op("seqblocks::causal_conv_triton", mutates_args=())

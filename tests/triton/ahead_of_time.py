@@ -1,15 +1,17 @@
-"""Compile what calls would launch, for GPUs that are not here, and print what the compilers say: one JSON object.
+"""Compile what calls would launch, for GPUs that are not here, and print what the compilers say: a table.
 
 A program of its own, because it needs triton without its interpreter. Host code runs as it is, on CPU tensors and with
 the architecture pretended; where it would launch a kernel, a recorder compiles it for that architecture instead, with
 the types, constants and alignments that triton would derive from the arguments.
 
-    python tests/triton/ahead_of_time.py [NAME ...]      the cases whose names contain one of the words
+    python -m tests.triton.ahead_of_time [WORD ...]      the cases whose names contain one of the words
+
+A line has the case, the kernel, the architecture, the launch, the registers of a thread, the bytes that a thread keeps
+in local memory (what it spills and what it indexes), and the bytes of shared memory of a program.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from triton.compiler import ASTSource
 from seqblocks.kernels import causal_conv_triton, selective_scan_triton, triton_common
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+SHOWN = ("BE", "BN", "BT", "BD", "STEPS", "num_warps")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
 
 
@@ -143,17 +146,23 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
 
 
-def main(words: list[str]) -> None:
-    table = {}
+def rows(words: list[str]) -> Iterator[str]:
+    """The lines of the table."""
     for name, module, call in cases():
         if words and not any(word in name for word in words):
             continue
         for arch, target in TARGETS.items():
             for kernel, function, args, kwargs in launches(module, arch, call):
                 found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
-                tile = {key: x for key, x in kwargs.items() if key in ("num_warps", "STEPS") or key.startswith("B")}
-                table[f"{name} {kernel} {arch}"] = {**found, **tile}
-    print(json.dumps({"triton": triton.__version__, "kernels": table}, indent=1))
+                tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
+                yield " | ".join([f"{name:<44}", f"{kernel:<14}", f"{arch:<6}", f"{tile:<32}", *(
+                    f"{found[key]:>6}" for key in ("registers", "local", "shared"))])
+
+
+def main(words: list[str]) -> None:
+    print(f"triton {triton.__version__}")
+    for row in rows(words):
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
