@@ -9,6 +9,7 @@ The state is what the next token will need: the last K-1 inputs, oldest first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,20 +46,35 @@ def causal_conv(
     """
     mixing = _check(x, weight, bias, activation, state, resets)
     K = weight.shape[-1]
-    if state is None:
-        state = x.new_zeros(x.shape[0], K - 1, x.shape[2])
-    state = state.to(x.dtype)
-    window = torch.cat([x, state.flip(1)] if reverse else [state, x], 1) if K > 1 else x
-    segment = None if resets is None else _segments(resets, K, reverse)
+    state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
     run = dispatch.choose(
-        "causal_conv", backend, device=x.device.type, dtype=x.dtype, taps=K, mixing=mixing,
-        resets=resets is not None, reverse=reverse,
+        "causal_conv", backend, device=x.device.type, dtype=torch.promote_types(x.dtype, weight.dtype), taps=K,
+        mixing=mixing, resets=resets is not None, reverse=reverse,
     )
-    # a window looking right is a window looking left with its taps turned
-    y = run(window, weight.flip(-1) if reverse else weight, bias, segment, reverse)
-    if activation == "silu":
-        y = F.silu(y)
-    return (y, _last(window, segment, K, reverse)) if return_state else y
+    y = run(x, weight, bias, state, resets, activation, reverse)
+    return (y, _last(x, state, resets, K, reverse)) if return_state else y
+
+
+def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A form from a convolution of inputs that lie in one piece, without padding or activation."""
+
+    def run(
+        x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
+        reverse: bool,
+    ) -> Tensor:
+        K = weight.shape[-1]
+        segment = None if resets is None else _segments(resets, K, reverse)
+        # a window looking right is a window looking left with its taps turned
+        y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
+        return F.silu(y) if activation == "silu" else y
+
+    return run
+
+
+def _window(x: Tensor, state: Tensor, reverse: bool) -> Tensor:
+    if state.shape[1] == 0:
+        return x
+    return torch.cat([x, state.flip(1)] if reverse else [state, x], 1)
 
 
 def _segments(resets: Tensor, K: int, reverse: bool) -> Tensor:
@@ -68,14 +84,19 @@ def _segments(resets: Tensor, K: int, reverse: bool) -> Tensor:
     return F.pad(count, (0, K - 1) if reverse else (K - 1, 0))
 
 
-def _last(window: Tensor, segment: Tensor | None, K: int, reverse: bool) -> Tensor:
+def _last(x: Tensor, state: Tensor, resets: Tensor | None, K: int, reverse: bool) -> Tensor:
     """The K-1 inputs at the end of the scan, oldest first."""
-    P = window.shape[1]
     if K == 1:
-        return window[:, :0]
+        return x[:, :0]
+    if not torch.compiler.is_compiling():  # a compiler sees by itself that the rest of the window is not needed
+        recent = slice(0, K - 1) if reverse else slice(1 - K, None)
+        x, resets = x[:, recent], None if resets is None else resets[:, recent]
+    window = _window(x, state, reverse)
+    P = window.shape[1]
     span = slice(0, K - 1) if reverse else slice(P - K + 1, P)
     tail = window[:, span]
-    if segment is not None:
+    if resets is not None:
+        segment = _segments(resets, K, reverse)
         newest = segment[:, :1] if reverse else segment[:, P - 1 :]
         tail = tail * (segment[:, span] == newest).unsqueeze(-1)
     return tail.flip(1) if reverse else tail.clone()  # a copy: a view would keep the whole window alive
@@ -203,6 +224,8 @@ def _check(
     return mixing
 
 
-dispatch.register("causal_conv", "reference", _reference, dispatch.always("a sum over taps runs wherever torch does"))
-dispatch.register("causal_conv", "torch", _fast, dispatch.always("torch's own convolution, on any device"))
+dispatch.register(
+    "causal_conv", "reference", _windowed(_reference), dispatch.always("a sum over taps runs wherever torch does")
+)
+dispatch.register("causal_conv", "torch", _windowed(_fast), dispatch.always("torch's own convolution, on any device"))
 dispatch.load_forms("causal_conv")

@@ -124,8 +124,12 @@ def why(op: str, **facts: Any) -> list[Verdict]:
 
 
 def choose(op: str, backend: str | None = None, **facts: Any) -> Callable[..., Any]:
-    """The function to run. BackendError if the form asked for by name cannot run; it says what is missing."""
+    """The function to run. BackendError if the form asked for by name cannot run; it says what is missing.
+
+    A form's `can` is told the backend as the fact `asked`, so that it may probe the machine, or refuse `auto`.
+    """
     name = requested(backend)
+    facts = {**facts, "asked": name}
     if name != "auto":
         can, reason = _verdict(op, name, facts)
         if not can:

@@ -7,13 +7,12 @@ B batch, S sequence, E channels, G groups of channels, N states of a channel. Wi
 
 The decay is exact, the input is Euler's. With complex A, y is twice the real part of the sum.
 
-Forms: `selective_scan_reference.py` (this), `selective_scan_torch.py` (chunk by chunk).
+Forms: `selective_scan_reference.py` (this), `selective_scan_torch.py` (chunk by chunk), `selective_scan_triton.py`.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
@@ -43,47 +42,17 @@ def selective_scan(
     reverse: scan from right to left.
 
     Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
-    float64 if any input is (complex64, complex128 with a complex A). The torch form has first derivatives only.
+    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton forms have first derivatives only.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     _check(u, dt, A, B, C, state, resets)
-    E, N = A.shape
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
-    real = torch.float64 if double else torch.float32
-    kind = (torch.complex128 if double else torch.complex64) if A.is_complex() else real
-    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
-    if any(x.dim() == 2 for x in (B, C)):
-        groups = E  # a constant differs from channel to channel
-    wide = u.to(real).unflatten(-1, (groups, -1))
-    step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
-    step = (F.softplus(step) if dt_softplus else step).unflatten(-1, (groups, -1))
-    matrix = A.to(kind).view(groups, E // groups, N)
-    reads, writes = (_per_token(x.to(kind), u.shape, groups) for x in (C, B))
-    h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
     run = dispatch.choose(
-        "selective_scan", backend, device=u.device.type, dtype=u.dtype, states=N, complex=A.is_complex(),
-        resets=resets is not None, reverse=reverse,
+        "selective_scan", backend, device=u.device.type, dtype=torch.float64 if double else u.dtype,
+        states=A.shape[1], complex=any(x.is_complex() for x in (A, B, C)), resets=resets is not None, reverse=reverse,
     )
-    y, last = run(
-        wide, step, matrix, writes, reads, h.view(-1, groups, E // groups, N),
-        None if resets is None else resets.bool(), reverse,
-    )
-    y = y.flatten(2)
-    if D is not None:
-        y = y + D.to(real) * u.to(real)
-    if z is not None:
-        y = y * F.silu(z.to(real))
-    y = y.to(u.dtype)
-    return (y, last.flatten(1, 2)) if return_state else y
-
-
-def _per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
-    """[B, S, G, N] from a constant, per-token or grouped matrix."""
-    if x.dim() == 2:
-        return x.expand(shape[0], shape[1], *x.shape)
-    if x.dim() == 3:
-        return x.unsqueeze(2).expand(-1, -1, groups, -1)
-    return x.repeat_interleave(groups // x.shape[2], 2) if x.shape[2] != groups else x
+    y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
+    return (y, last) if return_state else y
 
 
 def _check(

@@ -5,15 +5,66 @@ B batch, S sequence, G groups of E / G channels that share an input and an outpu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register, without_autocast
 
 
+Pair = tuple[Tensor, Tensor]
+
+
+def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
+    """All of `selective_scan` around a bare scan: dtypes, groups, the step's softplus, the skip and the gate."""
+
+    def run(
+        u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
+    ) -> Pair:
+        E, N = A.shape
+        double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
+        real = torch.float64 if double else torch.float32
+        kind = (torch.complex128 if double else torch.complex64) if A.is_complex() else real
+        groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+        if any(x.dim() == 2 for x in (B, C)):
+            groups = E  # a constant differs from channel to channel
+        step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
+        h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
+        y, last = scan(
+            u.to(real).unflatten(-1, (groups, -1)),
+            (F.softplus(step) if softplus else step).unflatten(-1, (groups, -1)),
+            A.to(kind).view(groups, E // groups, N),
+            _per_token(B.to(kind), u.shape, groups),
+            _per_token(C.to(kind), u.shape, groups),
+            h.view(-1, groups, E // groups, N),
+            None if resets is None else resets.bool(),
+            reverse,
+        )
+        y = y.flatten(2)
+        if D is not None:
+            y = y + D.to(real) * u.to(real)
+        if z is not None:
+            y = y * F.silu(z.to(real))
+        return y.to(u.dtype), last.flatten(1, 2)
+
+    return run
+
+
+def _per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
+    """[B, S, G, N] from a constant, per-token or grouped matrix."""
+    if x.dim() == 2:
+        return x.expand(shape[0], shape[1], *x.shape)
+    if x.dim() == 3:
+        return x.unsqueeze(2).expand(-1, -1, groups, -1)
+    return x.repeat_interleave(groups // x.shape[2], 2) if x.shape[2] != groups else x
+
+
 def run(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """u, dt [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], state [B, G, E/G, N]; A, B, C, state may be complex.
 
     Returns y [B, S, G, E/G] and the last state.
@@ -33,4 +84,4 @@ def run(
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 
-register("selective_scan", "reference", run, always("the recurrent definition runs wherever torch does"))
+register("selective_scan", "reference", complete(run), always("the recurrent definition runs wherever torch does"))

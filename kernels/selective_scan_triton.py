@@ -1,0 +1,434 @@
+"""The selective scan in Triton: one launch forward, one backward, and sums of the backward's partial results.
+
+A program owns BE channels of one sequence with all their states and walks along the tokens, from either end: no tensor
+is flipped. dt's bias and softplus, the skip D u and the gate silu(z) are part of the walk. STEPS tokens are loaded
+before the first of them is used, so that their latencies overlap.
+
+The forward pass keeps the state before every CHUNK of tokens. The backward pass walks the chunks from the last to the
+first: from the kept state it makes the states of the chunk again, into a scratch that stays in the cache, then runs
+the adjoint recurrence over them (see `selective_scan_torch.py` for the derivative). Sums over channels or sequences
+are stored in parts and added afterwards, in an order that does not vary: results are the same bits in every run.
+
+Arithmetic and states are float32 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.triton_common import jit, lined, tl, up
+
+CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
+STATES = 256  # at most
+
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: u, dt, z, y [B, S, E]; A [E, N]; B, C [B, S, G, N] or [E, N]; h0, last [B, E, N];
+# between [B, chunks, E, N]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
+
+
+@jit
+def _softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + e^x) = max(x, 0) + 2 artanh(r), r = v / (2 + v), v = e^-|x|.
+
+    r is at most 1/3, so the series to r^13 is exact to 1.4e-8, for steps next to zero too.
+    """
+    v = tl.exp(-tl.abs(x))
+    r = v / (2.0 + v)
+    q = r * r
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13))))))
+    return tl.maximum(x, 0.0) + 2.0 * r * series
+
+
+@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
+def _scan(  # type: ignore[no-untyped-def]
+    u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
+    S, E, N, W, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr,
+):
+    blocks = tl.cdiv(W, BE)
+    b = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) // blocks
+    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    live = within < W
+    e = group * W + within
+    n = tl.arange(0, BN)
+    own = live[:, None] & (n < N)[None, :]
+    at = e[:, None] * N + n[None, :]
+    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
+    if bias is not None:
+        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+    if D is not None:
+        skip = tl.load(D + e, live, 0.0).to(tl.float32)
+    if Bs is None:
+        writes = tl.load(B + at, own, 0.0).to(tl.float32)
+    if Cs is None:
+        reads = tl.load(C + at, own, 0.0).to(tl.float32)
+    h = tl.load(h0 + b * E * N + at, own, 0.0)
+
+    for first in range(0, S, CHUNK):
+        if between is not None:
+            tl.store(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + at, h, own)
+        for i in range(first, min(first + CHUNK, S), STEPS):
+            xs, dts, gates, Bts, Cts, fresh = (), (), (), (), (), ()
+            for j in tl.static_range(STEPS):
+                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                there = within < tl.where(i + j < S, W, 0)
+                known = n < tl.where(i + j < S, N, 0)
+                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+                if z is not None:
+                    gates = gates + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+                if Bs is not None:
+                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                if Cs is not None:
+                    Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
+                if resets is not None:
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+            for j in tl.static_range(STEPS):
+                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                x = xs[j].to(tl.float32)
+                step = dts[j].to(tl.float32)
+                if bias is not None:
+                    step += shift
+                if SOFTPLUS:
+                    step = _softplus(step)
+                step = tl.where(i + j < S, step, 0.0)  # a step of nothing leaves the state as it is
+                if resets is not None:
+                    h = tl.where(fresh[j] != 0, 0.0, h)
+                if Bs is not None:
+                    writes = Bts[j].to(tl.float32)[None, :]
+                if Cs is not None:
+                    reads = Cts[j].to(tl.float32)[None, :]
+                h = tl.exp2(step[:, None] * rate) * h + (step * x)[:, None] * writes
+                out = tl.sum(h * reads, 1)
+                if D is not None:
+                    out += skip * x
+                if z is not None:
+                    gate = gates[j].to(tl.float32)
+                    out *= gate / (1.0 + tl.exp(-gate))
+                tl.store(y + (b * S + t) * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < S, W, 0))
+    tl.store(last + b * E * N + at, h, own)
+
+
+@jit(do_not_specialize=["S"])
+def _scan_backward(  # type: ignore[no-untyped-def]
+    dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
+    du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
+    S, E, N, W, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr,
+):
+    """Parts: dA [B, E, N], dD, dbias [B, E]; dB, dC [blocks, B, S, G, N], or [B, E, N] if constant. gb, gs: of dy."""
+    blocks = tl.cdiv(W, BE)
+    b = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) % blocks
+    group = tl.program_id(1) // blocks
+    within = block * BE + tl.arange(0, BE)
+    live = within < W
+    e = group * W + within
+    n = tl.arange(0, BN)
+    own = live[:, None] & (n < N)[None, :]
+    at = e[:, None] * N + n[None, :]
+    a = tl.load(A + at, own, 0.0)
+    rate = a * 1.4426950408889634
+    if bias is not None:
+        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+        dbias_sum = tl.zeros((BE,), tl.float32)
+    if D is not None:
+        skip = tl.load(D + e, live, 0.0).to(tl.float32)
+        dD_sum = tl.zeros((BE,), tl.float32)
+    if Bs is None:
+        writes = tl.load(B + at, own, 0.0).to(tl.float32)
+        dB_sum = tl.zeros((BE, BN), tl.float32)
+    if Cs is None:
+        reads = tl.load(C + at, own, 0.0).to(tl.float32)
+        dC_sum = tl.zeros((BE, BN), tl.float32)
+    dA_sum = tl.zeros((BE, BN), tl.float32)
+    carry = tl.load(dlast + b * E * N + at, own, 0.0)  # the gradient of the state, as it comes from later tokens
+    chunks = tl.cdiv(S, CHUNK)
+    program = b * tl.num_programs(1) + tl.program_id(1)
+    cell = tl.arange(0, BE)[:, None] * BN + n[None, :]
+    cells = scratch + program * CHUNK * BE * BN + cell
+    part = ((block * tl.num_programs(0) + b) * S) * (tl.num_programs(1) // blocks) * N  # of dB and dC
+
+    for k in range(0, chunks):
+        first = (chunks - 1 - k) * CHUNK
+        end = min(first + CHUNK, S)
+        h = tl.load(between + (b * chunks + first // CHUNK) * E * N + at, own, 0.0)
+        for i in range(first, end, STEPS):
+            xs, dts, Bts, fresh = (), (), (), ()
+            for j in tl.static_range(STEPS):
+                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                there = within < tl.where(i + j < S, W, 0)
+                known = n < tl.where(i + j < S, N, 0)
+                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+                if Bs is not None:
+                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                if resets is not None:
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+            for j in tl.static_range(STEPS):
+                step = dts[j].to(tl.float32)
+                if bias is not None:
+                    step += shift
+                if SOFTPLUS:
+                    step = _softplus(step)
+                if resets is not None:
+                    h = tl.where(fresh[j] != 0, 0.0, h)
+                if Bs is not None:
+                    writes = Bts[j].to(tl.float32)[None, :]
+                tl.store(cells + (i + j - first) * BE * BN, h)  # as the token finds it
+                h = tl.exp2(step[:, None] * rate) * h + (step * xs[j].to(tl.float32))[:, None] * writes
+        tl.debug_barrier()  # other threads read these states back
+
+        for back in range(0, end - first, STEPS):
+            i = first + (end - first - 1) // STEPS * STEPS - back
+            xs, dts, gates, gys, Bts, Cts, fresh, hs = (), (), (), (), (), (), (), ()
+            for j in tl.static_range(STEPS):
+                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                there = within < tl.where(i + j < S, W, 0)
+                known = n < tl.where(i + j < S, N, 0)
+                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+                gys = gys + (tl.load(dy + b * gb + t * gs + e, there, 0.0),)
+                if z is not None:
+                    gates = gates + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+                if Bs is not None:
+                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                if Cs is not None:
+                    Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
+                if resets is not None:
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+                hs = hs + (tl.load(cells + (i + j - first) * BE * BN),)
+            for j in tl.static_range(STEPS - 1, -1, -1):
+                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                there = within < tl.where(i + j < S, W, 0)
+                known = n < tl.where(i + j < S, N, 0)
+                x = xs[j].to(tl.float32)
+                raw = dts[j].to(tl.float32)
+                if bias is not None:
+                    raw += shift
+                step = raw
+                if SOFTPLUS:
+                    step = _softplus(raw)
+                step = tl.where(i + j < S, step, 0.0)
+                if Bs is not None:
+                    writes = Bts[j].to(tl.float32)[None, :]
+                if Cs is not None:
+                    reads = Cts[j].to(tl.float32)[None, :]
+                decay = tl.exp2(step[:, None] * rate)
+                kept = decay * hs[j]
+                h = kept + (step * x)[:, None] * writes
+                g = gys[j].to(tl.float32)
+                if z is not None:
+                    gate = gates[j].to(tl.float32)
+                    open_ = 1.0 / (1.0 + tl.exp(-gate))
+                    out = tl.sum(h * reads, 1)
+                    if D is not None:
+                        out += skip * x
+                    dgate = g * out * open_ * (1.0 + gate * (1.0 - open_))
+                    tl.store(dz + (b * S + t) * E + e, dgate.to(dz.dtype.element_ty), there)
+                    g *= gate * open_
+                grad = g[:, None] * reads + carry  # of the state after this token
+                through = tl.sum(grad * writes, 1)
+                p = grad * kept
+                dx = through * step
+                if D is not None:
+                    dx += skip * g
+                    dD_sum += g * x
+                tl.store(du + (b * S + t) * E + e, dx.to(du.dtype.element_ty), there)
+                dstep = through * x + tl.sum(p * a, 1)
+                if SOFTPLUS:
+                    dstep *= 1.0 / (1.0 + tl.exp(-raw))
+                if bias is not None:
+                    dbias_sum += tl.where(there, dstep, 0.0)
+                tl.store(ddt + (b * S + t) * E + e, dstep.to(ddt.dtype.element_ty), there)
+                dA_sum += p * step[:, None]
+                if Bs is not None:
+                    row = tl.sum(grad * (step * x)[:, None], 0)
+                    tl.store(dB + part + (t * (tl.num_programs(1) // blocks) + group) * N + n, row, known)
+                else:
+                    dB_sum += grad * (step * x)[:, None]
+                if Cs is not None:
+                    row = tl.sum(h * g[:, None], 0)
+                    tl.store(dC + part + (t * (tl.num_programs(1) // blocks) + group) * N + n, row, known)
+                else:
+                    dC_sum += h * g[:, None]
+                carry = decay * grad
+                if resets is not None:
+                    carry = tl.where(fresh[j] != 0, 0.0, carry)
+        tl.debug_barrier()  # the next chunk writes over them
+
+    mine = b * E * N + at
+    tl.store(dh0 + mine, carry, own)
+    tl.store(dA + mine, dA_sum, own)
+    if Bs is None:
+        tl.store(dB + mine, dB_sum, own)
+    if Cs is None:
+        tl.store(dC + mine, dC_sum, own)
+    if D is not None:
+        tl.store(dD + b * E + e, dD_sum, live)
+    if bias is not None:
+        tl.store(dbias + b * E + e, dbias_sum, live)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
+    """Channels and states of a program, and its warps.
+
+    Eight states a thread. Forward, channels never meet, so many warps share B and C. Backward, dB and dC are sums over
+    channels: up to 32 states a program is one warp, which adds without waiting for others.
+    """
+    BN = common.power_of_two(states)
+    BE = min(common.power_of_two(width), max(8, min(32, 256 // BN) if backward else min(64, 512 // BN)))
+    return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": max(1, min(8, BE * BN // 256))}
+
+
+def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
+    """S, E, N, groups, and channels of a group."""
+    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+    return u.shape[1], *A.shape, groups, u.shape[2] // groups
+
+
+def _strides(*tensors: Tensor | None) -> list[int | None]:
+    """Of [B, S, E] over batch and tokens, of [B, S, G, N] over groups too; None for what is constant or absent."""
+    out: list[int | None] = []
+    for x in tensors:
+        if x is None:
+            out += [0, 0]
+        else:
+            out += [*x.stride()[:-1]] if x.dim() > 2 else [None] * 3
+    return out
+
+
+@torch.library.custom_op("seqblocks::selective_scan_triton", mutates_args=())
+def _op(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and the states between chunks [B, chunks, E, N] (no chunks unless `keep`)."""
+    S, E, N, groups, W = _sizes(u, A, B, C)
+    y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
+    tile = tiles(N, W, False, common.arch(u))
+    with common.on(u):
+        _scan[u.shape[0], groups * up(W, tile["BE"])](
+            u, dt, A, B, C, D, z, bias, h0, resets, y, last, between if keep else None,
+            S, E, N, W, *_strides(u, dt, B, C, z),
+            SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
+        )
+    return y, last, between
+
+
+@_op.register_fake
+def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
+    chunks = up(u.shape[1], CHUNK) if keep else 0
+    return u.new_empty(u.shape), h0.new_empty(h0.shape), h0.new_empty(u.shape[0], chunks, *A.shape)
+
+
+@torch.library.custom_op("seqblocks::selective_scan_triton_backward", mutates_args=())
+def _op_backward(
+    dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+) -> list[Tensor]:
+    """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
+    S, E, N, groups, W = _sizes(u, A, B, C)
+    batch = u.shape[0]
+    tile = tiles(N, W, True, common.arch(u))
+    blocks = up(W, tile["BE"])
+
+    def parts(*shape: int, of: Tensor | None = A) -> Tensor:
+        return A.new_empty(shape if of is not None else 0)
+
+    shared = (blocks, batch, S, groups, N)
+    dA, dh0 = parts(batch, E, N), parts(batch, E, N)
+    dB, dC = (parts(*shared) if x.dim() == 4 else parts(batch, E, N) for x in (B, C))
+    dD, dbias = (parts(batch, E, of=x) for x in (D, bias))
+    du, ddt = (x.new_empty(x.shape) for x in (u, dt))
+    dz = u.new_empty(0) if z is None else z.new_empty(z.shape)
+    scratch = parts(batch * groups * blocks, CHUNK, tile["BE"], tile["BN"])
+    with common.on(u):
+        _scan_backward[batch, groups * blocks](
+            dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
+            du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
+            S, E, N, W, *_strides(dy, u, dt, B, C, z),
+            SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
+        )
+    sums = [x.sum(0).to(like.dtype) if like is not None else x for x, like in ((dA, A), (dB, B), (dC, C), (dD, D))]
+    return [du, ddt, *sums, dz, dbias.sum(0).to(bias.dtype) if bias is not None else dbias, dh0]
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, softplus, reverse):  # type: ignore[no-untyped-def]
+    of = (u, dt, A, B, C, D, z, bias, dlast)
+    return [A.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, h0, resets, softplus, reverse, _ = inputs
+    ctx.save_for_backward(*tensors, output[2] if output[2].numel() else None, resets, h0)
+    ctx.flags = softplus, reverse
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
+    *tensors, between, resets, h0 = ctx.saved_tensors
+    if between is None:  # nobody said that a gradient would be asked for
+        between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
+    grads = _op_backward(lined(dy), dlast.contiguous(), *tensors, between, resets, *ctx.flags)
+    present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
+    return *present, None, None, None, None
+
+
+def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise RuntimeError("the Triton form of selective_scan has no second derivative; use backend='reference' for it")
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(_refuse)
+
+
+def run(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """The whole of `selective_scan`: y in u's dtype, and the last state."""
+    batch, S, E = u.shape
+    h0 = u.new_zeros(batch, *A.shape, dtype=torch.float32) if state is None else state.float().contiguous()
+    if u.numel() == 0:
+        return torch.empty_like(u), h0
+    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+    B, C = (lined(x.contiguous() if x.dim() == 2 else _grouped(x, groups)) for x in (B, C))
+    u, dt, z = (None if x is None else lined(x) for x in (u, dt, z))
+    D, dt_bias = (None if x is None else x.contiguous() for x in (D, dt_bias))
+    marks = None if resets is None else resets.to(torch.uint8).contiguous()
+    keep = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, h0)
+    )
+    y, last, _ = _op(u, dt, A.float().contiguous(), B, C, D, z, dt_bias, h0, marks, softplus, reverse, keep)
+    return y, last
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    return x.unsqueeze(2).expand(-1, -1, groups, -1) if x.dim() == 3 else x
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    if can and facts.get("complex"):
+        return False, "complex A: only the recurrent definition has it"
+    if can and facts.get("states", 1) > STATES:
+        return False, f"{facts['states']} states of a channel; at most {STATES}"
+    return can, reason
+
+
+register("selective_scan", "triton", run, _can)

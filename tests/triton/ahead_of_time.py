@@ -1,0 +1,169 @@
+"""Compile what calls would launch, for GPUs that are not here, and print what the compilers say: a table.
+
+A program of its own, because it needs triton without its interpreter. Host code runs as it is, on CPU tensors and with
+the architecture pretended; where it would launch a kernel, a recorder compiles it for that architecture instead, with
+the types, constants and alignments that triton would derive from the arguments.
+
+    python -m tests.triton.ahead_of_time [WORD ...]      the cases whose names contain one of the words
+
+A line has the case, the kernel, the architecture, the launch, the registers of a thread, the bytes that a thread keeps
+in local memory (what it spills and what it indexes), and the bytes of shared memory of a program.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from seqblocks.kernels import causal_conv_triton, selective_scan_triton, triton_common
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+SHOWN = ("BE", "BN", "BT", "BD", "STEPS", "num_warps")
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+
+
+def launches(module: Any, arch: str, call: Callable[[], None]) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """The kernels that `call` launches, with their arguments."""
+    found: list[Any] = []
+
+    class Recorder:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **kwargs: found.append((self.name, self.kernel, args, kwargs))
+
+    kernels = {name: x for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
+    before = triton_common.arch
+    triton_common.arch = lambda x: arch
+    try:
+        for name, kernel in kernels.items():
+            setattr(module, name, Recorder(name, kernel))
+        call()
+    finally:
+        triton_common.arch = before
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+    return found
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: GPUTarget) -> Any:
+    """The kernel as triton's own launcher would compile it for these arguments."""
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    general = {p.name for p in kernel.params if p.do_not_specialize}
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    options = {name: values.pop(name) for name in list(values) if name not in kernel.arg_names}
+    signature, constexprs, attrs = {}, {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        x = values[name]
+        if isinstance(x, Tensor):
+            signature[name] = "*" + TYPES[x.dtype]
+        elif name in constants or x is None or (x == 1 and name not in general):
+            signature[name], constexprs[(at,)] = "constexpr", x
+        else:
+            signature[name] = "i32" if abs(x) < 1 << 31 else "i64"
+        if isinstance(x, Tensor) or (signature[name] != "constexpr" and x % 16 == 0 and name not in general):
+            attrs[(at,)] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+
+
+def usage(binary: Any) -> dict[str, int]:
+    """Registers of a thread, bytes it spills or keeps in local memory, bytes of shared memory of a program."""
+    shared = binary.metadata.shared
+    if "amdgcn" in binary.asm:
+        text = binary.asm["amdgcn"]
+        found = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in (
+            "vgpr_count", "agpr_count", "private_segment_fixed_size")}
+        return {"registers": found["vgpr_count"], "local": found["private_segment_fixed_size"], "shared": shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"registers": int(registers), "local": int(stack), "shared": shared}
+
+
+# ------------------------------------------------------------------------------
+# The cases
+
+
+def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
+    batch, seq, width = 2, 64, 256
+    shared = (batch, seq, states)
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    u, dt, z = (leaf(batch, seq, width, dtype=dtype) for _ in range(3))
+    B, C = (leaf(*shared, dtype=dtype) for _ in range(2))
+    given: dict[str, Any] = {
+        "D": leaf(width), "z": z, "dt_bias": leaf(width), "softplus": True, "state": None, "resets": None,
+        "reverse": False,
+    }
+    if change.pop("constant", False):
+        B, C = leaf(width, states), leaf(width, states)
+    y, last = selective_scan_triton.run(u, dt, leaf(width, states), B, C, **given | change)
+    (y.sum() + last.sum()).backward()
+
+
+def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", **change: Any) -> None:
+    x = torch.zeros(2, 256, 384, dtype=dtype, requires_grad=True)
+    weight, bias = torch.zeros(384, 1, taps, requires_grad=True), torch.zeros(384, requires_grad=True)
+    given: dict[str, Any] = {"state": x.new_zeros(2, taps - 1, 384), "resets": None, "reverse": False}
+    causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
+
+
+def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
+    """(name, module, call)."""
+    scan = selective_scan_triton
+    for states in (1, 16, 64, 256):
+        yield f"selective_scan N={states} bf16", scan, lambda n=states: selective_scan(n, torch.bfloat16)
+    yield "selective_scan N=16 fp32", scan, lambda: selective_scan(16, torch.float32)
+    marks = torch.zeros(2, 64, dtype=torch.bool)
+    yield "selective_scan N=16 bf16 reverse resets", scan, lambda: selective_scan(
+        16, torch.bfloat16, reverse=True, resets=marks)
+    yield "selective_scan N=16 bf16 constant", scan, lambda: selective_scan(
+        16, torch.bfloat16, constant=True, z=None, softplus=False)
+    conv = causal_conv_triton
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"causal_conv K=4 {TYPES[dtype]} silu", conv, lambda dtype=dtype: causal_conv(4, dtype)
+    yield "causal_conv K=4 bf16", conv, lambda: causal_conv(4, torch.bfloat16, None)
+    marks = torch.zeros(2, 256, dtype=torch.bool)
+    yield "causal_conv K=4 bf16 silu reverse resets", conv, lambda: causal_conv(
+        4, torch.bfloat16, reverse=True, resets=marks)
+    yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
+
+
+def rows(words: list[str]) -> Iterator[str]:
+    """The lines of the table."""
+    for name, module, call in cases():
+        if words and not any(word in name for word in words):
+            continue
+        for arch, target in TARGETS.items():
+            for kernel, function, args, kwargs in launches(module, arch, call):
+                found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
+                tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
+                yield " | ".join([f"{name:<44}", f"{kernel:<14}", f"{arch:<6}", f"{tile:<32}", *(
+                    f"{found[key]:>6}" for key in ("registers", "local", "shared"))])
+
+
+def main(words: list[str]) -> None:
+    print(f"triton {triton.__version__}")
+    for row in rows(words):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,252 @@
+"""The selective scan's Triton form, run by triton's interpreter, against the recurrence in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks import BackendError
+from seqblocks.kernels import selective_scan, selective_scan_triton, triton_common, why
+from tests.triton import compare
+from tests.triton.compare import draw, float32_bar
+
+pytestmark = compare.interpreted
+
+NARROW = ("u", "dt", "z", "B", "C")
+
+
+def tensors(
+    batch: int = 2, S: int = 9, E: int = 4, N: int = 3, *, groups: int = 0, constant: str = "", bare: bool = False
+) -> dict[str, Tensor]:
+    shared = (batch, S, groups, N) if groups else (batch, S, N)
+    out = {"u": draw(batch, S, E), "dt": draw(batch, S, E, seed=1), "A": -draw(E, N, seed=2).exp()}
+    out |= {name: draw(*((E, N) if name in constant else shared), seed=3 + at) for at, name in enumerate("BC")}
+    if bare:
+        return out
+    more = {"D": draw(E, seed=5), "z": draw(batch, S, E, seed=6), "dt_bias": draw(E, seed=7)}
+    return {**out, **more, "state": draw(batch, E, N, seed=8)}
+
+
+def check(given: dict[str, Tensor], **more: Any) -> None:
+    options = {"return_state": True, "narrow": NARROW, **more}
+    compare.check(selective_scan, given, float32_bar(given["u"].shape[1]), **options)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("S", [1, 2, 31, 32, 33, 65])
+def test_any_length(S: int, reverse: bool) -> None:
+    check(tensors(batch=1, S=S), reverse=reverse)
+    check(tensors(batch=2 if S < 33 else 1, S=S), reverse=reverse, resets=compare.resets(2 if S < 33 else 1, S))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("S", [63, 64, 130])
+def test_longer(S: int) -> None:
+    check(tensors(batch=1, S=S), reverse=S == 64, resets=compare.resets(1, S))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"groups": 2},
+        {"E": 12, "groups": 3, "N": 1},
+        {"constant": "B"},
+        {"constant": "C", "groups": 2},
+        {"constant": "BC", "E": 5},
+        {"bare": True},
+        {"bare": True, "constant": "BC"},
+        {"E": 37, "N": 17, "S": 4},
+        {"E": 70, "S": 3, "groups": 1},
+    ],
+    ids=str,
+)
+def test_groups_constants_and_several_programs(shape: dict[str, Any]) -> None:
+    given = {"S": 6, **shape}
+    check(tensors(**given), reverse=True)
+
+
+def test_the_bare_scan_takes_steps_as_they_are() -> None:
+    given = tensors(bare=True)
+    given["dt"] = given["dt"].abs()
+    check(given, dt_softplus=False)
+
+
+def test_the_softplus_is_exact_for_small_and_large_steps() -> None:
+    """Relative to each step, not to the largest: with A = 0 and B = C = 1 a single token's y is dt u."""
+    raw = torch.linspace(-80, 80, 641, dtype=torch.float64).float()
+    one, E = torch.ones(1, 1, 1), raw.numel()
+    y = selective_scan(torch.ones(1, 1, E), raw.view(1, 1, E), torch.zeros(E, 1), one, one, backend="triton")
+    exact = torch.where(raw > 30, raw.double(), torch.log1p(raw.double().exp()))
+    # the exponential's argument is rounded (80 * 2^-24 of it), then a handful of roundings
+    assert ((y.flatten().double() - exact) / exact).abs().max() <= (80 + 16) * 2**-24
+
+
+@pytest.mark.parametrize("view", [compare.wide, compare.scattered, compare.turned])
+def test_any_layout(view: compare.View) -> None:
+    check(tensors(groups=2), views=dict.fromkeys(("u", "dt", "z", "B", "C", "A", "state"), view))
+
+
+def test_any_layout_of_the_upstream_gradient() -> None:
+    """Slices, transposes and sums hand back gradients with strides of their own."""
+
+    def sliced(**given: Any) -> Any:
+        y, last = selective_scan(**given)
+        return y[..., ::2], y.transpose(0, 1), y.sum((0, 1, 2)), last[:, :2]
+
+    compare.check(sliced, tensors(), float32_bar(9), return_state=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_float32_inside(dtype: torch.dtype) -> None:
+    check(tensors(), dtype=dtype)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_whole_is_chunks_is_steps(reverse: bool) -> None:
+    S = 37
+    given = {k: v.float().requires_grad_() for k, v in tensors(batch=1, S=S).items()}
+    marks = compare.resets(1, S, every=9)
+
+    def run(edges: list[int]) -> list[Tensor]:
+        parts, state = [], given["state"]
+        spans = [*pairwise(edges)]
+        for a, b in reversed(spans) if reverse else spans:
+            cut = {k: given[k][:, a:b] for k in ("u", "dt", "z", "B", "C")} | {k: given[k] for k in ("A", "D", "dt_bias")}
+            y, state = selective_scan(
+                **cut, state=state, return_state=True, resets=marks[:, a:b], reverse=reverse, backend="triton"
+            )
+            parts.append(y)
+        y = torch.cat(parts[::-1] if reverse else parts, 1)
+        loss = (y * draw(*y.shape)).sum() + (state * draw(*state.shape)).sum()
+        return [y, state, *torch.autograd.grad(loss, [*given.values()])]
+
+    whole = run([0, S])
+    for edges in ([0, 1, 32, S], [*range(0, S + 1)]):
+        for a, b in zip(run(edges), whole, strict=True):
+            assert (a - b).abs().max() <= float32_bar(S) * max(1.0, b.abs().max().item())
+
+
+def test_resets_are_each_piece_on_its_own() -> None:
+    given = {k: v.float() for k, v in tensors(batch=1, S=8, bare=True).items()}
+    marks = torch.zeros(1, 8, dtype=torch.bool)
+    marks[0, [3, 4]] = True
+    packed = selective_scan(**given, resets=marks, backend="triton")
+    for a, b in ((0, 3), (3, 4), (4, 8)):
+        cut = {k: v if k == "A" else v[:, a:b] for k, v in given.items()}
+        torch.testing.assert_close(packed[:, a:b], selective_scan(**cut, backend="triton"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("batch", "S"), [(0, 5), (2, 0)])
+def test_empty(batch: int, S: int) -> None:
+    given = {k: v.float().requires_grad_() for k, v in tensors(batch, S).items()}
+    y, last = selective_scan(**given, return_state=True, backend="triton")
+    assert (y.shape, last.shape) == ((batch, S, 4), (batch, 4, 3))
+    torch.testing.assert_close(last, given["state"])
+    (y.sum() + last.sum()).backward()
+
+
+def test_offsets_beyond_31_bits() -> None:
+    """Tokens 2^30 elements apart, in memory that is promised and never touched."""
+    try:
+        memory = torch.empty(3 * 2**30 + 4, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("6 GB of address space are not to be had")
+    u = memory.as_strided((1, 4, 4), (0, 2**30, 1))
+    given = {k: v.float() for k, v in tensors(batch=1, S=4, bare=True).items()}
+    u.copy_(given["u"])
+    found = selective_scan(**{**given, "u": u}, backend="triton")
+    torch.testing.assert_close(found, selective_scan(**{**given, "u": u.contiguous()}, backend="triton"), rtol=0, atol=0)
+
+
+def test_states_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    original = selective_scan_triton._op
+    monkeypatch.setattr(selective_scan_triton, "_op", lambda *a: kept.append(a[-1]) or original(*a))
+    given = {k: v.float() for k, v in tensors(S=2).items()}
+    selective_scan(**given, backend="triton")
+    given["A"].requires_grad_()
+    with torch.no_grad():
+        selective_scan(**given, backend="triton")
+    selective_scan(**given, backend="triton")
+    assert kept == [False, False, True]
+
+
+def test_a_gradient_that_nobody_announced() -> None:
+    """The op without kept states makes them when it is differentiated all the same."""
+    given = {k: v.float().requires_grad_() for k, v in tensors(S=3).items()}
+    order = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
+    args = [given[k].unsqueeze(2) if k in "BC" else given[k] for k in order]
+    results = []
+    for keep in (False, True):
+        y, _, _ = selective_scan_triton._op(*args, None, True, False, keep)
+        results.append(torch.autograd.grad(y.sum(), [*given.values()]))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compile_and_export() -> None:
+    given = {k: v.float().requires_grad_() for k, v in tensors(S=5).items()}
+    names = [*given]
+
+    def run(*x: Tensor) -> Any:
+        return selective_scan(**dict(zip(names, x, strict=True)), return_state=True, backend="triton")
+
+    def everything(f: Any) -> list[Tensor]:
+        y, last = f(*given.values())
+        return [y, last, *torch.autograd.grad(y.sum() + last.square().sum(), [*given.values()])]
+
+    torch._dynamo.reset()
+    expected = everything(run)
+    for a, b in zip(everything(torch.compile(run, fullgraph=True, backend="aot_eager")), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    class Caller(torch.nn.Module):
+        def forward(self, *x: Tensor) -> Any:
+            return run(*x)
+
+    program = torch.export.export(Caller(), tuple(x.detach() for x in given.values()), strict=False)
+    assert "selective_scan_triton" in str(program.graph)
+    torch.testing.assert_close(program.module()(*given.values())[0], expected[0], rtol=0, atol=0)
+
+
+def test_the_registration_is_sound() -> None:
+    given = {k: v.float().requires_grad_() for k, v in tensors(S=3).items()}
+    order = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
+    args = [given[k].detach().unsqueeze(2).requires_grad_() if k in "BC" else given[k] for k in order]
+    torch.library.opcheck(selective_scan_triton._op, (*args, None, True, False, True))
+
+
+def test_autocast_changes_nothing() -> None:
+    given = {k: v.float() for k, v in tensors(S=3).items()}
+    plain = selective_scan(**given, backend="triton")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(selective_scan(**given, backend="triton"), plain)
+
+
+def test_there_is_no_second_derivative() -> None:
+    given = {k: v.float().requires_grad_() for k, v in tensors(S=2, bare=True).items()}
+    y = selective_scan(**given, backend="triton")
+    (g,) = torch.autograd.grad(y.square().sum(), given["u"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(g.sum(), given["u"])
+
+
+def test_what_it_cannot_do_it_says() -> None:
+    def verdict(**facts: Any) -> Any:
+        return why("selective_scan", **{"device": "cuda", "dtype": torch.float32, "states": 16, **facts})[0]
+
+    assert verdict().can
+    assert "at most 256" in verdict(states=257).reason
+    assert "complex" in verdict(complex=True).reason
+    assert "float64" in verdict(dtype=torch.float64).reason
+    assert "not cpu" not in verdict(device="cpu").reason  # the interpreter is on
+    assert "needs a CUDA or ROCm device, not mps" in verdict(device="mps").reason
+    given = tensors(S=2, bare=True)
+    with pytest.raises(BackendError, match="float64"):
+        selective_scan(**given, backend="triton")
+    assert triton_common.INTERPRETED
+    assert not verdict(device="cpu").can
