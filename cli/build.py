@@ -22,7 +22,7 @@ DTYPES = tuple(name for name in BYTES if name != "int64")
 
 def run(options: argparse.Namespace) -> int:
     """Build on the device that was asked for, and hold the count against the built module."""
-    dtype = _dtype(options.dtype)
+    dtype = dtype_named(options.dtype)
     file, found = load(options.spec, options, _image_size(options))
     model = require_model(file, found)
     summary = summarise(model, dtype, options.length, options.depth)
@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dtype(text: str) -> str:
+def dtype_named(text: str) -> str:
+    """A model's dtype by any of its usual names. UsageError."""
     name = SHORT.get(text, text).removeprefix("torch.")
     if name not in DTYPES:
         hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"

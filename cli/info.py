@@ -1,4 +1,4 @@
-"""Verbs that tell about the language and about specs: list, ops, show, schema, explain."""
+"""Verbs that tell about the language and about specs: list, ops, show, schema."""
 
 from __future__ import annotations
 
@@ -78,19 +78,4 @@ def schema(options: argparse.Namespace) -> int:
     if options.spec:
         file, _ = check.load(options.spec)
     output.dump(room.schema(file))
-    return 0
-
-
-def explain(options: argparse.Namespace) -> int:
-    """What a code means, with an example and its mend."""
-    from seqblocks.codes import CODES, text
-
-    code = options.code.upper()
-    if code not in CODES:
-        hint = did_you_mean(code, CODES) or f"the codes are {', '.join(CODES)}"
-        raise UsageError(f"there is no code {options.code}: {hint}")
-    if options.format == "json":
-        output.dump({"code": code, **CODES[code]._asdict()})
-    else:
-        output.write(text(code))
     return 0

@@ -23,7 +23,7 @@ VERBS = {
     "ops": "the verbs of the language, or all about one",
     "show": "a spec as a stage of the compiler sees it",
     "schema": "a JSON schema for editors",
-    "explain": "all about an error code",
+    "explain": "all about an error code, or which kernels a spec would run and why",
 }
 INTERNAL = 70
 INTERRUPTED = 130
@@ -77,8 +77,11 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")
     schema = verb("schema")
     schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
-    explain = verb("explain")
-    explain.add_argument("code", metavar="CODE", help="such as E401")
+    explain = verb("explain", spec)
+    explain.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
+    explain.add_argument("--dtype", default="float32", help="of the model")
+    explain.add_argument("--device", default="cpu", help="cpu, cuda, …; it need not be here")
+    explain.add_argument("--arch", default="sm_90", help="of the GPU, for the size of tiles: sm_90, gfx942, …")
     return top
 
 
@@ -126,6 +129,10 @@ def _run(options: argparse.Namespace) -> int:
         from seqblocks.cli import build
 
         return build.run(options)
+    if options.verb == "explain":
+        from seqblocks.cli import explain
+
+        return explain.run(options)
     from seqblocks.cli import info
 
     status: int = getattr(info, options.verb)(options)

@@ -49,7 +49,7 @@ def causal_conv(
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
     run = dispatch.choose(
         "causal_conv", backend, device=x.device.type, dtype=torch.promote_types(x.dtype, weight.dtype), taps=K,
-        mixing=mixing, resets=resets is not None, reverse=reverse,
+        width=x.shape[2], mixing=mixing, resets=resets is not None, reverse=reverse,
     )
     y = run(x, weight, bias, state, resets, activation, reverse)
     return (y, _last(x, state, resets, K, reverse)) if return_state else y

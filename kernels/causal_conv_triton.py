@@ -1,7 +1,7 @@
 """The depthwise causal convolution in Triton: one launch forward, one backward.
 
-A program owns a tile of BT tokens and BD channels; the taps are shifted loads, which the cache serves. Bias and SiLU are
-part of it. Windows reach into the carried state and stop at resets by index: nothing is joined, padded or flipped.
+A program owns a tile of BT tokens and BD channels; the taps are shifted loads, which the cache serves. Bias and SiLU
+are part of it. Windows reach into the carried state and stop at resets by index: nothing is joined, padded or flipped.
 
 The backward pass goes by inputs: token s meets the outputs at lags 0 .. K-1, whose values before the SiLU are made
 again. That is K^2 multiplications instead of K, and in return x, dy and dx are all that is moved. The weight's gradient
@@ -10,7 +10,7 @@ is stored in parts, one for each tile of tokens, and added afterwards in an orde
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ TAPS = 8  # at most: the backward pass is unrolled to TAPS^2
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S].   Token -1 is the newest of
-# the state; in reverse it is token S.   t, s [BT] and d [BD] are indices, xb, xs strides of x over batch and tokens.
+# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S].   Token -1 is the newest
+# of the state; in reverse it is token S.   t, s [BT] and d [BD] are indices, xb, xs strides of x over batch and tokens.
 
 
 @jit
-def _input(x, state, b, s, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+@no_type_check
+def _input(x, state, b, s, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):
     """[BT, BD] in float32, zero where there is nothing."""
     live = (d < D)[None, :]
     value = tl.load(
@@ -44,16 +45,19 @@ def _input(x, state, b, s, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constex
 
 
 @jit
-def _marked(resets, b, t, S):  # type: ignore[no-untyped-def]
+@no_type_check
+def _marked(resets, b, t, S):
     return tl.load(resets + b * S + t, (t >= 0) & (t < S), 0) != 0
 
 
 @jit
-def _convolved(  # type: ignore[no-untyped-def]
+@no_type_check
+def _convolved(
     x, w, bias, state, resets, b, t, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr
 ):
     """[BT, BD]: the sum over taps at tokens t."""
-    y = tl.load(w + d * K + K - 1, d < D, 0.0).to(tl.float32)[None, :] * _input(x, state, b, t, d, S, D, xb, xs, K, REVERSE)
+    y = _input(x, state, b, t, d, S, D, xb, xs, K, REVERSE)
+    y *= tl.load(w + d * K + K - 1, d < D, 0.0).to(tl.float32)[None, :]
     if resets is not None:
         cut = _marked(resets, b, t, S)
     for lag in tl.static_range(1, K):
@@ -69,7 +73,8 @@ def _convolved(  # type: ignore[no-untyped-def]
 
 
 @jit(do_not_specialize=["S"])
-def _conv(  # type: ignore[no-untyped-def]
+@no_type_check
+def _conv(
     x, w, bias, state, resets, y, S, D, xb, xs,
     SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
@@ -86,7 +91,8 @@ def _conv(  # type: ignore[no-untyped-def]
 
 
 @jit(do_not_specialize=["S"])
-def _conv_backward(  # type: ignore[no-untyped-def]
+@no_type_check
+def _conv_backward(
     dy, x, w, bias, state, resets, dx, dstate, dw, dbias, S, D, gb, gs, xb, xs,
     SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
@@ -135,10 +141,14 @@ def _conv_backward(  # type: ignore[no-untyped-def]
 
 
 def tiles(length: int, width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Tokens and channels of a program, and its warps. Backward, half as many elements a thread leave room for K^2."""
+    """Tokens and channels of a program, and its warps.
+
+    Backward, half as many elements a thread leave room for K^2 taps. AMD's compiler takes twice the registers for an
+    element, so that the same number of warps is right although they are twice as wide.
+    """
     BD = min(common.power_of_two(width), 64)
     BT = min(common.power_of_two(length), 2048 // BD)
-    return {"BT": BT, "BD": BD, "num_warps": max(1, min(8 if backward else 4, BT * BD // 256))}
+    return {"BT": BT, "BD": BD, "num_warps": common.warps(BT * BD, 8 if backward else 16)}
 
 
 @torch.library.custom_op("seqblocks::causal_conv_triton", mutates_args=())
@@ -232,4 +242,8 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-register("causal_conv", "triton", run, _can)
+def _tiles(arch: str, width: int, length: int = 1 << 20, **facts: Any) -> dict[str, dict[str, int]]:
+    return {way: tiles(length, width, way == "backward", arch) for way in ("forward", "backward")}
+
+
+register("causal_conv", "triton", run, _can, _tiles)

@@ -27,7 +27,7 @@ def head_norm(
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.shape != x.shape[-1:]:
             raise ValueError(f"head_norm wants {name} [{x.shape[-1]}]; got {list(p.shape)}")
-    run = dispatch.choose("head_norm", backend, device=x.device.type, dtype=x.dtype, heads=heads)
+    run = dispatch.choose("head_norm", backend, device=x.device.type, dtype=x.dtype, heads=heads, width=x.shape[-1])
     return run(x, heads, weight, bias, eps)
 
 

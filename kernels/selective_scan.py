@@ -42,14 +42,16 @@ def selective_scan(
     reverse: scan from right to left.
 
     Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
-    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton forms have first derivatives only.
-    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton forms have first derivatives
+    only. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     _check(u, dt, A, B, C, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
+    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
     run = dispatch.choose(
         "selective_scan", backend, device=u.device.type, dtype=torch.float64 if double else u.dtype,
-        states=A.shape[1], complex=any(x.is_complex() for x in (A, B, C)), resets=resets is not None, reverse=reverse,
+        states=A.shape[1], width=u.shape[2] // groups, complex=any(x.is_complex() for x in (A, B, C)),
+        resets=resets is not None, reverse=reverse,
     )
     y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
     return (y, last) if return_state else y

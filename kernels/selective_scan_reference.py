@@ -13,7 +13,6 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register, without_autocast
 
-
 Pair = tuple[Tensor, Tensor]
 
 

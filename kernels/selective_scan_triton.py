@@ -14,7 +14,7 @@ Arithmetic and states are float32 whatever the inputs are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ STATES = 256  # at most
 
 
 @jit
-def _softplus(x):  # type: ignore[no-untyped-def]
+@no_type_check
+def _softplus(x):
     """log(1 + e^x) = max(x, 0) + 2 artanh(r), r = v / (2 + v), v = e^-|x|.
 
     r is at most 1/3, so the series to r^13 is exact to 1.4e-8, for steps next to zero too.
@@ -46,7 +47,8 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
-def _scan(  # type: ignore[no-untyped-def]
+@no_type_check
+def _scan(
     u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
     S, E, N, W, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
@@ -118,7 +120,8 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 @jit(do_not_specialize=["S"])
-def _scan_backward(  # type: ignore[no-untyped-def]
+@no_type_check
+def _scan_backward(
     dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
     du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
     S, E, N, W, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
@@ -158,7 +161,7 @@ def _scan_backward(  # type: ignore[no-untyped-def]
     cells = scratch + program * CHUNK * BE * BN + cell
     part = ((block * tl.num_programs(0) + b) * S) * (tl.num_programs(1) // blocks) * N  # of dB and dC
 
-    for k in range(0, chunks):
+    for k in range(chunks):
         first = (chunks - 1 - k) * CHUNK
         end = min(first + CHUNK, S)
         h = tl.load(between + (b * chunks + first // CHUNK) * E * N + at, own, 0.0)
@@ -291,7 +294,8 @@ def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
     """
     BN = common.power_of_two(states)
     BE = min(common.power_of_two(width), max(8, min(32, 256 // BN) if backward else min(64, 512 // BN)))
-    return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": max(1, min(8, BE * BN // 256))}
+    num_warps = common.warps(BE * BN, 8, common.lanes(arch))
+    return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": num_warps}
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
@@ -402,13 +406,13 @@ def run(
     dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """The whole of `selective_scan`: y in u's dtype, and the last state."""
-    batch, S, E = u.shape
-    h0 = u.new_zeros(batch, *A.shape, dtype=torch.float32) if state is None else state.float().contiguous()
+    h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float().contiguous()
     if u.numel() == 0:
         return torch.empty_like(u), h0
     groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
     B, C = (lined(x.contiguous() if x.dim() == 2 else _grouped(x, groups)) for x in (B, C))
-    u, dt, z = (None if x is None else lined(x) for x in (u, dt, z))
+    u, dt = lined(u), lined(dt)
+    z = None if z is None else lined(z)
     D, dt_bias = (None if x is None else x.contiguous() for x in (D, dt_bias))
     marks = None if resets is None else resets.to(torch.uint8).contiguous()
     keep = torch.is_grad_enabled() and any(
@@ -431,4 +435,8 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-register("selective_scan", "triton", run, _can)
+def _tiles(arch: str, states: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
+    return {way: tiles(states, width, way == "backward", arch) for way in ("forward", "backward")}
+
+
+register("selective_scan", "triton", run, _can, _tiles)

@@ -40,6 +40,7 @@ class Node:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     state: dict[str, State] = field(default_factory=dict)
     macs: int = 0
+    calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
     checkpoint: Any = None  # block: its own names -> official ones, as a document node

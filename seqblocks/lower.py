@@ -155,18 +155,20 @@ class Frame(Wiring):
         ports = {port.name for port in cls.ports}
         arguments = self._arguments(step, cls, skip=ports)
         wires = [self.joined(step, port, inputs.get(port.name)) for port in cls.ports]
-        type, parameters, state, macs = None, {}, {}, 0
+        type, parameters, state, macs, calls = None, {}, {}, 0, None
         present = [w for w, port in zip(wires, cls.ports, strict=True) if port.name in inputs]
         if arguments is not None and all(present):
             type = self._shape(arguments, cls.ports, wires)
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
+            calls = arguments.calls(*wires)
         parameters = initialised(self, step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)
         self.shared.ties += len(tied)
         return self.node(
-            step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, ties=tied
+            step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, calls=calls,
+            ties=tied,
         )
 
     @staticmethod

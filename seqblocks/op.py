@@ -94,6 +94,10 @@ class Op(BaseModel):
         """Multiply-accumulates for one output position (one token; one whole input if the output is a vector)."""
         return 0
 
+    def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
+        """The kernel that `forward` calls, and what it tells `dispatch.choose` besides device, dtype, resets, order."""
+        return None
+
     def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
         """Compute. `p` has the parameters by name, `call` what goes with the call (`seqblocks.module.Call`).
 

@@ -57,6 +57,7 @@ ROOMS = """
     initialise
     module
     builder
+    plan
     checkpoint
     testing
     __init__
@@ -293,9 +294,21 @@ for name in {names}:
 
 
 def test_kernels_import_without_triton():
-    """Triton exists for Linux alone: elsewhere every form must load but those written in it, which bear its name."""
-    names = [module_name(path) for path in python_files("kernels") if "triton" not in relative(path)]
-    _run(f"import importlib, sys\nsys.modules['triton'] = None\nfor name in {names}: importlib.import_module(name)")
+    """Triton exists for Linux alone: elsewhere every form must load, and those written in it say what they miss."""
+    names = [module_name(path) for path in python_files("kernels")]
+    _run(
+        f"""
+import importlib, sys
+sys.modules['triton'] = None
+for name in {names}:
+    importlib.import_module(name)
+from seqblocks.kernels import dispatch
+for op in dispatch.ops():
+    verdict = dispatch.why(op, device='cuda')[0]
+    assert not verdict.can and 'triton' in verdict.reason, verdict
+assert any('cannot be imported' in dispatch.why(op)[0].reason for op in dispatch.ops())
+"""
+    )
 
 
 def _run(program: str) -> None:

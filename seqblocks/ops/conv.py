@@ -40,6 +40,9 @@ class CausalConv(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.kernel * (x.features if self.mixing else 1)
 
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+        return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import causal_conv
 

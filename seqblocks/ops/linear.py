@@ -136,6 +136,9 @@ class HeadwiseLinear(Op):
         groups, out, width = self.sizes(x)
         return groups * out * width
 
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+        return "headwise_linear", {"block": self.sizes(x)}
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import headwise_linear
 

@@ -48,6 +48,10 @@ class MLSTM(Op):
         dk, dv = q.features // self.heads, v.features // self.heads
         return self.heads * (2 * dk * dv + 2 * dk)
 
+    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
+        dims = (q.features // self.heads, v.features // self.heads)
+        return "mlstm", {"head_dims": dims, "input_gate": self.input_gate}
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import MLSTMState, mlstm
 

@@ -105,6 +105,9 @@ class HeadNorm(Norm):
         must_divide(self.heads, x.features, "heads", "the width")
         return x
 
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+        return "head_norm", {"heads": self.heads, "width": x.features}
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import head_norm
 

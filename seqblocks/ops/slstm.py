@@ -49,6 +49,9 @@ class SLSTM(Op):
     def macs(self, i: Wire, f: Wire, z: Wire, o: Wire) -> int:
         return 4 * i.features * (i.features // self.heads) + 4 * i.features
 
+    def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> tuple[str, dict[str, Any]]:
+        return "slstm", {"heads": self.heads, "head_dim": i.features // self.heads}
+
     def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
         import torch
 

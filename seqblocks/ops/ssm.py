@@ -65,6 +65,11 @@ class SSM(Op):
         """Decay, input and reading of every state."""
         return x.features * (4 * self.state_size + int(self.skip) + int(z is not None))
 
+    def calls(
+        self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None
+    ) -> tuple[str, dict[str, Any]]:
+        return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
+
     def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
         import torch
 

@@ -184,6 +184,10 @@ def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root:
     done = run_cli("build", "good.yaml", cwd=folder, env=env)
     assert done.returncode == 4
     assert "building needs torch" in done.stderr
+    done = run_cli("explain", "good.yaml", cwd=folder, env=env)
+    assert done.returncode == 4
+    assert "the kernels need torch" in done.stderr
+    assert run_cli("explain", "E401", env=env).returncode == 0
     code = "import seqblocks\ntry: seqblocks.build\nexcept seqblocks.UnavailableError as e: print(e)"
     env = {**os.environ, **env}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout

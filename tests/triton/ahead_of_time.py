@@ -33,7 +33,10 @@ SHOWN = ("BE", "BN", "BT", "BD", "STEPS", "num_warps")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
 
 
-def launches(module: Any, arch: str, call: Callable[[], None]) -> list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def launches(module: Any, arch: str, call: Callable[[], None]) -> list[Launch]:
     """The kernels that `call` launches, with their arguments."""
     found: list[Any] = []
 

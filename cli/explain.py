@@ -1,0 +1,91 @@
+"""`seqblocks explain`: all about an error code, or which kernels a spec would run and why."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from seqblocks._version import __version__
+from seqblocks.check import require_model
+from seqblocks.cli import output
+from seqblocks.cli.build import dtype_named
+from seqblocks.cli.check import load
+from seqblocks.errors import UnavailableError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from seqblocks.plan import Step
+
+
+def run(options: argparse.Namespace) -> int:
+    """What looks like a code is one; everything else is a spec."""
+    return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what) else kernels(options)
+
+
+def code(options: argparse.Namespace) -> int:
+    """What a code means, with an example and its mend."""
+    from seqblocks.codes import CODES, text
+
+    name = options.what.upper()
+    if name not in CODES:
+        hint = did_you_mean(name, CODES) or f"the codes are {', '.join(CODES)}"
+        raise UsageError(f"there is no code {options.what}: {hint}")
+    if options.format == "json":
+        output.dump({"code": name, **CODES[name]._asdict()})
+    else:
+        output.write(text(name))
+    return 0
+
+
+def kernels(options: argparse.Namespace) -> int:
+    """For each step that uses a kernel: the form that would run there, how it is launched, or why no faster one is."""
+    dtype = dtype_named(options.dtype)
+    if not re.fullmatch(r"sm_\d+|gfx\w+", options.arch):
+        raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {options.arch}")
+    model = require_model(*load(options.what, options))
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UnavailableError("the kernels need torch: pip install torch") from None
+    from seqblocks.kernels.dispatch import requested
+    from seqblocks.plan import plan
+
+    device = _device(torch, options.device)
+    steps = plan(model, device, getattr(torch, dtype), options.arch)
+    stuck = [step for step in steps if step.form is None]
+    if options.format == "json":
+        facts = {"version": __version__, "ok": not stuck, "spec": options.what, "device": device, "dtype": dtype}
+        output.dump(facts | {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]})
+    elif not options.quiet:
+        where = f"{device} ({options.arch})" if device == "cuda" else device
+        output.write(f"{model.name} on {where} in {dtype}: what {requested()} would run")
+        _table(steps, requested())
+    return UnavailableError.exit_status if stuck else 0
+
+
+def _device(torch: Any, name: str) -> str:
+    try:
+        return str(torch.device(name).type)
+    except RuntimeError:
+        raise UsageError(f"--device {name} is not a device: cpu, cuda, mps, …") from None
+
+
+def _table(steps: list[Step], backend: str) -> None:
+    if not steps:
+        output.write("no step uses a kernel of its own")
+        return
+    names = [f"{step.pattern} ({len(step.names)} x)" if len(step.names) > 1 else step.pattern for step in steps]
+    wide = max(map(len, names))
+    kernel = max(len(step.kernel) for step in steps)
+    told: set[str] = set()
+    for name, step in zip(names, steps, strict=True):
+        output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.form or 'cannot run'}".rstrip())
+        for way, tile in step.tiles.items():
+            output.write(f"    {way:<8}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
+        remarks = step.reasons() if step.form else [
+            f"{v.form}: {v.reason}" for v in step.verdicts if v.form == backend or backend == "auto"
+        ]
+        for remark in remarks:
+            text = remark if remark not in told else f"{remark.partition(':')[0]}: as above"
+            told.add(remark)
+            output.write(f"    {text}")

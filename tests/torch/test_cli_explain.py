@@ -1,0 +1,116 @@
+"""`seqblocks explain SPEC`: which kernels would run, asked of facts that need not be this machine's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks import check, graph
+from seqblocks.kernels import dispatch, triton_common
+from seqblocks.plan import plan
+from seqblocks.testing import random_input
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PLAIN = {"TRITON_INTERPRET": "0", dispatch.VARIABLE: ""}  # what these tests' own surroundings ask for is left out
+
+needs_triton = pytest.mark.skipif(bool(triton_common.MISSING), reason=triton_common.MISSING)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("explain_vil_tiny", ["vil_tiny", "--device", "cuda", "--dtype", "bf16"]),
+        ("explain_mamba_gfx942", ["mamba_130m", "--device", "cuda:1", "--arch", "gfx942"]),
+        ("explain_mamba_f64", ["mamba_130m", "--device", "cuda", "--dtype", "f64"]),
+        ("explain_xlstm_cpu", ["xlstm_125m_7_1"]),
+    ],
+)
+def test_the_text(name: str, arguments: list[str], run_cli: Run, root: Path, update_golden: bool) -> None:
+    done = run_cli("explain", *arguments, env=PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    golden = root / "tests" / "golden" / "cli" / f"{name}.txt"
+    if update_golden:
+        golden.write_text(done.stdout, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == done.stdout
+
+
+@needs_triton
+def test_json(run_cli: Run) -> None:
+    done = run_cli("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
+    data = json.loads(done.stdout)
+    assert (data["ok"], data["device"], data["dtype"], data["arch"]) == (True, "cuda", "float32", "sm_90")
+    conv, scan = data["steps"]
+    assert (conv["kernel"], scan["kernel"]) == ("causal_conv", "selective_scan")
+    assert [name.split(".")[1] for name in scan["names"]] == ["0", "1"]
+    assert scan["form"] == "triton"
+    assert scan["tiles"]["forward"]["BN"] == 16
+    assert [form["form"] for form in scan["forms"]] == ["triton", "torch", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "status", "told"),
+    [
+        (["vil_tiny"], {dispatch.VARIABLE: "torch"}, 0, "what torch would run"),
+        (["vil_tiny"], {dispatch.VARIABLE: "triton"}, 4, "cannot run"),
+        (["vil_tiny"], {dispatch.VARIABLE: "cuda"}, 4, "unknown backend 'cuda'"),
+        (["vil_tiny", "--device", "gpu9"], {}, 2, "--device gpu9 is not a device"),
+        (["vil_tiny", "--arch", "hopper"], {}, 2, "--arch takes an architecture"),
+        (["vil_tiny", "--dtype", "int8"], {}, 2, "--dtype int8"),
+        (["vil_tinny"], {}, 1, "did you mean 'vil_tiny'?"),
+        (["vil"], {}, 1, ""),
+        (["E999"], {}, 2, "there is no code E999"),
+        (["e401"], {}, 0, "E401: does not divide"),
+        (["-q", "vil_tiny"], {}, 0, ""),
+    ],
+)
+def test_statuses(arguments: list[str], env: dict[str, str], status: int, told: str, run_cli: Run) -> None:
+    done = run_cli("explain", *arguments, env=PLAIN | env)
+    assert done.returncode == status, done.stderr
+    assert told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_spec_without_kernels(run_cli: Run) -> None:
+    spec = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [silu]}\n"
+    assert "no step uses a kernel" in run_cli("explain", "-", input=spec).stdout
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "xlstm_125m_7_1": {"dim": 16, "vocabulary": 11, "model.blocks.pattern": "m s"},
+    "mamba_130m": {"dim": 16, "depth": 1, "vocabulary": 11},
+    "vil_small_block": {"dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's declared facts are those that its call tells the dispatcher; it calls nothing else."""
+    called: list[tuple[str, dict[str, Any]]] = []
+    choose = dispatch.choose
+
+    def record(op: str, backend: str | None = None, **facts: Any) -> Any:
+        called.append((op, facts))
+        return choose(op, backend, **facts)
+
+    monkeypatch.setattr(dispatch, "choose", record)
+    model = seqblocks.build(name, set=SMALL[name])
+    model(random_input(model, 2, 5))
+    declared = [node.calls for node in graph.walk(model.graph.graph) if node.calls]
+    assert [op for op, _ in called] == [op for op, _ in declared]
+    for (_, facts), (_, said) in zip(called, declared, strict=True):
+        assert {key: facts[key] for key in said} == said
+
+
+def test_the_plan_of_a_cpu_is_what_runs_here() -> None:
+    """No form that the plan names is one that `choose` would not take."""
+    steps = plan(check.load_model("xlstm_125m_7_1"), "cpu", torch.float32, "")
+    assert {step.form for step in steps} == {"torch"}
