@@ -72,6 +72,9 @@ class Attention(Op):
         seen = self.window or (q.length if isinstance(q.length, int) else self.cache // 2)
         return seen * (q.features + v.features // self.shared * self.heads)
 
+    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
+        return "attention", {"window": self.window or None}
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
 

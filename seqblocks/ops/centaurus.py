@@ -102,6 +102,9 @@ class Centaurus(Op):
         around = channels * (x.features + out) if self.dense else 2 * channels
         return around + 6 * rows * self.sub_states
 
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+        return "centaurus", {"mode": "pointwise" if self.mode == "s5" else self.mode}
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
         from torch.nn.functional import softplus

@@ -26,6 +26,9 @@ class MLSTMMemoroid(MLSTM):
     def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
         return {**super().state(q, k, v, i, f), "m": State((self.heads,), fill=-1e9)}
 
+    def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
+        return "associative_scan", {}
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import mlstm_memoroid
 
