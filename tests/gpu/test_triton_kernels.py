@@ -1,0 +1,136 @@
+"""The Triton forms on a device, against the recurrence in float64: longer, wider, in every dtype, repeatable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import causal_conv, selective_scan, triton_common, why
+from tests.triton import compare
+from tests.triton.compare import draw, float32_bar
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        bool(triton_common.MISSING) or triton_common.INTERPRETED,
+        reason=triton_common.MISSING or "kernels are interpreted (TRITON_INTERPRET=1), not compiled for the device",
+    ),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 130, 1000]
+
+
+def scan(batch: int, S: int, E: int, N: int, groups: int = 0, constant: str = "") -> dict[str, Tensor]:
+    shared = (batch, S, groups, N) if groups else (batch, S, N)
+    out = {"u": draw(batch, S, E), "dt": draw(batch, S, E, seed=1), "A": -draw(E, N, seed=2).exp()}
+    out |= {name: draw(*((E, N) if name in constant else shared), seed=3 + at) for at, name in enumerate("BC")}
+    more = {"D": draw(E, seed=5), "z": draw(batch, S, E, seed=6), "dt_bias": draw(E, seed=7)}
+    return {**out, **more, "state": draw(batch, E, N, seed=8)}
+
+
+def check_scan(given: dict[str, Tensor], **options: Any) -> None:
+    bar = float32_bar(given["u"].shape[1])
+    narrow = ("u", "dt", "z", "B", "C")
+    compare.check(selective_scan, given, bar, narrow=narrow, device="cuda", return_state=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("S", LENGTHS)
+def test_selective_scan_of_any_length(S: int, reverse: bool, dtype: torch.dtype) -> None:
+    check_scan(scan(2, S, 70, 16), reverse=reverse, dtype=dtype, resets=compare.resets(2, S, every=50))
+
+
+@pytest.mark.parametrize("N", [1, 3, 8, 16, 17, 64, 128, 256])
+def test_selective_scan_with_any_states(N: int) -> None:
+    """Every shape of tile."""
+    check_scan(scan(2, 40, 48, N), reverse=True)
+
+
+@pytest.mark.parametrize("shape", [{"groups": 2}, {"groups": 3}, {"constant": "B"}, {"constant": "BC"}], ids=str)
+def test_selective_scan_with_groups_and_constants(shape: dict[str, Any]) -> None:
+    check_scan(scan(2, 70, 96, 16, **shape))
+
+
+@pytest.mark.parametrize("view", [compare.wide, compare.scattered, compare.turned])
+def test_selective_scan_in_any_layout(view: compare.View) -> None:
+    check_scan(scan(2, 40, 48, 16), views=dict.fromkeys(("u", "dt", "z", "B", "C", "A", "state"), view))
+
+
+def conv(batch: int, S: int, D: int, K: int) -> dict[str, Tensor]:
+    out = {"x": draw(batch, S, D), "weight": draw(D, 1, K, seed=1), "state": draw(batch, K - 1, D, seed=2)}
+    return {**out, "bias": draw(D, seed=3)}
+
+
+def check_conv(given: dict[str, Tensor], **options: Any) -> None:
+    B, S, _ = given["x"].shape
+    compare.check(
+        causal_conv, given, float32_bar(B * S), narrow=("x", "state"), device="cuda", return_state=True,
+        activation="silu", **options,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("S", LENGTHS)
+def test_causal_conv_of_any_length(S: int, reverse: bool, dtype: torch.dtype) -> None:
+    check_conv(conv(3, S, 70, 4), reverse=reverse, dtype=dtype, resets=compare.resets(3, S, every=50))
+
+
+@pytest.mark.parametrize("K", range(1, 9))
+def test_causal_conv_with_any_taps(K: int) -> None:
+    check_conv(conv(2, 50, 96, K), resets=compare.resets(2, 50))
+
+
+@pytest.mark.parametrize("view", [compare.wide, compare.scattered, compare.turned])
+def test_causal_conv_in_any_layout(view: compare.View) -> None:
+    check_conv(conv(2, 40, 48, 4), views=dict.fromkeys(("x", "weight", "state"), view))
+
+
+CALLS: dict[str, Any] = {
+    "selective_scan": (selective_scan, scan(4, 300, 256, 16)),
+    "causal_conv": (causal_conv, conv(4, 300, 256, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_bits_every_time(name: str) -> None:
+    """No sum depends on which program comes first: a race would show as a difference sooner or later."""
+    kernel, given = CALLS[name]
+    leaves = {k: v.float().cuda().requires_grad_() for k, v in given.items()}
+    first = compare.outputs_and_gradients(kernel, leaves, {}, {"backend": "triton"})
+    for _ in range(20):
+        again = compare.outputs_and_gradients(kernel, leaves, {}, {"backend": "triton"})
+        for key, value in first.items():
+            assert torch.equal(value, again[key]), key
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_auto_takes_it_and_a_compiler_sees_one_node(name: str) -> None:
+    kernel, given = CALLS[name]
+    assert why(name, device="cuda")[0].can
+    leaves = {k: v.float().cuda() for k, v in given.items()}
+    expected = kernel(**leaves, backend="triton")
+    assert torch.equal(kernel(**leaves), expected)
+    compiled = torch.compile(lambda **x: kernel(**x), fullgraph=True)
+    torch.testing.assert_close(compiled(**leaves), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_under_autocast_and_in_a_graph(name: str) -> None:
+    """Autocast changes nothing, and a CUDA graph replays what was captured: no launch waits for the host."""
+    kernel, given = CALLS[name]
+    leaves = {k: v.float().cuda() for k, v in given.items()}
+    expected = kernel(**leaves, backend="triton")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(kernel(**leaves, backend="triton"), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel(**leaves, backend="triton")
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
