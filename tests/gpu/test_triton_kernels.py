@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import causal_conv, selective_scan, triton_common, why
+from seqblocks.kernels import causal_conv, head_norm, headwise_linear, selective_scan, triton_common, why
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar
 
@@ -91,9 +92,34 @@ def test_causal_conv_in_any_layout(view: compare.View) -> None:
     check_conv(conv(2, 40, 48, 4), views=dict.fromkeys(("x", "weight", "state"), view))
 
 
+def norm(*shape: int) -> dict[str, Tensor]:
+    return {"x": draw(*shape), "weight": draw(shape[-1], seed=1), "bias": draw(shape[-1], seed=2)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [4, 16, 64, 192, 512, 5000])
+def test_head_norm_of_any_width(D: int, dtype: torch.dtype) -> None:
+    """The bar: statistics are sums over a head, the gain's gradient over 3 x 130 tokens."""
+    bar = float32_bar(max(D, 390))
+    compare.check(head_norm, norm(3, 130, 2 * D), bar, heads=2, dtype=dtype, narrow=("x",), device="cuda")
+
+
+def linear(*lead: int, G: int, O: int, I: int) -> dict[str, Tensor]:
+    return {"x": draw(*lead, G * I), "weight": draw(G, O, I, seed=1)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [(192, 4, 4), (7, 3, 5), (33, 16, 16), (5, 1, 2)], ids=str)
+def test_headwise_linear_with_any_blocks(blocks: tuple[int, int, int], dtype: torch.dtype) -> None:
+    given = linear(3, 130, **dict(zip("GOI", blocks, strict=True)))
+    compare.check(headwise_linear, given, float32_bar(390), dtype=dtype, narrow=("x", "weight"), device="cuda")
+
+
 CALLS: dict[str, Any] = {
     "selective_scan": (selective_scan, scan(4, 300, 256, 16)),
     "causal_conv": (causal_conv, conv(4, 300, 256, 4)),
+    "head_norm": (functools.partial(head_norm, heads=4), norm(4, 300, 256)),
+    "headwise_linear": (headwise_linear, linear(4, 300, G=64, O=4, I=4)),
 }
 
 
@@ -122,12 +148,15 @@ def test_auto_takes_it_and_a_compiler_sees_one_node(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_under_autocast_and_in_a_graph(name: str) -> None:
-    """Autocast changes nothing, and a CUDA graph replays what was captured: no launch waits for the host."""
+    """Autocast narrows what it narrows elsewhere, and a CUDA graph replays what was captured: nothing waits."""
     kernel, given = CALLS[name]
     leaves = {k: v.float().cuda() for k, v in given.items()}
     expected = kernel(**leaves, backend="triton")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(kernel(**leaves, backend="triton"), expected)
+        found, as_torch = (kernel(**leaves, backend=form) for form in ("triton", "torch"))
+    assert found.dtype == as_torch.dtype
+    if found.dtype == expected.dtype:
+        assert torch.equal(found, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernel(**leaves, backend="triton")

@@ -26,10 +26,16 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqblocks.kernels import causal_conv_triton, selective_scan_triton, triton_common
+from seqblocks.kernels import (
+    causal_conv_triton,
+    head_norm_triton,
+    headwise_linear_triton,
+    selective_scan_triton,
+    triton_common,
+)
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BE", "BN", "BT", "BD", "STEPS", "num_warps")
+SHOWN = ("BE", "BN", "BT", "BD", "BC", "STEPS", "num_warps")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
 
 
@@ -72,6 +78,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target:
         x = values[name]
         if isinstance(x, Tensor):
             signature[name] = "*" + TYPES[x.dtype]
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+            continue
         elif name in constants or x is None or (x == 1 and name not in general):
             signature[name], constexprs[(at,)] = "constexpr", x
         else:
@@ -128,6 +137,17 @@ def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", 
     causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
 
 
+def head_norm(width: int, dtype: torch.dtype) -> None:
+    x = torch.zeros(100, 4 * width, dtype=dtype, requires_grad=True)
+    weight, bias = (torch.zeros(4 * width, requires_grad=True) for _ in range(2))
+    head_norm_triton.run(x, 4, weight, bias, 1e-5).sum().backward()
+
+
+def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
+    x, w = torch.zeros(100, 64 * I, dtype=dtype, requires_grad=True), torch.zeros(64, O, I, requires_grad=True)
+    headwise_linear_triton.run(x, w).sum().backward()
+
+
 def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     """(name, module, call)."""
     scan = selective_scan_triton
@@ -147,6 +167,11 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "causal_conv K=4 bf16 silu reverse resets", conv, lambda: causal_conv(
         4, torch.bfloat16, reverse=True, resets=marks)
     yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
+    for width in (4, 192, 8192):
+        yield f"head_norm D={width} bf16", head_norm_triton, lambda n=width: head_norm(n, torch.bfloat16)
+    for O, I in ((4, 4), (3, 5), (16, 16)):
+        yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
+            o, i, torch.bfloat16)
 
 
 def rows(words: list[str]) -> Iterator[str]:
@@ -158,7 +183,7 @@ def rows(words: list[str]) -> Iterator[str]:
             for kernel, function, args, kwargs in launches(module, arch, call):
                 found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
-                yield " | ".join([f"{name:<44}", f"{kernel:<14}", f"{arch:<6}", f"{tile:<32}", *(
+                yield " | ".join([f"{name:<44}", f"{kernel:<16}", f"{arch:<6}", f"{tile:<32}", *(
                     f"{found[key]:>6}" for key in ("registers", "local", "shared"))])
 
 

@@ -45,7 +45,7 @@ def outputs_and_gradients(
     given = {name: views[name](x) if name in views else x for name, x in leaves.items()}
     out = function(**given, **options)
     out = out if isinstance(out, tuple) else (out,)
-    loss = sum((x.double() * draw(*x.shape, seed=at).bfloat16().to(x.device)).sum() for at, x in enumerate(out))
+    loss = sum((x.double() * draw(*x.shape, seed=100 + at).bfloat16().to(x.device)).sum() for at, x in enumerate(out))
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True)
     named = {f"output {at}": x for at, x in enumerate(out)}
     return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}

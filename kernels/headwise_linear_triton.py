@@ -1,0 +1,164 @@
+"""The block-diagonal map in Triton, for blocks so small that matrix units would multiply mostly zeros.
+
+A program owns a tile of BT tokens and BC output channels, and sums over the I inputs of each channel's block: I loads
+that the cache serves, so that what moves is x and y. One launch forward, one backward: the input's gradient is the same
+map by the transposed blocks, the weight's is stored in parts, one for each tile of tokens, and added afterwards.
+
+Products are summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.triton_common import jit, lined, tl, up
+
+BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
+
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: x [R, G * I], y [R, G * O], w [G, O, I]; xs, gs: between rows of x and dy.
+
+
+@jit
+@no_type_check
+def _product(
+    x, w, r, c, R, C, xs, P: tl.constexpr, Q: tl.constexpr, SP: tl.constexpr, SQ: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
+):
+    """[BT, BC]: channel c = g P + p is the sum over q of w[g P Q + p SP + q SQ] x[g Q + q]."""
+    total = tl.zeros((BT, BC), tl.float32)
+    block = c // P
+    live = (r < R)[:, None] & (c < C)[None, :]
+    for q in tl.static_range(Q):
+        weight = tl.load(w + block * (P * Q) + c % P * SP + q * SQ, c < C, 0.0).to(tl.float32)
+        value = tl.load(x + r[:, None] * xs + (block * Q + q)[None, :], live, 0.0).to(tl.float32)
+        total += weight[None, :] * value
+    return total
+
+
+@jit(do_not_specialize=["R"])
+@no_type_check
+def _linear(x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    out = _product(x, w, r, c, R, G * O, xs, O, I, I, 1, BT, BC)
+    live = (r < R)[:, None] & (c < G * O)[None, :]
+    tl.store(y + r[:, None] * (G * O) + c[None, :], out.to(y.dtype.element_ty), live)
+
+
+@jit(do_not_specialize=["R"])
+@no_type_check
+def _linear_backward(
+    dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """Parts: dw [tiles of tokens, G, O, I]. A program has the same places among the channels of x and of dy."""
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    grad = _product(dy, w, r, c, R, G * I, gs, I, O, 1, I, BT, BC)
+    inside = (r < R)[:, None] & (c < G * I)[None, :]
+    tl.store(dx + r[:, None] * (G * I) + c[None, :], grad.to(dx.dtype.element_ty), inside)
+    live = (r < R)[:, None] & (c < G * O)[None, :]
+    g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
+    part = dw + (tl.program_id(0).to(tl.int64) * (G * O) + c) * I
+    for i in tl.static_range(I):
+        value = tl.load(x + r[:, None] * xs + (c // O * I + i)[None, :], live, 0.0).to(tl.float32)
+        tl.store(part + i, tl.sum(g * value, 0), c < G * O)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(width: int, arch: str) -> dict[str, int]:
+    """Tokens and channels of a program, and its warps."""
+    BC = min(common.power_of_two(width), 64)
+    BT = 2048 // BC
+    return {"BT": BT, "BC": BC, "num_warps": common.warps(BT * BC, 8)}
+
+
+@torch.library.custom_op("seqblocks::headwise_linear_triton", mutates_args=())
+def _op(x: Tensor, weight: Tensor) -> Tensor:
+    """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
+    G, O, I = weight.shape
+    y = _op_fake(x, weight)
+    tile = tiles(G * O, common.arch(x))
+    with common.on(x):
+        _linear[up(x.shape[0], tile["BT"]), up(G * O, tile["BC"])](
+            x, weight, y, x.shape[0], G, x.stride(0), I=I, O=O, **tile
+        )
+    return y
+
+
+@_op.register_fake
+def _op_fake(x, weight):  # type: ignore[no-untyped-def]
+    width = weight.shape[0] * weight.shape[1]
+    return x.new_empty(x.shape[0], width, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+@torch.library.custom_op("seqblocks::headwise_linear_triton_backward", mutates_args=())
+def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    G, O, I = weight.shape
+    width = G * max(O, I)
+    tile = tiles(width, common.arch(x))
+    rows = up(x.shape[0], tile["BT"])
+    dx, dw = x.new_empty(x.shape), x.new_empty(rows, G, O, I, dtype=torch.float32)
+    with common.on(x):
+        _linear_backward[rows, up(width, tile["BC"])](
+            dy, x, weight, dx, dw, x.shape[0], G, dy.stride(0), x.stride(0), I=I, O=O, **tile
+        )
+    return dx, dw.sum(0).to(weight.dtype)
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, x, weight):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
+    return _op_backward(lined(dy), *ctx.saved_tensors)
+
+
+def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise RuntimeError("the Triton form of headwise_linear has no second derivative; use backend='reference' for it")
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(_refuse)
+
+
+def run(x: Tensor, weight: Tensor) -> Tensor:
+    """As `headwise_linear` without a bias. Under autocast operands are narrowed, like those of a matrix product."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
+    G, O, _ = weight.shape
+    if x.numel() == 0:
+        return x.new_empty(*x.shape[:-1], G * O)
+    y = _op(lined(x.reshape(-1, x.shape[-1])), weight.contiguous())
+    return y.view(*x.shape[:-1], G * O)
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    if can and max(facts.get("block", (1, 1, 1))[1:]) > BLOCK:
+        return False, f"blocks of more than {BLOCK} channels are matrix products: torch's own serve them"
+    return can, reason
+
+
+def _tiles(arch: str, block: tuple[int, int, int], **facts: Any) -> dict[str, dict[str, int]]:
+    G, O, I = block
+    return {"forward": tiles(G * O, arch), "backward": tiles(G * max(O, I), arch)}
+
+
+register("headwise_linear", "triton", run, _can, _tiles)
