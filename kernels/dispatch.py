@@ -34,10 +34,14 @@ Can = Callable[..., tuple[bool, str]]
 
 
 class Form(NamedTuple):
-    """One way to compute an op: `can(**facts) -> (bool, reason)`, and `run`, which has the op's own signature."""
+    """One way to compute an op: `can(**facts) -> (bool, reason)`, and `run`, which has the op's own signature.
+
+    `tiles(arch, **facts)`, where kernels of our own are launched, says how: {"forward": {"num_warps": 4, ...}, ...}.
+    """
 
     run: Callable[..., Any]
     can: Can
+    tiles: Callable[..., dict[str, dict[str, int]]] | None = None
 
 
 class Verdict(NamedTuple):
@@ -69,11 +73,14 @@ def always(reason: str) -> Can:
     return can
 
 
-def register(op: str, form: str, run: Callable[..., Any], can: Can) -> None:
+def register(
+    op: str, form: str, run: Callable[..., Any], can: Can,
+    tiles: Callable[..., dict[str, dict[str, int]]] | None = None,
+) -> None:
     """Add (or replace) a form of an op. ValueError for a form name that is not in FORMS."""
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r}; forms are {', '.join(FORMS)}")
-    _ops.setdefault(op, {})[form] = Form(run, can)
+    _ops.setdefault(op, {})[form] = Form(run, can, tiles)
 
 
 def load_forms(op: str) -> None:
@@ -123,9 +130,19 @@ def why(op: str, **facts: Any) -> list[Verdict]:
     return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]
 
 
+def tiles(op: str, form: str, arch: str, **facts: Any) -> dict[str, dict[str, int]]:
+    """How a form launches its kernels on an architecture ("sm_90"), by pass; empty where torch launches them."""
+    of = _ops[op][form].tiles
+    return of(arch, **facts) if of else {}
+
+
 def choose(op: str, backend: str | None = None, **facts: Any) -> Callable[..., Any]:
-    """The function to run. BackendError if the form asked for by name cannot run; it says what is missing."""
+    """The function to run. BackendError if the form asked for by name cannot run; it says what is missing.
+
+    A form's `can` is told the backend as the fact `asked`, so that it may probe the machine, or refuse `auto`.
+    """
     name = requested(backend)
+    facts = {**facts, "asked": name}
     if name != "auto":
         can, reason = _verdict(op, name, facts)
         if not can:

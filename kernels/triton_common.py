@@ -1,0 +1,99 @@
+"""What the Triton forms share: whether they can run, where they run, and on which architecture.
+
+A file that imports `jit` and `tl` from here can be imported where triton cannot: its kernels are then plain functions
+that nobody calls, because `can` says no.
+
+Under TRITON_INTERPRET=1 (set before triton is first imported) kernels run on the CPU, some thousand times slower. That
+is for tests, so `auto` does not choose it; `backend="triton"` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING = ""
+try:
+    import triton
+    import triton.language as tl
+
+    jit: Any = triton.jit
+except Exception as error:  # whatever ails an installation of triton must not take the other forms down
+    MISSING = f"triton cannot be imported here: {error}"
+    triton = tl = None
+
+    def jit(function: Any = None, **options: Any) -> Any:
+        return function or jit
+
+
+# settled when kernels are decorated, which is when this file's importers are imported
+INTERPRETED = not MISSING and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
+OLDEST = (8, 0)  # compute capability; older ones are not compiled for in the tests
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def can(device: str, dtype: torch.dtype, asked: str = "", **facts: Any) -> tuple[bool, str]:
+    """The part of every form's `can` that has nothing to do with its op.
+
+    `asked` is the backend that a call asks for, and empty where `why` only wonders: then nothing is probed.
+    """
+    if MISSING:
+        return False, MISSING
+    if dtype not in DTYPES:
+        return False, f"{str(dtype).removeprefix('torch.')}: the Triton forms compute in float32"
+    if device == "cuda":
+        if asked and _too_old():
+            return False, f"needs compute capability {'.'.join(map(str, OLDEST))} or later"
+        return True, "compiled for the device"
+    if device == "cpu" and INTERPRETED:
+        return asked == "triton", "triton's interpreter, for tests: only where backend='triton' asks for it"
+    return False, f"needs a CUDA or ROCm device, not {device}"
+
+
+@torch.compiler.assume_constant_result
+def _too_old() -> bool:
+    return _oldest() < OLDEST
+
+
+@cache
+def _oldest() -> tuple[int, int]:
+    if INTERPRETED or torch.version.hip or not torch.cuda.is_available():
+        return OLDEST
+    return min(torch.cuda.get_device_capability(at) for at in range(torch.cuda.device_count()))
+
+
+@cache
+def _arch(index: int) -> str:
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+def arch(x: Tensor) -> str:
+    """Of the device that holds x: "sm_90", "gfx942", …; "cpu" in the interpreter."""
+    return _arch(x.device.index) if x.is_cuda else "cpu"
+
+
+def on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Launch on the device that holds x, whichever is current."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def lined(x: Tensor) -> Tensor:
+    """x with its last axis contiguous: the one demand that the kernels make of a layout."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def up(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
