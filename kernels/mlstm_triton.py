@@ -1,15 +1,15 @@
-"""The mLSTM in Triton: three launches forward, six backward, whatever the length.
+"""The mLSTM in Triton: three launches forward, seven backward, whatever the length.
 
 The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (a program per head walks the chunks, and
-sums and maximises over [L, L] tiles where one would scan), states before every chunk (a tile of C in registers), outputs
-(a program per chunk and tile of values). Backward: the states again, one number a token from dh and h, the gradients of
-the states from the last chunk to the first, then chunk by chunk those of q and k, of v, and of the gates.
+sums and maximises over [L, L] tiles where one would scan), states before every chunk (a tile of C in registers),
+outputs (a program per chunk and tile of values). Backward: the states again, one number a token from dh and h, the
+gradients of the states from the last chunk to the first, then chunk by chunk those of q, of k, of v and of the gates.
 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
-beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the sequence.
-The rest is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so its gradient
-goes to the one input gate that made it, or to the m that enters the chunk; a chunk asks those after it, while they pass
-it on, what comes.
+beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
+sequence. The rest is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so
+its gradient goes to the one input gate that made it, or to the m that enters the chunk; a chunk asks those after it,
+while they pass it on, what comes.
 
 All gates, sums and states are float32. Dots take bfloat16 as it is; float16, whose range a state may exceed, goes
 through tf32, which has as many digits; float32 stays float32. Nothing is transposed but by loading it that way: several
@@ -31,9 +31,9 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of BT tokens, T = K BT places in the order of the scan:
-# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [4, N, T] are 1 / (max + eps), dden, row
-# sums, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1 where
-# it passes on that of the m that leaves.
+# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [4, N, T] are 1 / (max + eps), dden,
+# row sums, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1
+# where it passes on that of the m that leaves.
 # C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
 
 
@@ -79,7 +79,7 @@ def _gates(
     m = 0.0
     if m0 is not None:
         m = tl.load(m0 + n)
-    for c in range(0, chunks):
+    for c in range(chunks):
         live = j < S - c * BT
         raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
         log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def _states(
     if C0 is not None:
         state = tl.load(C0 + wide * DK * DV + cell, own, 0.0)
         total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
-    for c in range(0, chunks):
+    for c in range(chunks):
         at = wide * chunks + c
         tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
         tl.store(norm + at * DK + dk, total, first)
@@ -215,7 +215,8 @@ def _outputs(
         den = den * u + tl.sum(weights, 1)
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(1) == 0, BT, 0))
         num = num / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps)[:, None]
-    to = _start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT) + (sign * j * H * DV)[:, None] + dv[None, :]
+    to = _start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    to += (sign * j * H * DV)[:, None] + dv[None, :]
     tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
 
 
@@ -302,7 +303,7 @@ def _state_gradients(
         flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
     parts = flows + wide * (chunks + 1) * tiles + tl.program_id(1)
     tl.store(parts + chunks * tiles, flow)
-    for back in range(0, chunks):
+    for back in range(chunks):
         c = chunks - 1 - back
         at = wide * chunks + c
         tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
@@ -328,13 +329,67 @@ def _state_gradients(
 
 @jit(do_not_specialize=["S"])
 @no_type_check
-def _query_key_gradients(
-    q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, dk, columns,
+def _query_gradients(
+    k, v, dh, C, norm, gates, segments, factors, dq,
+    S, H, DK, DV, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """Weights are [t, s]: tokens down, what they read across."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    at = tl.program_id(0).to(tl.int64)
+    here = at * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    d = tl.program_id(1) * BK + tl.arange(0, BK)
+    is_d = d < DK
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+    values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
+    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+    weights = tl.zeros((BT, BT), tl.float32)
+    total = tl.zeros((BT, BK), tl.float32)
+    for first in range(0, DV, BV):
+        dv = first + tl.arange(0, BV)
+        is_v = dv < DV
+        a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
+        weights += tl.dot(a, _tile(values, dv, sign * j * vs, is_v, live).to(DOT), input_precision=PRECISION)
+        state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
+    e = tl.load(gates + here + j)
+    x = tl.load(gates + plane + here + j)
+    inverse = tl.load(factors + here + j)
+    dden = tl.load(factors + plane + here + j)
+    sees = j[None, :] <= j[:, None]
+    if segments is not None:
+        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
+    weights = (weights * inverse[:, None] + dden[:, None]) * scale
+    weights *= tl.exp(tl.where(sees, e[None, :] - x[:, None], float("-inf")))
+    u = tl.load(gates + 2 * plane + here + j) * scale
+    total *= (u * inverse)[:, None]
+    total += (u * dden)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    b = _tile(keys, sign * j * ks, d, live, is_d)
+    total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
+    to = _start(dq, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    to += (sign * j * H * DK)[:, None] + d[None, :]
+    tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _key_gradients(
+    q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
     S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """columns [tiles of DK, N, T]: this tile's part of k . dk, the sums of weight times gradient by written token."""
+    """Weights are [s, t]: what is read down, by which tokens across.
+
+    columns [tiles of DK, N, T]: this tile's part of k . dk, the sums of weight times gradient by written token.
+    """
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -350,37 +405,6 @@ def _query_key_gradients(
     keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
     values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
     grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
-    out = _start(0, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
-    to = out + (sign * j * H * DK)[:, None] + d[None, :]
-    own = live[:, None] & is_d[None, :]
-    e = tl.load(gates + here + j)
-    x = tl.load(gates + plane + here + j)
-    inverse = tl.load(factors + here + j)
-    dden = tl.load(factors + plane + here + j)
-
-    # of q: weights [t, s]
-    weights = tl.zeros((BT, BT), tl.float32)
-    total = tl.zeros((BT, BK), tl.float32)
-    for first in range(0, DV, BV):
-        dv = first + tl.arange(0, BV)
-        is_v = dv < DV
-        a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
-        weights += tl.dot(a, _tile(values, dv, sign * j * vs, is_v, live).to(DOT), input_precision=PRECISION)
-        state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
-        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    sees = j[None, :] <= j[:, None]
-    if segments is not None:
-        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
-    weights = (weights * inverse[:, None] + dden[:, None]) * scale
-    weights *= tl.exp(tl.where(sees, e[None, :] - x[:, None], float("-inf")))
-    u = tl.load(gates + 2 * plane + here + j) * scale
-    total *= (u * inverse)[:, None]
-    total += (u * dden)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
-    b = _tile(keys, sign * j * ks, d, live, is_d)
-    total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
-    tl.store(dq + to, total.to(dq.dtype.element_ty), own)
-
-    # of k: weights [s, t]
     weights = tl.zeros((BT, BT), tl.float32)
     total = tl.zeros((BT, BK), tl.float32)
     for first in range(0, DV, BV):
@@ -390,6 +414,10 @@ def _query_key_gradients(
         weights += tl.dot(a, _tile(grads, dv, sign * j * gs, is_v, live).to(DOT), input_precision=PRECISION)
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
+    e = tl.load(gates + here + j)
+    x = tl.load(gates + plane + here + j)
+    inverse = tl.load(factors + here + j)
+    dden = tl.load(factors + plane + here + j)
     seen = j[:, None] <= j[None, :]
     write = e - tl.load(gates + plane + here + BT - 1)
     if segments is not None:
@@ -402,7 +430,9 @@ def _query_key_gradients(
     total *= tl.exp(write)[:, None]
     a = _tile(queries, sign * j * qs, d, live, is_d)
     total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
-    tl.store(dk + to, total.to(dk.dtype.element_ty), own)
+    to = _start(dk, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    to += (sign * j * H * DK)[:, None] + d[None, :]
+    tl.store(to, total.to(dk.dtype.element_ty), live[:, None] & is_d[None, :])
     b = _tile(keys, sign * j * ks, d, live, is_d).to(tl.float32)
     tl.store(columns + tl.program_id(1) * plane + here + j, tl.sum(b * total, 1))
 
@@ -468,11 +498,11 @@ def _gate_gradients(
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
     dlog_i = tl.zeros((BT,), tl.float32)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         dlog_i += tl.load(columns + tile * plane + here + j)
     parts = flows + n.to(tl.int64) * (chunks + 1) * state_tiles
     enters, leaves, end = 0.0, 0.0, 0.0  # <C, dC> + <n, dn>
-    for tile in range(0, state_tiles):
+    for tile in range(state_tiles):
         enters += tl.load(parts + c * state_tiles + tile)
         leaves += tl.load(parts + (c + 1) * state_tiles + tile)
         end += tl.load(parts + chunks * state_tiles + tile)
@@ -544,8 +574,8 @@ class _Plan:
         self.chunks = up(self.S, self.tile["BT"])
         self.places = self.chunks * self.tile["BT"]
         self.k_tiles, self.v_tiles = up(self.DK, self.tile["BK"]), up(self.DV, self.tile["BV"])
-        half = any(x.dtype != torch.float32 for x in (q, k, v))
-        self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "tf32" if half and not narrow else "ieee"}
+        exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
+        self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.between = torch.bfloat16 if narrow else torch.float32
         self.scale = self.DK**-0.5
         self.way = {"REVERSE": reverse, "BT": self.tile["BT"], "num_warps": self.tile["num_warps"]}
@@ -640,8 +670,11 @@ def _op_backward(
             q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
             dC0 if given else None, dn0 if given else None, flows, *sizes, *_strides(q, dh), plan.scale, **plan.all,
         )
-        _query_key_gradients[per_chunk, plan.k_tiles](
-            q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, dk, columns,
+        _query_gradients[per_chunk, plan.k_tiles](
+            k, v, dh, C, norm, gates, segments, factors, dq, *sizes, *_strides(k, v, dh), plan.scale, **plan.all,
+        )
+        _key_gradients[per_chunk, plan.k_tiles](
+            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
             *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all,
         )
         _value_gradients[per_chunk, plan.v_tiles](
@@ -708,7 +741,9 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return common.can(**facts)
 
 
-def _tiles(arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any) -> dict[str, dict[str, int]]:
+def _tiles(
+    arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
+) -> dict[str, dict[str, int]]:
     launch = tiles(1 << 20, *head_dims, dtype == torch.bfloat16, arch)
     return {"forward": launch, "backward": launch}
 

@@ -1,0 +1,173 @@
+"""The mLSTM in Triton, interpreted on the CPU, against its recurrence in float64: outputs, states, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from seqblocks.kernels import dispatch, mlstm
+from tests.triton.compare import check, draw, interpreted, resets, scattered, turned, wide
+
+pytestmark = interpreted
+
+GATES = {
+    "exp": {"input_gate": "exp"},
+    "sigmoid": {"input_gate": "sigmoid"},
+    "undivided": {"input_gate": "sigmoid", "normalize": False},
+}
+
+# Weights are exponentials of sums of log gates, which grow with the length to some tens and are rounded at 2^-24 of
+# that: 1e-5 for the lengths here. Dividing by |q.n| multiplies it by the cancellation in q.n, once in h and twice in
+# gradients; the seeds below keep q.n within a tenth of its terms. So 2e-5, which it mostly stays far below, and 1e-4.
+OUTPUT, GRADIENT = 2e-5, 1e-4
+
+
+def inputs(B: int, S: int, H: int, DK: int, DV: int, *, state: bool = False, scale: float = 2.0) -> dict[str, Any]:
+    x = {"q": draw(B, S, H, DK, seed=1), "k": draw(B, S, H, DK, seed=2), "v": draw(B, S, H, DV, seed=3)}
+    x |= {"i": draw(B, S, H, seed=4) * scale, "f": draw(B, S, H, seed=5) * scale + 1}
+    if state:
+        x |= {"C": draw(B, H, DK, DV, seed=6), "n": draw(B, H, DK, seed=7), "m": draw(B, H, seed=8)}
+    return x
+
+
+def run(q, k, v, i, f, C=None, n=None, m=None, **options):
+    """h and, unless a state is not asked for, the last C, n, m."""
+    keep = options.pop("keep", True)
+    out = mlstm(q, k, v, i, f, state=None if C is None else (C, n, m), return_state=keep, **options)
+    return (out[0], *out[1]) if keep else out
+
+
+def compare(tensors: dict[str, Any], bar: float = GRADIENT, **options: Any) -> None:
+    check(run, tensors, bar, narrow=("q", "k", "v"), **options)
+
+
+@pytest.mark.parametrize("seq", [1, 2, 15, 64, 65, 130])
+@pytest.mark.parametrize("gate", GATES)
+def test_lengths(seq, gate):
+    compare(inputs(1, seq, 2, 16, 16, state=True), **GATES[gate])
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(4, 4), (24, 16), (16, 24), (40, 4), (4, 70)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_widths(dk, dv, reverse):
+    compare(inputs(1, 37, 1, dk, dv, state=True), reverse=reverse)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_resets(gate, reverse, state):
+    compare(inputs(2, 70, 1, 4, 8, state=state), resets=resets(2, 70, 17), reverse=reverse, **GATES[gate])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_forward_alone_is_closer(reverse):
+    x = {name: y.float() for name, y in inputs(2, 130, 1, 24, 16, state=True).items()}
+    with torch.no_grad():
+        found = run(**x, resets=resets(2, 130, 40), reverse=reverse, backend="triton")
+        exact = {name: y.double() for name, y in x.items()}
+        wanted = run(**exact, resets=resets(2, 130, 40), reverse=reverse, backend="reference")
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b).abs().max() <= OUTPUT * b.abs().max()
+
+
+def test_no_state_asked_for():
+    compare(inputs(1, 40, 2, 8, 4), keep=False)
+    compare(inputs(1, 40, 2, 8, 4, state=True), keep=False)
+
+
+def test_the_initial_state_stays_the_maximum():
+    """Through several chunks no input gate wins over the m that came in: its gradient comes from the last one."""
+    x = inputs(1, 100, 1, 4, 4, state=True, scale=0.1)
+    x["i"] = x["i"] - 30
+    x["f"] = x["f"] + 4
+    compare(x)
+    compare(x, eps=0.3)  # large enough to be seen in the gradients of every m
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+@pytest.mark.parametrize("reset", [False, True])
+def test_eps_reaches_the_gates_through_m(eps, reset):
+    compare(inputs(1, 70, 1, 4, 4, state=True), eps=eps, resets=resets(1, 70, 23) if reset else None)
+
+
+@pytest.mark.parametrize("view", [wide, scattered, turned])
+def test_layouts(view):
+    compare(inputs(2, 19, 2, 8, 4), views=dict.fromkeys("qkvif", view))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_float16(reverse):
+    # gradients of gates are sums of dh . h, where h has been rounded to 2^-11, and cancel at most by half
+    compare(inputs(1, 40, 2, 16, 16, state=True), 2**-10, dtype=torch.float16, reverse=reverse)
+
+
+@pytest.mark.parametrize(("i", "f"), [(30.0, 30.0), (-30.0, -30.0), (30.0, -110.0), (-110.0, 30.0), (0.0, -110.0)])
+def test_extreme_gates(i, f):
+    """Finite, and the output right: log gates of -110 a token reach -3520 in a chunk, which 2^-24 rounds at 2e-4."""
+    x = {name: y.float() for name, y in inputs(1, 40, 1, 8, 8).items()}
+    x |= {"i": x["i"] + i, "f": x["f"] + f}
+    leaves = [y.requires_grad_() for y in x.values()]
+    h = mlstm(*leaves, backend="triton")
+    assert all(g.isfinite().all() for g in torch.autograd.grad(h.sum(), leaves))
+    wanted = mlstm(*(y.double() for y in leaves), backend="reference")
+    allowed = max(OUTPUT, 32 * abs(f) * 2**-23) * wanted.abs().max()
+    assert (h.double() - wanted).abs().max() <= allowed + 2**-126  # where i is -110, h is less than float32 can tell
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 1, 4, 4), (2, 0, 1, 4, 4)])
+def test_empty(shape):
+    x = {name: y.float() for name, y in inputs(*shape, state=True).items()}
+    h, *state = run(**x, backend="triton")
+    assert h.shape == x["v"].shape
+    assert all(a.equal(x[name]) for name, a in zip("Cnm", state, strict=True))
+    h, *state = run(*list(x.values())[:5], backend="triton")
+    assert all(a.shape == x[name].shape and not a.any() for name, a in zip("Cnm", state, strict=True))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_pieces_with_the_state_carried_are_the_whole(reverse):
+    x = {name: y.float().requires_grad_() for name, y in inputs(1, 90, 1, 8, 4).items()}
+    marks = resets(1, 90, 31)
+    whole = run(**x, resets=marks, reverse=reverse, backend="triton")
+    cuts = [(0, 41), (41, 42), (42, 90)]
+    outs, state = [], {}
+    for a, b in reversed(cuts) if reverse else cuts:
+        piece = {name: y[:, a:b] for name, y in x.items()}
+        h, *state_ = run(**piece, **state, resets=marks[:, a:b], reverse=reverse, backend="triton")
+        state = dict(zip("Cnm", state_, strict=True))
+        outs.append(h)
+    pieces = [torch.cat(outs[::-1] if reverse else outs, 1), *state.values()]
+    for a, b in zip(pieces, whole, strict=True):
+        assert (a - b).abs().max() <= OUTPUT * b.abs().max()
+    results = []
+    for out in (whole, pieces):
+        loss = sum((y * draw(*y.shape, seed=at).float()).sum() for at, y in enumerate(out))
+        results.append(torch.autograd.grad(loss, [*x.values()]))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= GRADIENT * b.abs().max()
+
+
+def test_registered_as_torch_wants_it():
+    from seqblocks.kernels import mlstm_triton
+
+    x = [y.float().requires_grad_() for y in inputs(1, 9, 1, 4, 4).values()]
+    for resets_ in (None, torch.zeros(1, 9, dtype=torch.uint8)):
+        arguments = (*x, None, None, None, resets_, False, 1e-6, "exp", True, True)
+        torch.library.opcheck(mlstm_triton._op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_second_derivative_is_refused_with_a_hint():
+    x = [y.float().requires_grad_() for y in inputs(1, 3, 1, 4, 4).values()]
+    (g,) = torch.autograd.grad(mlstm(*x, backend="triton").sum(), x[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="backend='reference'"):
+        g.sum().backward()
+
+
+def test_float64_is_refused():
+    facts = {"device": "cuda", "dtype": torch.float64, "head_dims": (4, 4)}
+    verdict = next(v for v in dispatch.why("mlstm", **facts) if v.form == "triton")
+    assert not verdict.can
+    assert "float32" in verdict.reason
