@@ -39,8 +39,8 @@ def run(q, k, v, i, f, C=None, n=None, m=None, **options):
     return (out[0], *out[1]) if keep else out
 
 
-def compare(tensors: dict[str, Any], **options: Any) -> None:
-    check(run, tensors, GRADIENT, narrow=("q", "k", "v"), **options)
+def compare(tensors: dict[str, Any], bar: float = GRADIENT, **options: Any) -> None:
+    check(run, tensors, bar, narrow=("q", "k", "v"), **options)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 15, 64, 65, 130])
@@ -100,7 +100,8 @@ def test_layouts(view):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_float16(reverse):
-    compare(inputs(1, 40, 2, 16, 16, state=True), dtype=torch.float16, reverse=reverse)
+    # gradients of gates are sums of dh . h, where h has been rounded to 2^-11, and cancel at most by half
+    compare(inputs(1, 40, 2, 16, 16, state=True), 2**-10, dtype=torch.float16, reverse=reverse)
 
 
 @pytest.mark.parametrize(("i", "f"), [(30.0, 30.0), (-30.0, -30.0), (30.0, -110.0), (-110.0, 30.0), (0.0, -110.0)])
@@ -112,13 +113,18 @@ def test_extreme_gates(i, f):
     h = mlstm(*leaves, backend="triton")
     assert all(g.isfinite().all() for g in torch.autograd.grad(h.sum(), leaves))
     wanted = mlstm(*(y.double() for y in leaves), backend="reference")
-    assert (h.double() - wanted).abs().max() <= max(OUTPUT, 32 * abs(f) * 2**-23) * wanted.abs().max()
+    allowed = max(OUTPUT, 32 * abs(f) * 2**-23) * wanted.abs().max()
+    assert (h.double() - wanted).abs().max() <= allowed + 2**-126  # where i is -110, h is less than float32 can tell
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 1, 4, 4), (2, 0, 1, 4, 4)])
 def test_empty(shape):
-    compare(inputs(*shape, state=True))
-    compare(inputs(*shape))
+    x = {name: y.float() for name, y in inputs(*shape, state=True).items()}
+    h, *state = run(**x, backend="triton")
+    assert h.shape == x["v"].shape
+    assert all(a.equal(x[name]) for name, a in zip("Cnm", state, strict=True))
+    h, *state = run(*list(x.values())[:5], backend="triton")
+    assert all(a.shape == x[name].shape and not a.any() for name, a in zip("Cnm", state, strict=True))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -1,0 +1,751 @@
+"""The mLSTM in Triton: three launches forward, seven backward, whatever the length.
+
+The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (a program per head walks the chunks, and
+sums and maximises over [L, L] tiles where one would scan), states before every chunk (a tile of C in registers),
+outputs (a program per chunk and tile of values). Backward: the states again, one number a token from dh and h, the
+gradients of the states from the last chunk to the first, then chunk by chunk those of q, of k, of v and of the gates.
+
+With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
+beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
+sequence. The rest is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so
+its gradient goes to the one input gate that made it, or to the m that enters the chunk; a chunk asks those after it,
+while they pass it on, what comes.
+
+All gates, sums and states are float32. Dots take bfloat16 as it is; float16, whose range a state may exceed, goes
+through tf32, which has as many digits; float32 stays float32. Nothing is transposed but by loading it that way: several
+compilers for sm_90 turn an accumulator into a transposed operand wrongly. There are no atomic additions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.mlstm_reference import MLSTMState
+from seqblocks.kernels.triton_common import jit, lined, tl, up
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
+# and di, df [B, S, H] contiguous. N = B H heads, K chunks of BT tokens, T = K BT places in the order of the scan:
+# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [4, N, T] are 1 / (max + eps), dden,
+# row sums, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1
+# where it passes on that of the m that leaves.
+# C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
+
+
+@jit
+@no_type_check
+def _log_sigmoid(x):
+    """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
+    v = tl.exp(-tl.abs(x))
+    r = v / (2.0 + v)
+    y = r * r
+    series = 1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
+    return tl.minimum(x, 0.0) - 2.0 * r * series
+
+
+@jit
+@no_type_check
+def _start(x, n, H, c, S, xb, xs, xh, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """Where the first token of chunk c of head n lies."""
+    t = S - 1 - c * BT if REVERSE else c * BT
+    return x + (n // H).to(tl.int64) * xb + (n % H).to(tl.int64) * xh + tl.cast(t, tl.int64) * xs
+
+
+@jit
+@no_type_check
+def _tile(x, down, across, is_down, is_across):
+    return tl.load(x + down[:, None] + across[None, :], is_down[:, None] & is_across[None, :], 0.0)
+
+
+@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
+@no_type_check
+def _gates(
+    i, f, resets, m0, gates, segments, m_out,
+    S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    n = tl.program_id(0)
+    chunks = tl.cdiv(S, BT)
+    place = n.to(tl.int64) * chunks * BT
+    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    j = tl.arange(0, BT)
+    last = j == BT - 1  # beyond S nothing is written and nothing forgotten: the last place is like the last token
+    earlier = j[None, :] <= j[:, None]
+    sign = -1 if REVERSE else 1
+    m = 0.0
+    if m0 is not None:
+        m = tl.load(m0 + n)
+    for c in range(chunks):
+        live = j < S - c * BT
+        raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+        log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+        log_f = tl.where(live, _log_sigmoid(raw_f), 0.0)
+        if not EXP:
+            log_i = _log_sigmoid(log_i)
+        log_i = tl.where(live, log_i, float("-inf"))
+        sees = earlier
+        p = tl.zeros((BT,), tl.float32) + m
+        if resets is not None:
+            marks = tl.load(_start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
+            segment = tl.sum(tl.where(earlier, marks[None, :], 0), 1)
+            sees = earlier & (segment[None, :] == segment[:, None])
+            p = tl.where(segment == 0, p, 0.0)
+            tl.store(segments + place + c * BT + j, segment)
+        b = tl.sum(tl.where(sees, log_f[None, :], 0.0), 1)
+        e = log_i - b
+        best = tl.max(tl.where(sees, e[None, :], float("-inf")), 1)
+        if EXP:
+            x = tl.maximum(best, p)
+            floor = tl.exp(tl.minimum(-b - x, 87.0))
+        else:
+            x = -b
+            floor = tl.zeros((BT,), tl.float32) + 1.0
+        u = tl.exp(p - x)
+        if resets is not None:
+            u = tl.where(segment == 0, u, 0.0)
+        to = gates + place + c * BT + j
+        tl.store(to, e)
+        tl.store(to + plane, x)
+        tl.store(to + 2 * plane, u)
+        tl.store(to + 3 * plane, floor)
+        tl.store(to + 4 * plane, tl.where(p > best, 1.0, 0.0))
+        m = 0.0
+        if EXP:
+            m = tl.sum(tl.where(last, b + x, 0.0), 0)
+    if m_out is not None:
+        tl.store(m_out + n, m)
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _states(
+    k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
+    S, H, DK, DV, kb, ks, kh, vb, vs, vh,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """C and n before every chunk, and after the last."""
+    n = tl.program_id(0)
+    wide = n.to(tl.int64)
+    chunks = tl.cdiv(S, BT)
+    place = wide * chunks * BT
+    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    over = tl.cdiv(DV, BV)
+    dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
+    dv = tl.program_id(1) % over * BV + tl.arange(0, BV)
+    is_k, is_v = dk < DK, dv < DV
+    own = is_k[:, None] & is_v[None, :]
+    first = dk < tl.where(tl.program_id(1) % over == 0, DK, 0)  # of several tiles of values, one keeps n
+    cell = dk[:, None] * DV + dv[None, :]
+    j = tl.arange(0, BT)
+    sign = -1 if REVERSE else 1
+    state = tl.zeros((BK, BV), tl.float32)
+    total = tl.zeros((BK,), tl.float32)
+    if C0 is not None:
+        state = tl.load(C0 + wide * DK * DV + cell, own, 0.0)
+        total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
+    for c in range(chunks):
+        at = wide * chunks + c
+        tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
+        tl.store(norm + at * DK + dk, total, first)
+        live = j < S - c * BT
+        here = place + c * BT
+        final = tl.load(gates + plane + here + BT - 1)
+        keep = tl.load(gates + 2 * plane + here + BT - 1)
+        weight = tl.load(gates + here + j) - final
+        if segments is not None:
+            same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
+            weight = tl.where(same, weight, float("-inf"))
+        rows = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+        keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp(weight)[None, :]
+        rows = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
+        values = _tile(rows, sign * j * vs, dv, live, is_v)
+        state = state * keep + tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
+        total = total * keep + tl.sum(keys, 1)
+    if C_out is not None:
+        tl.store(C_out + wide * DK * DV + cell, state, own)
+        tl.store(n_out + wide * DK + dk, total, first)
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _outputs(
+    q, k, v, C, norm, gates, segments, h,
+    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, eps,
+    NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    at = tl.program_id(0).to(tl.int64)  # n chunks + c
+    here = at * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    is_v = dv < DV
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
+    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+    weights = tl.zeros((BT, BT), tl.float32)
+    num = tl.zeros((BT, BV), tl.float32)
+    den = tl.zeros((BT,), tl.float32)
+    for first in range(0, DK, BK):
+        dk = first + tl.arange(0, BK)
+        is_k = dk < DK
+        a = _tile(queries, sign * j * qs, dk, live, is_k)
+        weights += tl.dot(a.to(DOT), _tile(keys, dk, sign * j * ks, is_k, live).to(DOT), input_precision=PRECISION)
+        state = _tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
+        num += tl.dot(a.to(DOT), state.to(DOT), input_precision=PRECISION)
+        den += tl.sum(a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :], 1)
+    sees = j[None, :] <= j[:, None]
+    if segments is not None:
+        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
+    log = tl.load(gates + here + j)[None, :] - tl.load(gates + plane + here + j)[:, None]
+    weights *= tl.exp(tl.where(sees, log, float("-inf"))) * scale
+    u = tl.load(gates + 2 * plane + here + j) * scale
+    values = _tile(_start(v, n, H, c, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, live, is_v)
+    num = num * u[:, None] + tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
+    if NORMALIZE:
+        den = den * u + tl.sum(weights, 1)
+        tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(1) == 0, BT, 0))
+        num = num / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps)[:, None]
+    to = _start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    to += (sign * j * H * DV)[:, None] + dv[None, :]
+    tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _factors(
+    dh, h, gates, segments, factors, links,
+    S, H, DV, gb, gs, gh, eps,
+    EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+):
+    """From r = dh . h and the divisor. Row sums of weight times gradient are r where the floor divides, else r eps /
+    (|den| + eps): the rest is what den takes back, and is left out here because the two would cancel. The same eps is
+    what m is held against: dm."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    here = tl.program_id(0).to(tl.int64) * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+    outs = _start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    r = tl.zeros((BT,), tl.float32)
+    for first in range(0, DV, BV):
+        dv = first + tl.arange(0, BV)
+        a = _tile(grads, sign * j * gs, dv, live, dv < DV).to(tl.float32)
+        r += tl.sum(a * _tile(outs, sign * j * H * DV, dv, live, dv < DV).to(tl.float32), 1)
+    inverse = tl.where(live, 1.0, 0.0)
+    dden = tl.zeros((BT,), tl.float32)
+    dm = tl.zeros((BT,), tl.float32)
+    if NORMALIZE:
+        den = tl.load(gates + 5 * plane + here + j)
+        floor = tl.load(gates + 3 * plane + here + j)
+        wins = tl.abs(den) >= floor
+        inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
+        dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
+        slack = r * eps * inverse
+        if EXP:
+            dm = -slack
+        r = tl.where(wins, slack, r)
+    tl.store(factors + here + j, inverse)
+    tl.store(factors + plane + here + j, dden)
+    tl.store(factors + 2 * plane + here + j, r)
+    tl.store(factors + 3 * plane + here + j, dm)
+    whole = tl.load(gates + 4 * plane + here + j)
+    if segments is not None:
+        whole = tl.where(tl.load(segments + here + j) == 0, whole, 0.0)
+    tl.store(links + tl.program_id(0), tl.sum(whole * dm, 0))
+    tl.store(links + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(j == BT - 1, whole, 0.0), 0))
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _state_gradients(
+    q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
+    S, H, DK, DV, qb, qs, qh, gb, gs, gh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """flows [N, K + 1, tiles]: this tile's part of <C, dC> + <n, dn> before every chunk, and after the last."""
+    n = tl.program_id(0)
+    wide = n.to(tl.int64)
+    chunks = tl.cdiv(S, BT)
+    place = wide * chunks * BT
+    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    over = tl.cdiv(DV, BV)
+    tiles = tl.num_programs(1)
+    dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
+    dv = tl.program_id(1) % over * BV + tl.arange(0, BV)
+    is_k, is_v = dk < DK, dv < DV
+    own = is_k[:, None] & is_v[None, :]
+    first = dk < tl.where(tl.program_id(1) % over == 0, DK, 0)
+    cell = dk[:, None] * DV + dv[None, :]
+    j = tl.arange(0, BT)
+    sign = -1 if REVERSE else 1
+    grad = tl.zeros((BK, BV), tl.float32)
+    total = tl.zeros((BK,), tl.float32)
+    flow = 0.0
+    if dC_out is not None:
+        grad = tl.load(dC_out + wide * DK * DV + cell, own, 0.0)
+        total = tl.load(dn_out + wide * DK + dk, first, 0.0)
+        flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
+        flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
+    parts = flows + wide * (chunks + 1) * tiles + tl.program_id(1)
+    tl.store(parts + chunks * tiles, flow)
+    for back in range(chunks):
+        c = chunks - 1 - back
+        at = wide * chunks + c
+        tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
+        tl.store(dnorm + at * DK + dk, total, first)
+        live = j < S - c * BT
+        here = place + c * BT
+        u = tl.load(gates + 2 * plane + here + j) * scale
+        keep = tl.load(gates + 2 * plane + here + BT - 1)
+        rows = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
+        queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
+        rows = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+        outs = _tile(rows, sign * j * gs, dv, live, is_v)
+        read = queries * tl.load(factors + here + j)[None, :]
+        grad = grad * keep + tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
+        total = total * keep + tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
+        flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
+        flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
+        tl.store(parts + c * tiles, flow)
+    if dC0 is not None:
+        tl.store(dC0 + wide * DK * DV + cell, grad, own)
+        tl.store(dn0 + wide * DK + dk, total, first)
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _query_gradients(
+    k, v, dh, C, norm, gates, segments, factors, dq,
+    S, H, DK, DV, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """Weights are [t, s]: tokens down, what they read across."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    at = tl.program_id(0).to(tl.int64)
+    here = at * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    d = tl.program_id(1) * BK + tl.arange(0, BK)
+    is_d = d < DK
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+    values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
+    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+    weights = tl.zeros((BT, BT), tl.float32)
+    total = tl.zeros((BT, BK), tl.float32)
+    for first in range(0, DV, BV):
+        dv = first + tl.arange(0, BV)
+        is_v = dv < DV
+        a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
+        weights += tl.dot(a, _tile(values, dv, sign * j * vs, is_v, live).to(DOT), input_precision=PRECISION)
+        state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
+    e = tl.load(gates + here + j)
+    x = tl.load(gates + plane + here + j)
+    inverse = tl.load(factors + here + j)
+    dden = tl.load(factors + plane + here + j)
+    sees = j[None, :] <= j[:, None]
+    if segments is not None:
+        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
+    weights = (weights * inverse[:, None] + dden[:, None]) * scale
+    weights *= tl.exp(tl.where(sees, e[None, :] - x[:, None], float("-inf")))
+    u = tl.load(gates + 2 * plane + here + j) * scale
+    total *= (u * inverse)[:, None]
+    total += (u * dden)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    b = _tile(keys, sign * j * ks, d, live, is_d)
+    total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
+    to = _start(dq, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    to += (sign * j * H * DK)[:, None] + d[None, :]
+    tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _key_gradients(
+    q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """Weights are [s, t]: what is read down, by which tokens across.
+
+    columns [tiles of DK, N, T]: this tile's part of k . dk, the sums of weight times gradient by written token.
+    """
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    at = tl.program_id(0).to(tl.int64)
+    here = at * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    d = tl.program_id(1) * BK + tl.arange(0, BK)
+    is_d = d < DK
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
+    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+    values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
+    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+    weights = tl.zeros((BT, BT), tl.float32)
+    total = tl.zeros((BT, BK), tl.float32)
+    for first in range(0, DV, BV):
+        dv = first + tl.arange(0, BV)
+        is_v = dv < DV
+        a = _tile(values, sign * j * vs, dv, live, is_v).to(DOT)
+        weights += tl.dot(a, _tile(grads, dv, sign * j * gs, is_v, live).to(DOT), input_precision=PRECISION)
+        state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
+    e = tl.load(gates + here + j)
+    x = tl.load(gates + plane + here + j)
+    inverse = tl.load(factors + here + j)
+    dden = tl.load(factors + plane + here + j)
+    seen = j[:, None] <= j[None, :]
+    write = e - tl.load(gates + plane + here + BT - 1)
+    if segments is not None:
+        seen = seen & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
+        same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
+        write = tl.where(same, write, float("-inf"))
+    weights = (weights * inverse[None, :] + dden[None, :]) * scale
+    weights *= tl.exp(tl.where(seen, e[:, None] - x[None, :], float("-inf")))
+    total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
+    total *= tl.exp(write)[:, None]
+    a = _tile(queries, sign * j * qs, d, live, is_d)
+    total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
+    to = _start(dk, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    to += (sign * j * H * DK)[:, None] + d[None, :]
+    tl.store(to, total.to(dk.dtype.element_ty), live[:, None] & is_d[None, :])
+    b = _tile(keys, sign * j * ks, d, live, is_d).to(tl.float32)
+    tl.store(columns + tl.program_id(1) * plane + here + j, tl.sum(b * total, 1))
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _value_gradients(
+    q, k, dh, dC, gates, segments, factors, dv,
+    S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    at = tl.program_id(0).to(tl.int64)
+    here = at * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
+    is_d = d < DV
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
+    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
+    weights = tl.zeros((BT, BT), tl.float32)
+    total = tl.zeros((BT, BV), tl.float32)
+    for first in range(0, DK, BK):
+        dk = first + tl.arange(0, BK)
+        is_k = dk < DK
+        a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
+        weights += tl.dot(a, _tile(queries, dk, sign * j * qs, is_k, live).to(DOT), input_precision=PRECISION)
+        state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
+    e = tl.load(gates + here + j)
+    seen = j[:, None] <= j[None, :]
+    write = e - tl.load(gates + plane + here + BT - 1)
+    if segments is not None:
+        seen = seen & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
+        same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
+        write = tl.where(same, write, float("-inf"))
+    log = e[:, None] - tl.load(gates + plane + here + j)[None, :]
+    weights *= tl.exp(tl.where(seen, log, float("-inf"))) * (tl.load(factors + here + j) * scale)[None, :]
+    grads = _tile(_start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, live, is_d)
+    total = total * tl.exp(write)[:, None] + tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
+    to = _start(dv, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    to += (sign * j * H * DV)[:, None] + d[None, :]
+    tl.store(to, total.to(dv.dtype.element_ty), live[:, None] & is_d[None, :])
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _gate_gradients(
+    i, f, dm_out, gates, segments, factors, links, columns, flows, di, df, dm0,
+    S, H, ib, js, ih, fb, fs, fh, tiles, state_tiles, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    here = tl.program_id(0).to(tl.int64) * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    dlog_i = tl.zeros((BT,), tl.float32)
+    for tile in range(tiles):
+        dlog_i += tl.load(columns + tile * plane + here + j)
+    parts = flows + n.to(tl.int64) * (chunks + 1) * state_tiles
+    enters, leaves, end = 0.0, 0.0, 0.0  # <C, dC> + <n, dn>
+    for tile in range(state_tiles):
+        enters += tl.load(parts + c * state_tiles + tile)
+        leaves += tl.load(parts + (c + 1) * state_tiles + tile)
+        end += tl.load(parts + chunks * state_tiles + tile)
+    rows = tl.load(factors + 2 * plane + here + j)
+    back = j[None, :] >= j[:, None]
+    reaches = tl.zeros((BT,), tl.float32) + leaves
+    if segments is not None:
+        segment = tl.load(segments + here + j)
+        back = back & (segment[None, :] == segment[:, None])
+        reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
+    if EXP:
+        g = 0.0  # of the m that leaves this chunk
+        passes = 1.0
+        k = c + 1
+        while (k < chunks) & (passes > 0.0):
+            at = n * chunks + k
+            g += tl.load(links + at)
+            passes = tl.load(links + tl.num_programs(0) + at)
+            k += 1
+        if dm_out is not None:
+            g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
+        dm = tl.load(factors + 3 * plane + here + j) + tl.where(j == BT - 1, g, 0.0)
+        rows += dm
+        made = tl.load(gates + 4 * plane + here + j) == 0.0
+        e = tl.load(gates + here + j)
+        x = tl.load(gates + plane + here + j)
+        winner = tl.max(tl.where(back & (e[:, None] == x[None, :]), j[:, None], -1), 0)
+        dlog_i += tl.sum(tl.where((winner[None, :] == j[:, None]) & made[None, :], dm[None, :], 0.0), 1)
+        if dm0 is not None:
+            if c == 0:
+                passes = tl.load(links + tl.num_programs(0) + n * chunks)
+                tl.store(dm0 + n, enters + tl.load(links + n * chunks) + passes * g)
+    elif dm0 is not None:
+        if c == 0:
+            tl.store(dm0 + n, enters)
+    dlog_f = tl.sum(tl.where(back, (rows - dlog_i)[None, :], 0.0), 1) + reaches
+    if not EXP:
+        raw = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+        dlog_i *= 1.0 / (1.0 + tl.exp(raw))
+    raw = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+    dlog_f *= 1.0 / (1.0 + tl.exp(raw))
+    to = _start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
+    tl.store(di + to, dlog_i, live)
+    tl.store(df + to, dlog_f, live)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(seq: int, dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
+    """Tokens of a chunk, columns of a tile, warps. Not narrow: dots of float32, which take twice the room."""
+    most = 64 if narrow else 32
+    size = {"BT": seq, "BK": dk, "BV": dv}
+    return {key: max(16, min(most, common.power_of_two(n))) for key, n in size.items()} | {"num_warps": 4}
+
+
+class _Plan:
+    """The grids and the arguments that launches share."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, reverse: bool, input_gate: str
+    ) -> None:
+        B, self.S, self.H, self.DK = q.shape
+        self.DV = v.shape[-1]
+        self.N = B * self.H
+        narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+        self.tile = tiles(self.S, self.DK, self.DV, narrow, common.arch(q))
+        self.chunks = up(self.S, self.tile["BT"])
+        self.places = self.chunks * self.tile["BT"]
+        self.k_tiles, self.v_tiles = up(self.DK, self.tile["BK"]), up(self.DV, self.tile["BV"])
+        exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
+        self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
+        self.between = torch.bfloat16 if narrow else torch.float32
+        self.scale = self.DK**-0.5
+        self.way = {"REVERSE": reverse, "BT": self.tile["BT"], "num_warps": self.tile["num_warps"]}
+        self.all = {"REVERSE": reverse, **self.dot, **self.tile}
+        self.exp = input_gate == "exp"
+
+    def states(
+        self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, gates: Tensor, segments: Tensor | None,
+        C_out: Tensor | None, n_out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        C = gates.new_empty(self.N, self.chunks, self.DK, self.DV, dtype=self.between)
+        norm = gates.new_empty(self.N, self.chunks, self.DK)
+        _states[self.N, self.k_tiles * self.v_tiles](
+            k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
+            self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all,
+        )
+        return C, norm
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Over batch, tokens, heads."""
+    return [n for x in tensors for n in x.stride()[:3]]
+
+
+@torch.library.custom_op("seqblocks::mlstm_triton", mutates_args=())
+def _op(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """h, the last C, n, m (empty if not asked for), and for the backward pass gates, segments."""
+    outputs = _op_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
+    h, C_out, n_out, m_out, gates, segments = outputs
+    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    last = (C_out, n_out, m_out) if return_state else (None, None, None)
+    marks = segments if resets is not None else None
+    with common.on(q):
+        _gates[(plan.N,)](
+            i, f, resets, m0, gates, marks, last[2],
+            plan.S, plan.H, *_strides(i, f), EXP=plan.exp, **plan.way,
+        )
+        C, norm = plan.states(k, v, C0, n0, gates, marks, last[0], last[1])
+        _outputs[plan.N * plan.chunks, plan.v_tiles](
+            q, k, v, C, norm, gates, marks, h,
+            plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), plan.scale, eps, NORMALIZE=normalize, **plan.all,
+        )
+    return outputs
+
+
+@_op.register_fake
+def _op_fake(  # type: ignore[no-untyped-def]
+    q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state
+):
+    B, _, H, DK = q.shape
+    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    shapes = ((B, H, DK, v.shape[-1]), (B, H, DK), (B, H)) if return_state else ((0,),) * 3
+    state = [f.new_empty(shape) for shape in shapes]
+    gates = f.new_empty(6, plan.N, plan.places)
+    segments = f.new_empty((plan.N, plan.places) if resets is not None else (0,), dtype=torch.int32)
+    return v.new_empty(v.shape), *state, gates, segments
+
+
+@torch.library.custom_op("seqblocks::mlstm_triton_backward", mutates_args=())
+def _op_backward(
+    dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None,
+    h: Tensor, C_out: Tensor | None, n_out: Tensor | None, gates: Tensor, segments: Tensor | None,
+    reverse: bool, eps: float, input_gate: str, normalize: bool,
+) -> list[Tensor]:
+    """Gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
+    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    like = _op_backward_fake(dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
+                             reverse, eps, input_gate, normalize)
+    dq, dk, dv, di, df, dC0, dn0, dm0 = like
+    given = C0 is not None
+    state_tiles = plan.k_tiles * plan.v_tiles
+    factors = gates.new_empty(4, plan.N, plan.places)
+    links = gates.new_empty(2, plan.N, plan.chunks)
+    columns = gates.new_empty(plan.k_tiles, plan.N, plan.places)
+    flows = gates.new_empty(plan.N, plan.chunks + 1, state_tiles)
+    per_chunk = plan.N * plan.chunks
+    sizes = (plan.S, plan.H, plan.DK, plan.DV)
+    with common.on(q):
+        C, norm = plan.states(k, v, C0, n0, gates, segments, None, None)
+        dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
+        _factors[(per_chunk,)](
+            dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), eps,
+            EXP=plan.exp, NORMALIZE=normalize, BV=plan.tile["BV"], **plan.way,
+        )
+        _state_gradients[plan.N, state_tiles](
+            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
+            dC0 if given else None, dn0 if given else None, flows, *sizes, *_strides(q, dh), plan.scale, **plan.all,
+        )
+        _query_gradients[per_chunk, plan.k_tiles](
+            k, v, dh, C, norm, gates, segments, factors, dq, *sizes, *_strides(k, v, dh), plan.scale, **plan.all,
+        )
+        _key_gradients[per_chunk, plan.k_tiles](
+            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all,
+        )
+        _value_gradients[per_chunk, plan.v_tiles](
+            q, k, dh, dC, gates, segments, factors, dv, *sizes, *_strides(q, k, dh), plan.scale, **plan.all,
+        )
+        _gate_gradients[(per_chunk,)](
+            i, f, dm_out, gates, segments, factors, links, columns, flows, di, df, dm0 if given else None,
+            plan.S, plan.H, *_strides(i, f), plan.k_tiles, state_tiles, EXP=plan.exp, **plan.way,
+        )
+    return like
+
+
+@_op_backward.register_fake
+def _op_backward_fake(  # type: ignore[no-untyped-def]
+    dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
+    reverse, eps, input_gate, normalize
+):
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, resets = inputs[:9]
+    h, C_out, n_out, _, gates, segments = output
+    ctx.options, ctx.return_state = inputs[9:13], inputs[13]
+    state = (C_out, n_out) if ctx.return_state else (None, None)
+    ctx.save_for_backward(*tensors, h, *state, gates, segments if resets is not None else None)
+    ctx.mark_non_differentiable(gates, segments)
+
+
+def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
+    last = (dC.contiguous(), dn.contiguous(), dm.contiguous()) if ctx.return_state else (None, None, None)
+    saved = ctx.saved_tensors
+    grads = _op_backward(lined(dh), *last, *saved, *ctx.options)
+    return *(None if x is None else g for x, g in zip(saved[:8], grads, strict=True)), *(None,) * 6
+
+
+def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise RuntimeError("the Triton form of mlstm has no second derivative; use backend='reference' for it")
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(_refuse)
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None, *,
+    reverse: bool, chunk_size: int | None, eps: float, input_gate: str, normalize: bool, return_state: bool,
+) -> tuple[Tensor, MLSTMState | None]:
+    """The scan. Arguments as `mlstm`, already checked; chunk_size is the torch form's and changes nothing here."""
+    if v.numel() == 0 or q.numel() == 0:
+        (B, _, H, DK), DV = q.shape, v.shape[-1]
+        if state is None:
+            state = MLSTMState(*(f.new_zeros(shape) for shape in ((B, H, DK, DV), (B, H, DK), (B, H))))
+        return v.new_zeros(v.shape), state
+    C, n, m = (None, None, None) if state is None else (x.float().contiguous() for x in state)
+    marks = None if resets is None else resets.to(torch.uint8).contiguous()
+    h, *last = _op(
+        lined(q), lined(k), lined(v), i, f, C, n, m, marks, reverse, eps, input_gate, normalize, return_state
+    )[:4]
+    return h, MLSTMState(*last) if return_state else None
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    return common.can(**facts)
+
+
+def _tiles(
+    arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
+) -> dict[str, dict[str, int]]:
+    launch = tiles(1 << 20, *head_dims, dtype == torch.bfloat16, arch)
+    return {"forward": launch, "backward": launch}
+
+
+register("mlstm", "triton", run, _can, _tiles)
