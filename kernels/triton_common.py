@@ -10,6 +10,7 @@ is for tests, so `auto` does not choose it; `backend="triton"` does.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from functools import cache
 from typing import Any
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor
 
 MISSING = ""
+tl: Any = None
 try:
-    import triton
-    import triton.language as tl
-
-    jit: Any = triton.jit
+    jit: Any = importlib.import_module("triton").jit
+    tl = importlib.import_module("triton.language")
 except Exception as error:  # whatever ails an installation of triton must not take the other forms down
     MISSING = f"triton cannot be imported here: {error}"
-    triton = tl = None
 
     def jit(function: Any = None, **options: Any) -> Any:
         return function or jit
@@ -37,8 +36,10 @@ OLDEST = (8, 0)  # compute capability; older ones are not compiled for in the te
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def can(device: str, dtype: torch.dtype, asked: str = "", **facts: Any) -> tuple[bool, str]:
-    """The part of every form's `can` that has nothing to do with its op.
+def can(
+    device: str = "cuda", dtype: torch.dtype = torch.float32, asked: str = "", **facts: Any
+) -> tuple[bool, str]:
+    """The part of every form's `can` that has nothing to do with its op. What is not said is taken to be no obstacle.
 
     `asked` is the backend that a call asks for, and empty where `why` only wonders: then nothing is probed.
     """
@@ -87,6 +88,16 @@ def on(x: Tensor) -> contextlib.AbstractContextManager[object]:
 def lined(x: Tensor) -> Tensor:
     """x with its last axis contiguous: the one demand that the kernels make of a layout."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def warps(elements: int, each: int, lanes: int = 32) -> int:
+    """As many warps of `lanes` threads, a power of two up to 8, as leave about `each` of `elements` to a thread."""
+    return max(1, min(8, elements // (each * lanes)))
+
+
+def lanes(arch: str) -> int:
+    """Threads of a warp."""
+    return 64 if arch.startswith("gfx9") else 32
 
 
 def power_of_two(n: int) -> int:
