@@ -31,9 +31,10 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of BT tokens, T = K BT places in the order of the scan:
-# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [4, N, T] are 1 / (max + eps), dden,
-# row sums, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1
-# where it passes on that of the m that leaves.
+# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [3, N, T] are 1 / (max + eps), dden,
+# dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1 where it
+# passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq and k . dk, the sums of
+# weight times gradient by reading and by written token: of one dden, so that what both contain cancels, rounded or not.
 # C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
 
 
@@ -227,9 +228,7 @@ def _factors(
     S, H, DV, gb, gs, gh, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):
-    """From r = dh . h and the divisor. Row sums of weight times gradient are r where the floor divides, else r eps /
-    (|den| + eps): the rest is what den takes back, and is left out here because the two would cancel. The same eps is
-    what m is held against: dm."""
+    """From r = dh . h and the divisor."""
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -254,14 +253,11 @@ def _factors(
         wins = tl.abs(den) >= floor
         inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
         dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
-        slack = r * eps * inverse
         if EXP:
-            dm = -slack
-        r = tl.where(wins, slack, r)
+            dm = -eps * r * inverse
     tl.store(factors + here + j, inverse)
     tl.store(factors + plane + here + j, dden)
-    tl.store(factors + 2 * plane + here + j, r)
-    tl.store(factors + 3 * plane + here + j, dm)
+    tl.store(factors + 2 * plane + here + j, dm)
     whole = tl.load(gates + 4 * plane + here + j)
     if segments is not None:
         whole = tl.where(tl.load(segments + here + j) == 0, whole, 0.0)
@@ -330,8 +326,8 @@ def _state_gradients(
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _query_gradients(
-    k, v, dh, C, norm, gates, segments, factors, dq,
-    S, H, DK, DV, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -376,6 +372,8 @@ def _query_gradients(
     to = _start(dq, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
+    a = _tile(_start(q, n, H, c, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, live, is_d).to(tl.float32)
+    tl.store(rows + tl.program_id(1) * plane + here + j, tl.sum(a * total, 1))
 
 
 @jit(do_not_specialize=["S"])
@@ -386,10 +384,7 @@ def _key_gradients(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """Weights are [s, t]: what is read down, by which tokens across.
-
-    columns [tiles of DK, N, T]: this tile's part of k . dk, the sums of weight times gradient by written token.
-    """
+    """Weights are [s, t]: what is read down, by which tokens across."""
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -486,7 +481,7 @@ def _value_gradients(
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _gate_gradients(
-    i, f, dm_out, gates, segments, factors, links, columns, flows, di, df, dm0,
+    i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df, dm0,
     S, H, ib, js, ih, fb, fs, fh, tiles, state_tiles, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
     chunks = tl.cdiv(S, BT)
@@ -498,15 +493,16 @@ def _gate_gradients(
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
     dlog_i = tl.zeros((BT,), tl.float32)
+    read = tl.zeros((BT,), tl.float32)
     for tile in range(tiles):
         dlog_i += tl.load(columns + tile * plane + here + j)
+        read += tl.load(rows + tile * plane + here + j)
     parts = flows + n.to(tl.int64) * (chunks + 1) * state_tiles
     enters, leaves, end = 0.0, 0.0, 0.0  # <C, dC> + <n, dn>
     for tile in range(state_tiles):
         enters += tl.load(parts + c * state_tiles + tile)
         leaves += tl.load(parts + (c + 1) * state_tiles + tile)
         end += tl.load(parts + chunks * state_tiles + tile)
-    rows = tl.load(factors + 2 * plane + here + j)
     back = j[None, :] >= j[:, None]
     reaches = tl.zeros((BT,), tl.float32) + leaves
     if segments is not None:
@@ -524,8 +520,8 @@ def _gate_gradients(
             k += 1
         if dm_out is not None:
             g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
-        dm = tl.load(factors + 3 * plane + here + j) + tl.where(j == BT - 1, g, 0.0)
-        rows += dm
+        dm = tl.load(factors + 2 * plane + here + j) + tl.where(j == BT - 1, g, 0.0)
+        read += dm
         made = tl.load(gates + 4 * plane + here + j) == 0.0
         e = tl.load(gates + here + j)
         x = tl.load(gates + plane + here + j)
@@ -538,7 +534,7 @@ def _gate_gradients(
     elif dm0 is not None:
         if c == 0:
             tl.store(dm0 + n, enters)
-    dlog_f = tl.sum(tl.where(back, (rows - dlog_i)[None, :], 0.0), 1) + reaches
+    dlog_f = tl.sum(tl.where(back, (read - dlog_i)[None, :], 0.0), 1) + reaches
     if not EXP:
         raw = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
         dlog_i *= 1.0 / (1.0 + tl.exp(raw))
@@ -653,9 +649,9 @@ def _op_backward(
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
     state_tiles = plan.k_tiles * plan.v_tiles
-    factors = gates.new_empty(4, plan.N, plan.places)
+    factors = gates.new_empty(3, plan.N, plan.places)
     links = gates.new_empty(2, plan.N, plan.chunks)
-    columns = gates.new_empty(plan.k_tiles, plan.N, plan.places)
+    rows, columns = (gates.new_empty(plan.k_tiles, plan.N, plan.places) for _ in range(2))
     flows = gates.new_empty(plan.N, plan.chunks + 1, state_tiles)
     per_chunk = plan.N * plan.chunks
     sizes = (plan.S, plan.H, plan.DK, plan.DV)
@@ -671,7 +667,8 @@ def _op_backward(
             dC0 if given else None, dn0 if given else None, flows, *sizes, *_strides(q, dh), plan.scale, **plan.all,
         )
         _query_gradients[per_chunk, plan.k_tiles](
-            k, v, dh, C, norm, gates, segments, factors, dq, *sizes, *_strides(k, v, dh), plan.scale, **plan.all,
+            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all,
         )
         _key_gradients[per_chunk, plan.k_tiles](
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
@@ -681,7 +678,8 @@ def _op_backward(
             q, k, dh, dC, gates, segments, factors, dv, *sizes, *_strides(q, k, dh), plan.scale, **plan.all,
         )
         _gate_gradients[(per_chunk,)](
-            i, f, dm_out, gates, segments, factors, links, columns, flows, di, df, dm0 if given else None,
+            i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
+            dm0 if given else None,
             plan.S, plan.H, *_strides(i, f), plan.k_tiles, state_tiles, EXP=plan.exp, **plan.way,
         )
     return like
