@@ -42,6 +42,7 @@ def causal_conv(
 
     Returns y [B, S, D_out], in the dtype torch promotes x and weight to, and with return_state the next state,
     in x's dtype; inputs from before the last reset are zeros in it. One token at a time: call with S = 1.
+    The Triton form has first derivatives only.
     Raises ValueError for shapes that do not fit or an unknown activation, BackendError (see dispatch).
     """
     mixing = _check(x, weight, bias, activation, state, resets)

@@ -151,11 +151,16 @@ def tiles(length: int, width: int, backward: bool, arch: str) -> dict[str, int]:
     return {"BT": BT, "BD": BD, "num_warps": common.warps(BT * BD, 8 if backward else 16)}
 
 
+def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Any:
+    return lined(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
+
+
 @torch.library.custom_op("seqblocks::causal_conv_triton", mutates_args=())
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
 ) -> Tensor:
     batch, S, D = x.shape
+    x, weight, bias, state = _laid_out(x, weight, bias, state)
     y = _op_fake(x, weight, bias, state, resets, silu, reverse)
     tile = tiles(S, D, False, common.arch(x))
     with common.on(x):
@@ -179,6 +184,8 @@ def _op_backward(
     """Gradients of x, weight, bias (empty where there is none) and state."""
     batch, S, D = x.shape
     K = weight.shape[-1]
+    dy = lined(dy)
+    x, weight, bias, state = _laid_out(x, weight, bias, state)
     tile = tiles(S + K - 1, D, True, common.arch(x))
     programs = batch * up(S + K - 1, tile["BT"])
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
@@ -207,7 +214,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     x, weight, bias, state, resets = ctx.saved_tensors
-    dx, dweight, dbias, dstate = _op_backward(lined(dy), x, weight, bias, state, resets, *ctx.flags)
+    dx, dweight, dbias, dstate = _op_backward(dy, x, weight, bias, state, resets, *ctx.flags)
     return dx, dweight, None if bias is None else dbias, dstate, None, None, None
 
 
@@ -227,10 +234,7 @@ def run(
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
     marks = None if resets is None else resets.to(torch.uint8).contiguous()
-    bias = None if bias is None else bias.contiguous()
-    return _op(
-        lined(x), weight[:, 0].contiguous(), bias, state.contiguous(), marks, activation == "silu", reverse
-    )
+    return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
 
 
 def _can(**facts: Any) -> tuple[bool, str]:

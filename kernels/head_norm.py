@@ -20,7 +20,8 @@ def head_norm(
     """x [..., H * D] -> [..., H * D] in x's dtype, channels of one head side by side; weight, bias [H * D].
 
     weight is the gain itself: a checkpoint that stores w for a gain of 1 + w passes 1 + w.
-    Statistics are float32 at least. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    Statistics are float32 at least. The Triton form has first derivatives only.
+    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if x.dim() < 1 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"head_norm wants x [..., H * D] with H = {heads}; got {list(x.shape)}")

@@ -92,9 +92,14 @@ def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
     return {"BT": BT, "BD": BD, "num_warps": common.warps(BT * BD, 8 if backward else 16)}
 
 
+def _laid_out(x: Tensor, *affine: Tensor | None) -> Any:
+    return lined(x), *(None if p is None else p.contiguous() for p in affine)
+
+
 @torch.library.custom_op("seqblocks::head_norm_triton", mutates_args=())
 def _op(x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     R, D = x.shape[0], x.shape[1] // heads
+    x, weight, bias = _laid_out(x, weight, bias)
     y = x.new_empty(x.shape)
     tile = tiles(D, False, common.arch(x))
     with common.on(x):
@@ -113,6 +118,8 @@ def _op_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; empty for those that are absent."""
     R, D = x.shape[0], x.shape[1] // heads
+    dy = lined(dy)
+    x, weight, bias = _laid_out(x, weight, bias)
     tile = tiles(D, True, common.arch(x))
     programs = up(R, tile["BT"] * TILES)
     dx = x.new_empty(x.shape)
@@ -140,7 +147,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     x, weight, bias = ctx.saved_tensors
-    dx, dweight, dbias = _op_backward(lined(dy), x, ctx.heads, weight, bias, ctx.eps)
+    dx, dweight, dbias = _op_backward(dy, x, ctx.heads, weight, bias, ctx.eps)
     return dx, None, None if weight is None else dweight, None if bias is None else dbias, None
 
 
@@ -156,8 +163,7 @@ def run(x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: 
     """As `head_norm`."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    return _op(lined(x.reshape(-1, x.shape[-1])), heads, weight, bias, eps).view(x.shape)
+    return _op(x.reshape(-1, x.shape[-1]), heads, weight, bias, eps).view(x.shape)
 
 
 def _can(**facts: Any) -> tuple[bool, str]:

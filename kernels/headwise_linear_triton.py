@@ -86,6 +86,7 @@ def tiles(width: int, arch: str) -> dict[str, int]:
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
     G, O, I = weight.shape
+    x, weight = lined(x), weight.contiguous()
     y = _op_fake(x, weight)
     tile = tiles(G * O, common.arch(x))
     with common.on(x):
@@ -105,6 +106,7 @@ def _op_fake(x, weight):  # type: ignore[no-untyped-def]
 def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     G, O, I = weight.shape
+    dy, x, weight = lined(dy), lined(x), weight.contiguous()
     width = G * max(O, I)
     tile = tiles(width, common.arch(x))
     rows = up(x.shape[0], tile["BT"])
@@ -126,7 +128,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
-    return _op_backward(lined(dy), *ctx.saved_tensors)
+    return _op_backward(dy, *ctx.saved_tensors)
 
 
 def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -145,7 +147,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     G, O, _ = weight.shape
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], G * O)
-    y = _op(lined(x.reshape(-1, x.shape[-1])), weight.contiguous())
+    y = _op(x.reshape(-1, x.shape[-1]), weight)
     return y.view(*x.shape[:-1], G * O)
 
 

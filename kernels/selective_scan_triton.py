@@ -304,6 +304,11 @@ def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, i
     return u.shape[1], *A.shape, groups, u.shape[2] // groups
 
 
+def _laid_out(*tensors: Any) -> list[Any]:
+    """Parameters and constants contiguous, the rest in lines."""
+    return [None if x is None else lined(x) if x.dim() > 2 else x.contiguous() for x in tensors]
+
+
 def _strides(*tensors: Tensor | None) -> list[int | None]:
     """Of [B, S, E] over batch and tokens, of [B, S, G, N] over groups too; None for what is constant or absent."""
     out: list[int | None] = []
@@ -321,12 +326,13 @@ def _op(
     h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and the states between chunks [B, chunks, E, N] (no chunks unless `keep`)."""
+    u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
     tile = tiles(N, W, False, common.arch(u))
     with common.on(u):
         _scan[u.shape[0], groups * up(W, tile["BE"])](
-            u, dt, A, B, C, D, z, bias, h0, resets, y, last, between if keep else None,
+            u, dt, A, B, C, D, z, bias, h0.contiguous(), resets, y, last, between if keep else None,
             S, E, N, W, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
@@ -345,6 +351,8 @@ def _op_backward(
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> list[Tensor]:
     """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
+    u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
+    dy, dlast = lined(dy), dlast.contiguous()
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]
     tile = tiles(N, W, True, common.arch(u))
@@ -388,7 +396,7 @@ def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, between, resets, h0 = ctx.saved_tensors
     if between is None:  # nobody said that a gradient would be asked for
         between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
-    grads = _op_backward(lined(dy), dlast.contiguous(), *tensors, between, resets, *ctx.flags)
+    grads = _op_backward(dy, dlast, *tensors, between, resets, *ctx.flags)
     present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
     return *present, None, None, None, None
 
@@ -406,24 +414,17 @@ def run(
     dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """The whole of `selective_scan`: y in u's dtype, and the last state."""
-    h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float().contiguous()
+    h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float()
     if u.numel() == 0:
         return torch.empty_like(u), h0
     groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
-    B, C = (lined(x.contiguous() if x.dim() == 2 else _grouped(x, groups)) for x in (B, C))
-    u, dt = lined(u), lined(dt)
-    z = None if z is None else lined(z)
-    D, dt_bias = (None if x is None else x.contiguous() for x in (D, dt_bias))
+    B, C = (x.unsqueeze(2).expand(-1, -1, groups, -1) if x.dim() == 3 else x for x in (B, C))
     marks = None if resets is None else resets.to(torch.uint8).contiguous()
     keep = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, h0)
     )
-    y, last, _ = _op(u, dt, A.float().contiguous(), B, C, D, z, dt_bias, h0, marks, softplus, reverse, keep)
+    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, marks, softplus, reverse, keep)
     return y, last
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    return x.unsqueeze(2).expand(-1, -1, groups, -1) if x.dim() == 3 else x
 
 
 def _can(**facts: Any) -> tuple[bool, str]:

@@ -86,7 +86,10 @@ def on(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def lined(x: Tensor) -> Tensor:
-    """x with its last axis contiguous: the one demand that the kernels make of a layout."""
+    """x with its last axis contiguous: the one demand that the kernels make of a layout.
+
+    Ops ask for it themselves, inside: a compiler may hand them other strides than the caller had.
+    """
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -46,7 +46,7 @@ def test_any_number_of_taps(K: int, activation: str | None) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("S", [31, 37])
 def test_several_programs_share_a_sequence(S: int, reverse: bool) -> None:
-    """More channels and tokens than a tile has, and no multiple of either; 31 tokens fit, with those of the state not."""
+    """More channels and tokens than a tile has, and no multiple of either; 31 tokens fit, but not with the state's."""
     check(tensors(S=S, D=70), reverse=reverse, resets=compare.resets(2, S))
 
 
