@@ -15,11 +15,10 @@ definition: the derivative of the normaliser is in them, and gradients flow into
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.mlstm_reference import MLSTMState, cell, log_input_gate
+from seqblocks.kernels.mlstm_reference import MLSTMState
 
 __all__ = ["MLSTMState", "mlstm", "mlstm_init_state", "mlstm_step"]
 
@@ -75,21 +74,18 @@ def mlstm(
 
 def mlstm_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | tuple[Tensor, Tensor, Tensor], *,
-    eps: float = 1e-6, input_gate: str = "exp", normalize: bool = True,
+    eps: float = 1e-6, input_gate: str = "exp", normalize: bool = True, backend: str | None = None,
 ) -> tuple[Tensor, MLSTMState]:
     """One token: q, k [B, H, DK], v [B, H, DV], i, f [B, H]. Returns h [B, H, DV] in v's dtype and the new state.
 
-    The same numbers as `mlstm` with S = 1. Raises ValueError as `mlstm` does.
+    The same numbers as `mlstm` with S = 1. Raises ValueError and BackendError as `mlstm` does.
     """
-    q1, k1, v1, i1, f1 = (x.unsqueeze(1) for x in (q, k, v, i, f))
-    _check(q1, k1, v1, i1, f1, None, None, input_gate, normalize)
-    dtype = _state_dtype(q, k, v, i, f)
-    state = _check_state(state, (*q.shape, v.shape[-1]), dtype)
-    log_i, log_f = log_input_gate(i.to(dtype), input_gate), F.logsigmoid(f.to(dtype))
-    with dispatch.without_autocast(q.device.type):
-        h, state = cell(q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype), log_i, log_f, state,
-                        eps=eps, input_gate=input_gate, normalize=normalize)
-    return h.to(v.dtype), state
+    h, last = mlstm(
+        *(x.unsqueeze(1) for x in (q, k, v, i, f)), state=state, return_state=True, eps=eps, input_gate=input_gate,
+        normalize=normalize, backend=backend,
+    )
+    assert isinstance(last, MLSTMState)
+    return h.squeeze(1), last
 
 
 def mlstm_init_state(

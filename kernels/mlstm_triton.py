@@ -1,4 +1,4 @@
-"""The mLSTM in Triton: three launches forward, seven backward, whatever the length.
+"""The mLSTM in Triton: three launches forward, seven backward, whatever the length; one for a single token.
 
 The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (a program per head walks the chunks, and
 sums and maximises over [L, L] tiles where one would scan), states before every chunk (a tile of C in registers),
@@ -545,15 +545,81 @@ def _gate_gradients(
     tl.store(df + to, dlog_f, live)
 
 
+@jit
+@no_type_check
+def _step(
+    q, k, v, i, f, resets, C0, n0, m0, h, C, norm, m,
+    H, DK, DV, qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, scale, eps,
+    EXP: tl.constexpr, NORMALIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """One token, and nothing kept of it: a program reads and writes a strip [DK, BV] of C once."""
+    n = tl.program_id(0)
+    b = (n // H).to(tl.int64)
+    head = (n % H).to(tl.int64)
+    wide = n.to(tl.int64)
+    first_strip = tl.program_id(1) == 0  # it keeps n and m
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    is_v = dv < DV
+    through = _log_sigmoid(tl.load(f + b * fb + head * fh).to(tl.float32))
+    log_i = tl.load(i + b * ib + head * ih).to(tl.float32)
+    if not EXP:
+        log_i = _log_sigmoid(log_i)
+    begins = 0
+    if resets is not None:
+        begins = tl.load(resets + b).to(tl.int32)
+    if m0 is not None:
+        through += tl.where(begins == 0, tl.load(m0 + n), 0.0)
+    top = tl.maximum(through, log_i) if EXP else 0.0
+    keep = tl.where(begins == 0, tl.exp(through - top), 0.0)
+    write = tl.exp(log_i - top)
+    values = tl.load(v + b * vb + head * vh + dv, is_v, 0.0).to(tl.float32)
+    num = tl.zeros((BV,), tl.float32)
+    den = 0.0
+    for first in range(0, DK, BK):
+        dk = first + tl.arange(0, BK)
+        is_k = dk < DK
+        queries = tl.load(q + b * qb + head * qh + dk, is_k, 0.0).to(tl.float32) * scale
+        keys = tl.load(k + b * kb + head * kh + dk, is_k, 0.0).to(tl.float32) * write
+        cell = wide * DK * DV + dk[:, None] * DV + dv[None, :]
+        both = is_k[:, None] & is_v[None, :]
+        state = keys[:, None] * values[None, :]
+        total = keys
+        if C0 is not None:
+            state += tl.where(begins == 0, tl.load(C0 + cell, both, 0.0), 0.0) * keep
+            total += tl.where(begins == 0, tl.load(n0 + wide * DK + dk, is_k, 0.0), 0.0) * keep
+        num += tl.sum(queries[:, None] * state, 0)
+        den += tl.sum(queries * total, 0)
+        if C is not None:
+            tl.store(C + cell, state, both)
+            if first_strip:
+                tl.store(norm + wide * DK + dk, total, is_k)
+    if NORMALIZE:
+        floor = tl.exp(tl.minimum(-top, 87.0)) if EXP else 1.0
+        num = num / (tl.maximum(tl.abs(den), floor) + eps)
+    tl.store(h + wide * DV + dv, num.to(h.dtype.element_ty), is_v)
+    if m is not None:
+        if first_strip:
+            tl.store(m + n, top)
+
+
 # ------------------------------------------------------------------------------
 # Launching
 
 
-def tiles(seq: int, dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
-    """Tokens of a chunk, columns of a tile, warps. Not narrow: dots of float32, which take twice the room."""
+def tiles(dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
+    """Tokens of a chunk, columns of a tile, warps. Not narrow: dots of float32, which take twice the room.
+
+    The chunk does not depend on the length, which may be unknown when a program is exported.
+    """
     most = 64 if narrow else 32
-    size = {"BT": seq, "BK": dk, "BV": dv}
-    return {key: max(16, min(most, common.power_of_two(n))) for key, n in size.items()} | {"num_warps": 4}
+    width = {"BK": dk, "BV": dv}
+    return {"BT": most, **{key: max(16, min(most, common.power_of_two(n))) for key, n in width.items()}, "num_warps": 4}
+
+
+def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
+    """Rows and columns of C that a program holds at a time: enough of them under way to fill the memory's pipe."""
+    BK, BV = (max(16, min(64, common.power_of_two(n))) for n in (dk, dv))
+    return {"BK": BK, "BV": BV, "num_warps": common.warps(BK * BV, 16)}
 
 
 class _Plan:
@@ -566,7 +632,7 @@ class _Plan:
         self.DV = v.shape[-1]
         self.N = B * self.H
         narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
-        self.tile = tiles(self.S, self.DK, self.DV, narrow, common.arch(q))
+        self.tile = tiles(self.DK, self.DV, narrow, common.arch(q))
         self.chunks = up(self.S, self.tile["BT"])
         self.places = self.chunks * self.tile["BT"]
         self.k_tiles, self.v_tiles = up(self.DK, self.tile["BK"]), up(self.DV, self.tile["BV"])
@@ -596,6 +662,10 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [n for x in tensors for n in x.stride()[:3]]
 
 
+def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
+    return [lined(x) for x in lines] + [None if x is None else x.contiguous() for x in whole]
+
+
 @torch.library.custom_op("seqblocks::mlstm_triton", mutates_args=())
 def _op(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
@@ -603,6 +673,7 @@ def _op(
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h, the last C, n, m (empty if not asked for), and for the backward pass gates, segments."""
+    q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
     outputs = _op_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
     h, C_out, n_out, m_out, gates, segments = outputs
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
@@ -643,6 +714,9 @@ def _op_backward(
     reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
+    dh, q, k, v, dC_out, dn_out, dm_out, C0, n0, m0, h = _laid_out(
+        (dh, q, k, v), (dC_out, dn_out, dm_out, C0, n0, m0, h)
+    )
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
     like = _op_backward_fake(dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
                              reverse, eps, input_gate, normalize)
@@ -703,9 +777,9 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
-    last = (dC.contiguous(), dn.contiguous(), dm.contiguous()) if ctx.return_state else (None, None, None)
+    last = (dC, dn, dm) if ctx.return_state else (None, None, None)
     saved = ctx.saved_tensors
-    grads = _op_backward(lined(dh), *last, *saved, *ctx.options)
+    grads = _op_backward(dh, *last, *saved, *ctx.options)
     return *(None if x is None else g for x, g in zip(saved[:8], grads, strict=True)), *(None,) * 6
 
 
@@ -715,6 +789,35 @@ def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
 
 _op.register_autograd(_differentiate, setup_context=_save)
 _op_backward.register_autograd(_refuse)
+
+
+@torch.library.custom_op("seqblocks::mlstm_step_triton", mutates_args=())
+def _step_op(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    eps: float, input_gate: str, normalize: bool, return_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token without a derivative: h and the next C, n, m (empty if not asked for)."""
+    q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
+    outputs = _step_fake(q, k, v, i, f, C0, n0, m0, resets, eps, input_gate, normalize, return_state)
+    h, *last = outputs
+    B, _, H, DK = q.shape
+    DV = v.shape[-1]
+    tile = step_tiles(DK, DV, common.arch(q))
+    with common.on(q):
+        _step[B * H, up(DV, tile["BV"])](
+            q, k, v, i, f, resets, C0, n0, m0, h, *(last if return_state else (None,) * 3),
+            H, DK, DV, *(x.stride(axis) for x in (q, k, v, i, f) for axis in (0, 2)), DK**-0.5, eps,
+            EXP=input_gate == "exp", NORMALIZE=normalize, **tile,
+        )
+    return outputs
+
+
+@_step_op.register_fake
+def _step_fake(q, k, v, i, f, C0, n0, m0, resets, eps, input_gate, normalize, return_state):  # type: ignore[no-untyped-def]
+    B, _, H, DK = q.shape
+    shapes = ((B, H, DK, v.shape[-1]), (B, H, DK), (B, H)) if return_state else ((0,),) * 3
+    return v.new_empty(v.shape), *(f.new_empty(shape) for shape in shapes)
 
 
 def run(
@@ -727,11 +830,13 @@ def run(
         if state is None:
             state = MLSTMState(*(f.new_zeros(shape) for shape in ((B, H, DK, DV), (B, H, DK), (B, H))))
         return v.new_zeros(v.shape), state
-    C, n, m = (None, None, None) if state is None else (x.float().contiguous() for x in state)
-    marks = None if resets is None else resets.to(torch.uint8).contiguous()
-    h, *last = _op(
-        lined(q), lined(k), lined(v), i, f, C, n, m, marks, reverse, eps, input_gate, normalize, return_state
-    )[:4]
+    C, n, m = (None, None, None) if state is None else state
+    marks = None if resets is None else resets.to(torch.uint8)
+    tensors, options = (q, k, v, i, f, C, n, m), (eps, input_gate, normalize, return_state)
+    if q.shape[1] == 1 and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
+        h, *last = _step_op(*tensors, marks, *options)
+    else:
+        h, *last = _op(*tensors, marks, reverse, *options)[:4]
     return h, MLSTMState(*last) if return_state else None
 
 
@@ -742,8 +847,8 @@ def _can(**facts: Any) -> tuple[bool, str]:
 def _tiles(
     arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
 ) -> dict[str, dict[str, int]]:
-    launch = tiles(1 << 20, *head_dims, dtype == torch.bfloat16, arch)
-    return {"forward": launch, "backward": launch}
+    launch = tiles(*head_dims, dtype == torch.bfloat16, arch)
+    return {"forward": launch, "backward": launch, "step": step_tiles(*head_dims, arch)}
 
 
 register("mlstm", "triton", run, _can, _tiles)

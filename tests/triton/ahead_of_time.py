@@ -4,7 +4,9 @@ A program of its own, because it needs triton without its interpreter. Host code
 the architecture pretended; where it would launch a kernel, a recorder compiles it for that architecture instead, with
 the types, constants and alignments that triton would derive from the arguments.
 
-    python -m tests.triton.ahead_of_time [WORD ...]      the cases whose names contain one of the words
+    python -m tests.triton.ahead_of_time                    all cases
+    python -m tests.triton.ahead_of_time NAME [NAME ...]    those that are called, or whose names begin, like that
+    python -m tests.triton.ahead_of_time --names            what they are called
 
 A line has the case, the kernel, the architecture, the launch, the registers of a thread, the bytes that a thread keeps
 in local memory (what it spills and what it indexes), and the bytes of shared memory of a program.
@@ -30,13 +32,16 @@ from seqblocks.kernels import (
     causal_conv_triton,
     head_norm_triton,
     headwise_linear_triton,
+    mlstm_triton,
     selective_scan_triton,
     triton_common,
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BE", "BN", "BT", "BD", "BC", "STEPS", "num_warps")
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8"}
+SHOWN = ("BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
+}
 
 
 Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -148,6 +153,23 @@ def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
     headwise_linear_triton.run(x, w).sum().backward()
 
 
+def mlstm(width: int, dtype: torch.dtype, **change: Any) -> None:
+    q, k, v = (torch.zeros(2, 256, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    i, f = (torch.zeros(2, 256, 4, requires_grad=True) for _ in range(2))
+    given: dict[str, Any] = {"reverse": False, "chunk_size": None, "eps": 1e-6, "input_gate": "exp"}
+    marks = torch.zeros(2, 256, dtype=torch.bool) if change.pop("resets", False) else None
+    h, last = mlstm_triton.run(q, k, v, i, f, None, marks, **given | change, normalize=True, return_state=True)
+    (h.sum() + sum(x.sum() for x in last)).backward()
+
+
+def mlstm_step(width: int, dtype: torch.dtype) -> None:
+    q, k, v = (torch.zeros(2, 1, 4, width, dtype=dtype) for _ in range(3))
+    i, f = (torch.zeros(2, 1, 4) for _ in range(2))
+    state = mlstm_triton.MLSTMState(*(torch.zeros(2, 4, *shape) for shape in ((width, width), (width,), ())))
+    given: dict[str, Any] = {"reverse": False, "chunk_size": None, "eps": 1e-6, "input_gate": "exp"}
+    mlstm_triton.run(q, k, v, i, f, state, None, **given, normalize=True, return_state=True)
+
+
 def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     """(name, module, call)."""
     scan = selective_scan_triton
@@ -172,12 +194,18 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for O, I in ((4, 4), (3, 5), (16, 16)):
         yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
             o, i, torch.bfloat16)
+    for width in (64, 128, 256):
+        yield f"mlstm D={width} bf16", mlstm_triton, lambda n=width: mlstm(n, torch.bfloat16)
+    yield "mlstm D=128 fp32", mlstm_triton, lambda: mlstm(128, torch.float32)
+    yield "mlstm D=128 bf16 sigmoid reverse resets", mlstm_triton, lambda: mlstm(
+        128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
+    yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
 
 
 def rows(words: list[str]) -> Iterator[str]:
     """The lines of the table."""
     for name, module, call in cases():
-        if words and not any(word in name for word in words):
+        if words and not any(f"{name} ".startswith(f"{word} ") for word in words):
             continue
         for arch, target in TARGETS.items():
             for kernel, function, args, kwargs in launches(module, arch, call):
@@ -188,6 +216,9 @@ def rows(words: list[str]) -> Iterator[str]:
 
 
 def main(words: list[str]) -> None:
+    if words == ["--names"]:
+        print("\n".join(name for name, _, _ in cases()))
+        return
     print(f"triton {triton.__version__}")
     for row in rows(words):
         print(row, flush=True)

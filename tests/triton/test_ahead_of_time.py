@@ -1,7 +1,7 @@
 """Every kernel compiles for GPUs that are not here, fits into their shared memory, and keeps its values in registers.
 
-`ahead_of_time.py` does the compiling, in a process of its own. tests/golden/triton/ahead_of_time.txt is what it prints
-with the Triton named in its first line; other versions are held to the bounds alone.
+`ahead_of_time.py` does the compiling, in a process of its own. tests/golden/triton/<op>.txt is what it prints with the
+Triton named in its first line; other versions are held to the bounds, and to the same launches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton here")
 
+GOLDEN = Path("tests", "golden", "triton")
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes that a program may have
 LOCAL = 16  # bytes: a value or two put aside outside the loops is no harm
 REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: beyond that the second half of the file is used
@@ -40,22 +41,46 @@ def hold(lines: list[str]) -> None:
         assert registers <= REGISTERS[arch], line
 
 
-def test_one_of_each(root: Path, tmp_path: Path) -> None:
-    lines = table(["N=16 bf16 constant", "K=4 bf16 silu reverse"], root, tmp_path)
-    assert len(lines) == 1 + 2 * 2 * len(SHARED)
-    hold(lines)
+def golden(root: Path, op: str) -> list[str]:
+    return (root / GOLDEN / f"{op}.txt").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.slow
-def test_all(root: Path, tmp_path: Path, update_golden: bool) -> None:
-    lines = table([], root, tmp_path)
-    golden = root / "tests" / "golden" / "triton" / "ahead_of_time.txt"
-    if update_golden:
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    hold(lines)
-    recorded = golden.read_text(encoding="utf-8").splitlines()
+def compare(lines: list[str], recorded: list[str]) -> None:
     if lines[0] == recorded[0]:
         assert lines == recorded
     else:  # another compiler has other numbers, for the same launches
         assert [line.split("|")[:4] for line in lines[1:]] == [line.split("|")[:4] for line in recorded[1:]]
+
+
+OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm")
+TYPICAL = {  # of each op the case that is compiled every time; with `slow` all are
+    "selective_scan": "selective_scan N=16 bf16 reverse resets",
+    "causal_conv": "causal_conv K=4 bf16 silu reverse resets",
+    "head_norm": "head_norm D=192 bf16",
+    "headwise_linear": "headwise_linear O=4 I=4 bf16",
+    "mlstm": "mlstm D=128 bf16 sigmoid reverse resets",
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_typical(op: str, root: Path, tmp_path: Path) -> None:
+    lines = table([TYPICAL[op]], root, tmp_path)
+    hold(lines)
+    compare(lines, [line for line in golden(root, op) if line.startswith((TYPICAL[op] + " ", "triton "))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
+    lines = table([op], root, tmp_path)
+    hold(lines)
+    if update_golden:
+        (root / GOLDEN / f"{op}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    compare(lines, golden(root, op))
+
+
+def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
+    names = table(["--names"], root, tmp_path)
+    assert {name.split()[0] for name in names} == set(OPS) == {path.stem for path in (root / GOLDEN).glob("*.txt")}
+    assert set(TYPICAL.values()) <= set(names)
+    assert {path.stem.removesuffix("_triton") for path in (root / "kernels").glob("*_triton.py")} == set(OPS)
