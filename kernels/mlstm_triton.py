@@ -1,9 +1,10 @@
-"""The mLSTM in Triton: three launches forward, seven backward, whatever the length; one for a single token.
+"""The mLSTM in Triton: three or four launches forward, seven backward; one for a single token.
 
-The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (a program per head walks the chunks, and
-sums and maximises over [L, L] tiles where one would scan), states before every chunk (a tile of C in registers),
-outputs (a program per chunk and tile of values). Backward: the states again, one number a token from dh and h, the
-gradients of the states from the last chunk to the first, then chunk by chunk those of q, of k, of v and of the gates.
+The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (sums and maxima over [L, L] tiles where
+one would scan; of many chunks each has a program, after one more launch that finds what m goes through), states before
+every chunk (a tile of C in registers), outputs (a program per chunk and tile of values). Backward: the states again,
+one number a token from dh and h, the gradients of the states from the last chunk to the first, then chunk by chunk
+those of q, of k, of v and of the gates.
 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
 beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
@@ -63,62 +64,104 @@ def _tile(x, down, across, is_down, is_across):
     return tl.load(x + down[:, None] + across[None, :], is_down[:, None] & is_across[None, :], 0.0)
 
 
-@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
+@jit
 @no_type_check
-def _gates(
-    i, f, resets, m0, gates, segments, m_out,
-    S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+def _chunk_gates(
+    i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr
 ):
-    n = tl.program_id(0)
-    chunks = tl.cdiv(S, BT)
-    place = n.to(tl.int64) * chunks * BT
-    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    """Of chunk c by itself: b, e, the largest e so far in the token's segment, and the number of that segment."""
     j = tl.arange(0, BT)
-    last = j == BT - 1  # beyond S nothing is written and nothing forgotten: the last place is like the last token
+    live = j < S - c * BT
     earlier = j[None, :] <= j[:, None]
     sign = -1 if REVERSE else 1
+    raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+    log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+    # beyond S nothing is written and nothing forgotten: the last place is like the last token
+    log_f = tl.where(live, _log_sigmoid(raw_f), 0.0)
+    if not EXP:
+        log_i = _log_sigmoid(log_i)
+    log_i = tl.where(live, log_i, float("-inf"))
+    sees = earlier
+    segment = tl.zeros((BT,), tl.int32)
+    if resets is not None:
+        marks = tl.load(_start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
+        segment = tl.sum(tl.where(earlier, marks[None, :], 0), 1)
+        sees = earlier & (segment[None, :] == segment[:, None])
+    b = tl.sum(tl.where(sees, log_f[None, :], 0.0), 1)
+    e = log_i - b
+    return b, e, tl.max(tl.where(sees, e[None, :], float("-inf")), 1), segment
+
+
+@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
+@no_type_check
+def _totals(
+    i, f, resets, totals,
+    S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    """What m needs to go through a chunk: b and the largest e at its end, and 1 unless it is reset there."""
+    at = tl.program_id(0)
+    chunks = tl.cdiv(S, BT)
+    b, _, best, segment = _chunk_gates(
+        i, f, resets, at // chunks, H, at % chunks, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
+    )
+    last = tl.arange(0, BT) == BT - 1
+    plane = tl.num_programs(0)
+    tl.store(totals + at, tl.sum(tl.where(last, b, 0.0), 0))
+    tl.store(totals + plane + at, tl.max(tl.where(last, best, float("-inf")), 0))
+    tl.store(totals + 2 * plane + at, tl.where(tl.sum(tl.where(last, segment, 0), 0) == 0, 1.0, 0.0))
+
+
+@jit(do_not_specialize=["S", "N"])
+@no_type_check
+def _gates(
+    i, f, resets, m0, totals, gates, segments, m_out,
+    S, N, H, ib, js, ih, fb, fs, fh,
+    EACH: tl.constexpr, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    """A program per head, which walks the chunks; or, if EACH, one per chunk, to which `totals` say what m enters."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
+    first = tl.program_id(0) % chunks if EACH else 0
+    end = first + 1 if EACH else chunks
+    place = n.to(tl.int64) * chunks * BT
+    plane = tl.cast(N, tl.int64) * chunks * BT
+    j = tl.arange(0, BT)
+    last = j == BT - 1
     m = 0.0
     if m0 is not None:
         m = tl.load(m0 + n)
-    for c in range(chunks):
-        live = j < S - c * BT
-        raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-        log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        log_f = tl.where(live, _log_sigmoid(raw_f), 0.0)
-        if not EXP:
-            log_i = _log_sigmoid(log_i)
-        log_i = tl.where(live, log_i, float("-inf"))
-        sees = earlier
-        p = tl.zeros((BT,), tl.float32) + m
-        if resets is not None:
-            marks = tl.load(_start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
-            segment = tl.sum(tl.where(earlier, marks[None, :], 0), 1)
-            sees = earlier & (segment[None, :] == segment[:, None])
-            p = tl.where(segment == 0, p, 0.0)
-            tl.store(segments + place + c * BT + j, segment)
-        b = tl.sum(tl.where(sees, log_f[None, :], 0.0), 1)
-        e = log_i - b
-        best = tl.max(tl.where(sees, e[None, :], float("-inf")), 1)
+    if EACH and EXP:
+        for c in range(first):
+            at = totals + n * chunks + c
+            passes = tl.load(at + 2 * N * chunks)
+            m = tl.load(at) + tl.maximum(tl.load(at + N * chunks), m * passes)
+    if not EXP:
+        m = tl.where(first == 0, m, 0.0)  # a given m counts until the first token
+    for c in range(first, end):
+        b, e, best, segment = _chunk_gates(
+            i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
+        )
+        p = tl.where(segment == 0, m, 0.0)
         if EXP:
             x = tl.maximum(best, p)
             floor = tl.exp(tl.minimum(-b - x, 87.0))
         else:
             x = -b
             floor = tl.zeros((BT,), tl.float32) + 1.0
-        u = tl.exp(p - x)
-        if resets is not None:
-            u = tl.where(segment == 0, u, 0.0)
         to = gates + place + c * BT + j
         tl.store(to, e)
         tl.store(to + plane, x)
-        tl.store(to + 2 * plane, u)
+        tl.store(to + 2 * plane, tl.where(segment == 0, tl.exp(p - x), 0.0))
         tl.store(to + 3 * plane, floor)
         tl.store(to + 4 * plane, tl.where(p > best, 1.0, 0.0))
+        if segments is not None:
+            tl.store(segments + place + c * BT + j, segment)
         m = 0.0
         if EXP:
             m = tl.sum(tl.where(last, b + x, 0.0), 0)
-    if m_out is not None:
-        tl.store(m_out + n, m)
+        if m_out is not None:
+            if c == chunks - 1:
+                tl.store(m_out + n, m)
 
 
 @jit(do_not_specialize=["S"])
@@ -606,6 +649,9 @@ def _step(
 # Launching
 
 
+WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
+
+
 def tiles(dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
     """Tokens of a chunk, columns of a tile, warps. Not narrow: dots of float32, which take twice the room.
 
@@ -644,6 +690,20 @@ class _Plan:
         self.all = {"REVERSE": reverse, **self.dot, **self.tile}
         self.exp = input_gate == "exp"
 
+    def gates(
+        self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, gates: Tensor,
+        segments: Tensor | None, m_out: Tensor | None,
+    ) -> None:
+        each, totals = self.chunks > WALKED, None
+        given = {"EXP": self.exp, **self.way}
+        if each and self.exp:
+            totals = gates.new_empty(3, self.N, self.chunks)
+            _totals[(self.N * self.chunks,)](i, f, resets, totals, self.S, self.H, *_strides(i, f), **given)
+        _gates[(self.N * self.chunks if each else self.N,)](
+            i, f, resets, m0, totals, gates, segments, m_out,
+            self.S, self.N, self.H, *_strides(i, f), EACH=each, **given,
+        )
+
     def states(
         self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, gates: Tensor, segments: Tensor | None,
         C_out: Tensor | None, n_out: Tensor | None,
@@ -680,10 +740,7 @@ def _op(
     last = (C_out, n_out, m_out) if return_state else (None, None, None)
     marks = segments if resets is not None else None
     with common.on(q):
-        _gates[(plan.N,)](
-            i, f, resets, m0, gates, marks, last[2],
-            plan.S, plan.H, *_strides(i, f), EXP=plan.exp, **plan.way,
-        )
+        plan.gates(i, f, resets, m0, gates, marks, last[2])
         C, norm = plan.states(k, v, C0, n0, gates, marks, last[0], last[1])
         _outputs[plan.N * plan.chunks, plan.v_tiles](
             q, k, v, C, norm, gates, marks, h,

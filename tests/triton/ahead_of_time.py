@@ -154,10 +154,11 @@ def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
 
 
 def mlstm(width: int, dtype: torch.dtype, **change: Any) -> None:
-    q, k, v = (torch.zeros(2, 256, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
-    i, f = (torch.zeros(2, 256, 4, requires_grad=True) for _ in range(2))
+    seq = change.pop("seq", 256)
+    q, k, v = (torch.zeros(2, seq, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    i, f = (torch.zeros(2, seq, 4, requires_grad=True) for _ in range(2))
     given: dict[str, Any] = {"reverse": False, "chunk_size": None, "eps": 1e-6, "input_gate": "exp"}
-    marks = torch.zeros(2, 256, dtype=torch.bool) if change.pop("resets", False) else None
+    marks = torch.zeros(2, seq, dtype=torch.bool) if change.pop("resets", False) else None
     h, last = mlstm_triton.run(q, k, v, i, f, None, marks, **given | change, normalize=True, return_state=True)
     (h.sum() + sum(x.sum() for x in last)).backward()
 
@@ -194,11 +195,13 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for O, I in ((4, 4), (3, 5), (16, 16)):
         yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
             o, i, torch.bfloat16)
-    for width in (64, 128, 256):
-        yield f"mlstm D={width} bf16", mlstm_triton, lambda n=width: mlstm(n, torch.bfloat16)
+    yield "mlstm D=16 bf16", mlstm_triton, lambda: mlstm(16, torch.bfloat16)
+    yield "mlstm D=128 bf16", mlstm_triton, lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
     yield "mlstm D=128 fp32", mlstm_triton, lambda: mlstm(128, torch.float32)
     yield "mlstm D=128 bf16 sigmoid reverse resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
+    yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
+        128, torch.bfloat16, seq=1024, resets=True)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
 
 

@@ -62,6 +62,21 @@ def test_resets(gate, reverse, state):
     compare(inputs(2, 70, 1, 4, 8, state=state), resets=resets(2, 70, 17), reverse=reverse, **GATES[gate])
 
 
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_gates_of_many_chunks(gate, reverse, reset, monkeypatch):
+    """Each chunk by a program of its own, as in sequences longer than the interpreter has patience for."""
+    x = {name: y.float().requires_grad_() for name, y in inputs(2, 130, 2, 4, 4, state=True).items()}
+    marks = resets(2, 130, 37) if reset else None
+    results = []
+    for walked in (100, 1):
+        monkeypatch.setattr(mlstm_triton, "WALKED", walked)
+        out = run(**x, resets=marks, reverse=reverse, backend="triton", **GATES[gate])
+        results.append([*out, *torch.autograd.grad(sum(y.sum() for y in out), [*x.values()], materialize_grads=True)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_forward_alone_is_closer(reverse):
     x = {name: y.float() for name, y in inputs(2, 130, 1, 24, 16, state=True).items()}
