@@ -10,16 +10,19 @@ is stored in parts, one for each tile of tokens, and added afterwards in an orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 TAPS = 8  # at most: the backward pass is unrolled to TAPS^2
+AXES = {"BT": (8, 16, 32, 64, 128), "BD": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
 
 
 # ------------------------------------------------------------------------------
@@ -155,6 +158,11 @@ def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> 
     return lined(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
 
 
+def _launch(way: str, x: Tensor, K: int, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
+    about = (x.shape[2], K, x.dtype, *map(common.power_of_two, x.shape[:2]))
+    return tuning.launch(f"causal_conv.{way}", about, x, tile, AXES, go)
+
+
 @torch.library.custom_op("seqblocks::causal_conv_triton", mutates_args=())
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
@@ -162,12 +170,16 @@ def _op(
     batch, S, D = x.shape
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     y = _op_fake(x, weight, bias, state, resets, silu, reverse)
-    tile = tiles(S, D, False, common.arch(x))
-    with common.on(x):
+    K = weight.shape[-1]
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
         _conv[batch * up(S, tile["BT"]), up(D, tile["BD"])](
-            x, weight, bias, state, resets, y, S, D, *x.stride()[:2],
-            SILU=silu, REVERSE=reverse, K=weight.shape[-1], **tile,
+            x, weight, bias, state, resets, y, S, D, *x.stride()[:2], SILU=silu, REVERSE=reverse, K=K, **tile,
         )
+        return (y,)
+
+    with common.on(x):
+        _launch("forward", x, K, tiles(S, D, False, common.arch(x)), go)
     return y
 
 
@@ -186,16 +198,20 @@ def _op_backward(
     K = weight.shape[-1]
     dy = lined(dy)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
-    tile = tiles(S + K - 1, D, True, common.arch(x))
-    programs = batch * up(S + K - 1, tile["BT"])
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
-    dw = x.new_empty(programs, K, D, dtype=torch.float32)
-    dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
-    with common.on(x):
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+        programs = batch * up(S + K - 1, tile["BT"])
+        dw = x.new_empty(programs, K, D, dtype=torch.float32)
+        dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
         _conv_backward[programs, up(D, tile["BD"])](
             dy, x, weight, bias, state, resets, dx, dstate, dw, dbias, S, D, *dy.stride()[:2], *x.stride()[:2],
             SILU=silu, REVERSE=reverse, K=K, **tile,
         )
+        return dw, dbias, dx, dstate
+
+    with common.on(x):
+        dw, dbias, *_ = _launch("backward", x, K, tiles(S + K - 1, D, True, common.arch(x)), go)
     dweight = dw.sum(0).t().contiguous().to(weight.dtype)
     return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
 

@@ -9,16 +9,19 @@ Products are summed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
+AXES = {"BT": (8, 16, 32, 64, 128), "BC": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
 
 
 # ------------------------------------------------------------------------------
@@ -82,17 +85,26 @@ def tiles(width: int, arch: str) -> dict[str, int]:
     return {"BT": BT, "BC": BC, "num_warps": common.warps(BT * BC, 8)}
 
 
+def _launch(way: str, x: Tensor, weight: Tensor, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
+    about = (*weight.shape, x.dtype, common.power_of_two(x.shape[0]))
+    return tuning.launch(f"headwise_linear.{way}", about, x, tile, AXES, go)
+
+
 @torch.library.custom_op("seqblocks::headwise_linear_triton", mutates_args=())
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
     G, O, I = weight.shape
     x, weight = lined(x), weight.contiguous()
     y = _op_fake(x, weight)
-    tile = tiles(G * O, common.arch(x))
-    with common.on(x):
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
         _linear[up(x.shape[0], tile["BT"]), up(G * O, tile["BC"])](
             x, weight, y, x.shape[0], G, x.stride(0), I=I, O=O, **tile
         )
+        return (y,)
+
+    with common.on(x):
+        _launch("forward", x, weight, tiles(G * O, common.arch(x)), go)
     return y
 
 
@@ -108,13 +120,18 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     G, O, I = weight.shape
     dy, x, weight = lined(dy), lined(x), weight.contiguous()
     width = G * max(O, I)
-    tile = tiles(width, common.arch(x))
-    rows = up(x.shape[0], tile["BT"])
-    dx, dw = x.new_empty(x.shape), x.new_empty(rows, G, O, I, dtype=torch.float32)
-    with common.on(x):
+    dx = x.new_empty(x.shape)
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+        rows = up(x.shape[0], tile["BT"])
+        dw = x.new_empty(rows, G, O, I, dtype=torch.float32)
         _linear_backward[rows, up(width, tile["BC"])](
             dy, x, weight, dx, dw, x.shape[0], G, dy.stride(0), x.stride(0), I=I, O=O, **tile
         )
+        return dx, dw
+
+    with common.on(x):
+        dw = _launch("backward", x, weight, tiles(width, common.arch(x)), go)[1]
     return dx, dw.sum(0).to(weight.dtype)
 
 

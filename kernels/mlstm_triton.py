@@ -19,12 +19,14 @@ compilers for sm_90 turn an accumulator into a transposed operand wrongly. There
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.triton_common import jit, lined, tl, up
@@ -525,7 +527,8 @@ def _value_gradients(
 @no_type_check
 def _gate_gradients(
     i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df, dm0,
-    S, H, ib, js, ih, fb, fs, fh, tiles, state_tiles, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
+    EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
@@ -537,8 +540,9 @@ def _gate_gradients(
     sign = -1 if REVERSE else 1
     dlog_i = tl.zeros((BT,), tl.float32)
     read = tl.zeros((BT,), tl.float32)
-    for tile in range(tiles):
+    for tile in range(column_tiles):
         dlog_i += tl.load(columns + tile * plane + here + j)
+    for tile in range(row_tiles):
         read += tl.load(rows + tile * plane + here + j)
     parts = flows + n.to(tl.int64) * (chunks + 1) * state_tiles
     enters, leaves, end = 0.0, 0.0, 0.0  # <C, dC> + <n, dn>
@@ -649,6 +653,7 @@ def _step(
 # Launching
 
 
+AXES = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}  # for tuning
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
 
@@ -659,7 +664,8 @@ def tiles(dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
     """
     most = 64 if narrow else 32
     width = {"BK": dk, "BV": dv}
-    return {"BT": most, **{key: max(16, min(most, common.power_of_two(n))) for key, n in width.items()}, "num_warps": 4}
+    fits = {key: max(16, min(most, common.power_of_two(n))) for key, n in width.items()}
+    return {"BT": most, **fits, "num_warps": 4, "num_stages": 3}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
@@ -681,13 +687,12 @@ class _Plan:
         self.tile = tiles(self.DK, self.DV, narrow, common.arch(q))
         self.chunks = up(self.S, self.tile["BT"])
         self.places = self.chunks * self.tile["BT"]
-        self.k_tiles, self.v_tiles = up(self.DK, self.tile["BK"]), up(self.DV, self.tile["BV"])
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
         self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.between = torch.bfloat16 if narrow else torch.float32
         self.scale = self.DK**-0.5
         self.way = {"REVERSE": reverse, "BT": self.tile["BT"], "num_warps": self.tile["num_warps"]}
-        self.all = {"REVERSE": reverse, **self.dot, **self.tile}
+        self.all = {"REVERSE": reverse, **self.dot, "BT": self.tile["BT"]}
         self.exp = input_gate == "exp"
 
     def gates(
@@ -710,11 +715,27 @@ class _Plan:
     ) -> tuple[Tensor, Tensor]:
         C = gates.new_empty(self.N, self.chunks, self.DK, self.DV, dtype=self.between)
         norm = gates.new_empty(self.N, self.chunks, self.DK)
-        _states[self.N, self.k_tiles * self.v_tiles](
-            k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
-            self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all,
-        )
+
+        def go(tile: tuning.Tile) -> Sequence[Tensor]:
+            _states[self.N, self.k_tiles(tile) * self.v_tiles(tile)](
+                k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
+                self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all, **tile,
+            )
+            return C, norm
+
+        self.launch("states", k, go)
         return C, norm
+
+    def k_tiles(self, tile: tuning.Tile) -> int:
+        return up(self.DK, tile["BK"])
+
+    def v_tiles(self, tile: tuning.Tile) -> int:
+        return up(self.DV, tile["BV"])
+
+    def launch(self, kernel: str, x: Tensor, go: tuning.Go) -> Sequence[Tensor]:
+        about = (self.DK, self.DV, x.dtype, common.power_of_two(self.S), common.power_of_two(self.N))
+        static = {key: self.tile[key] for key in AXES}
+        return tuning.launch(f"mlstm.{kernel}", about, x, static, AXES, go)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -742,10 +763,16 @@ def _op(
     with common.on(q):
         plan.gates(i, f, resets, m0, gates, marks, last[2])
         C, norm = plan.states(k, v, C0, n0, gates, marks, last[0], last[1])
-        _outputs[plan.N * plan.chunks, plan.v_tiles](
-            q, k, v, C, norm, gates, marks, h,
-            plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), plan.scale, eps, NORMALIZE=normalize, **plan.all,
-        )
+
+        def go(tile: tuning.Tile) -> Sequence[Tensor]:
+            _outputs[plan.N * plan.chunks, plan.v_tiles(tile)](
+                q, k, v, C, norm, gates, marks, h,
+                plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), plan.scale, eps,
+                NORMALIZE=normalize, **plan.all, **tile,
+            )
+            return (h,)
+
+        plan.launch("outputs", q, go)
     return outputs
 
 
@@ -779,13 +806,44 @@ def _op_backward(
                              reverse, eps, input_gate, normalize)
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
-    state_tiles = plan.k_tiles * plan.v_tiles
     factors = gates.new_empty(3, plan.N, plan.places)
     links = gates.new_empty(2, plan.N, plan.chunks)
-    rows, columns = (gates.new_empty(plan.k_tiles, plan.N, plan.places) for _ in range(2))
-    flows = gates.new_empty(plan.N, plan.chunks + 1, state_tiles)
     per_chunk = plan.N * plan.chunks
     sizes = (plan.S, plan.H, plan.DK, plan.DV)
+
+    def state_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
+        tiles = plan.k_tiles(tile) * plan.v_tiles(tile)
+        flows = gates.new_empty(plan.N, plan.chunks + 1, tiles)
+        _state_gradients[plan.N, tiles](
+            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
+            dC0 if given else None, dn0 if given else None, flows,
+            *sizes, *_strides(q, dh), plan.scale, **plan.all, **tile,
+        )
+        return dC, dnorm, flows
+
+    def query_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
+        rows = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
+        _query_gradients[per_chunk, plan.k_tiles(tile)](
+            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
+        )
+        return dq, rows
+
+    def key_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
+        columns = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
+        _key_gradients[per_chunk, plan.k_tiles(tile)](
+            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
+        )
+        return dk, columns
+
+    def value_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
+        _value_gradients[per_chunk, plan.v_tiles(tile)](
+            q, k, dh, dC, gates, segments, factors, dv,
+            *sizes, *_strides(q, k, dh), plan.scale, **plan.all, **tile,
+        )
+        return (dv,)
+
     with common.on(q):
         C, norm = plan.states(k, v, C0, n0, gates, segments, None, None)
         dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
@@ -793,25 +851,14 @@ def _op_backward(
             dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), eps,
             EXP=plan.exp, NORMALIZE=normalize, BV=plan.tile["BV"], **plan.way,
         )
-        _state_gradients[plan.N, state_tiles](
-            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
-            dC0 if given else None, dn0 if given else None, flows, *sizes, *_strides(q, dh), plan.scale, **plan.all,
-        )
-        _query_gradients[per_chunk, plan.k_tiles](
-            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
-            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all,
-        )
-        _key_gradients[per_chunk, plan.k_tiles](
-            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all,
-        )
-        _value_gradients[per_chunk, plan.v_tiles](
-            q, k, dh, dC, gates, segments, factors, dv, *sizes, *_strides(q, k, dh), plan.scale, **plan.all,
-        )
+        flows = plan.launch("state_gradients", q, state_gradients)[2]
+        rows = plan.launch("query_gradients", q, query_gradients)[1]
+        columns = plan.launch("key_gradients", k, key_gradients)[1]
+        plan.launch("value_gradients", v, value_gradients)
         _gate_gradients[(per_chunk,)](
             i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
             dm0 if given else None,
-            plan.S, plan.H, *_strides(i, f), plan.k_tiles, state_tiles, EXP=plan.exp, **plan.way,
+            plan.S, plan.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2], EXP=plan.exp, **plan.way,
         )
     return like
 

@@ -14,17 +14,20 @@ Arithmetic and states are float32 whatever the inputs are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
+AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 8)}  # for tuning
 
 
 # ------------------------------------------------------------------------------
@@ -320,6 +323,11 @@ def _strides(*tensors: Tensor | None) -> list[int | None]:
     return out
 
 
+def _launch(way: str, u: Tensor, A: Tensor, groups: int, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
+    about = (*A.shape, groups, u.dtype, common.power_of_two(u.shape[0]), common.power_of_two(u.shape[1]))
+    return tuning.launch(f"selective_scan.{way}", about, u, tile, AXES, go)
+
+
 @torch.library.custom_op("seqblocks::selective_scan_triton", mutates_args=())
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
@@ -329,13 +337,18 @@ def _op(
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
-    tile = tiles(N, W, False, common.arch(u))
-    with common.on(u):
+    h0 = h0.contiguous()
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
         _scan[u.shape[0], groups * up(W, tile["BE"])](
-            u, dt, A, B, C, D, z, bias, h0.contiguous(), resets, y, last, between if keep else None,
+            u, dt, A, B, C, D, z, bias, h0, resets, y, last, between if keep else None,
             S, E, N, W, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
+        return y, last
+
+    with common.on(u):
+        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u)), go)
     return y, last, between
 
 
@@ -355,26 +368,29 @@ def _op_backward(
     dy, dlast = lined(dy), dlast.contiguous()
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]
-    tile = tiles(N, W, True, common.arch(u))
-    blocks = up(W, tile["BE"])
 
     def parts(*shape: int, of: Tensor | None = A) -> Tensor:
         return A.new_empty(shape if of is not None else 0)
 
-    shared = (blocks, batch, S, groups, N)
     dA, dh0 = parts(batch, E, N), parts(batch, E, N)
-    dB, dC = (parts(*shared) if x.dim() == 4 else parts(batch, E, N) for x in (B, C))
     dD, dbias = (parts(batch, E, of=x) for x in (D, bias))
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = u.new_empty(0) if z is None else z.new_empty(z.shape)
-    scratch = parts(batch * groups * blocks, CHUNK, tile["BE"], tile["BN"])
-    with common.on(u):
+
+    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+        blocks = up(W, tile["BE"])
+        dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(batch, E, N) for x in (B, C))
+        scratch = parts(batch * groups * blocks, CHUNK, tile["BE"], tile["BN"])
         _scan_backward[batch, groups * blocks](
             dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
             du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
             S, E, N, W, *_strides(dy, u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
+        return dB, dC, du, ddt, dA, dh0
+
+    with common.on(u):
+        dB, dC, *_ = _launch("backward", u, A, groups, tiles(N, W, True, common.arch(u)), go)
     sums = [x.sum(0).to(like.dtype) if like is not None else x for x, like in ((dA, A), (dB, B), (dC, C), (dD, D))]
     return [du, ddt, *sums, dz, dbias.sum(0).to(bias.dtype) if bias is not None else dbias, dh0]
 

@@ -1,0 +1,189 @@
+"""How a Triton kernel is launched: by a static choice, or by what was found fastest on this device.
+
+Off unless asked for. SEQBLOCKS_AUTOTUNE, or `use_autotune` around a call, takes a mode:
+
+    off      the static choice of the architecture (the default: nothing is ever timed)
+    cached   what an earlier run found on such a device, else the static choice
+    on       that, and what is not known yet is searched for once, within SEQBLOCKS_AUTOTUNE_SECONDS (20) a kernel and
+             shape; never while a CUDA graph is captured
+
+The search starts at the static choice and goes along one number at a time as long as that helps. A launch whose results
+differ from the static one's is not taken, however fast. Finds are kept in $SEQBLOCKS_CACHE/tiles.json (by default in
+the user's cache folder), under names of kernel, shapes, device, Triton and the kernel's source, so that none outlives
+what it was found for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import importlib
+import json
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODES = ("off", "cached", "on")
+VARIABLE = "SEQBLOCKS_AUTOTUNE"
+SECONDS = 20.0
+GAIN = 0.97  # of the time so far: less is noise
+
+Tile = dict[str, int]
+Axes = Mapping[str, Sequence[int]]
+Go = Callable[[Tile], Sequence[Tensor]]
+
+_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_autotune", default=None)
+
+
+@contextlib.contextmanager
+def use_autotune(mode: str) -> Iterator[None]:
+    """Within this context kernels are launched as `mode` says: "off", "cached" or "on". Nests; per thread and task.
+
+    Raises BackendError for another mode.
+    """
+    token = _mode.set(_checked(mode))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def autotune_mode() -> str:
+    """The mode that holds here. BackendError if the environment names none."""
+    return _mode.get() or _checked(os.environ.get(VARIABLE) or "off")
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        from seqblocks.errors import BackendError
+
+        raise BackendError(f"{VARIABLE}: unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    return mode
+
+
+def launch(kernel: str, about: tuple[Any, ...], x: Tensor, static: Tile, axes: Axes, go: Go) -> Sequence[Tensor]:
+    """Run `go(tile)`, which launches `kernel` ("mlstm.states") and returns what it wrote; again is no harm.
+
+    about: what else the best launch hangs on; lengths belong in it by their power of two. axes: for each number of the
+    static tile that may change, the values it may take.
+    """
+    mode = autotune_mode()
+    if mode == "off" or not x.is_cuda:
+        return go(static)
+    name = "|".join([kernel, *map(str, about), *_here(kernel.partition(".")[0], x.device.index)])
+    tile = _known().get(name)
+    if tile is None:
+        if mode == "cached" or torch.cuda.is_current_stream_capturing():
+            return go(static)
+        tile = search(static, axes, go, _milliseconds)
+        _keep(name, tile)
+    return go({**static, **tile})
+
+
+def search(
+    static: Tile, axes: Axes, go: Go, milliseconds: Callable[[Callable[[], Any]], float], seconds: float | None = None
+) -> Tile:
+    """The fastest tile found on a walk from the static one, along one axis after the other, within so many seconds."""
+    if seconds is None:
+        seconds = float(os.environ.get(f"{VARIABLE}_SECONDS") or SECONDS)
+    end = time.monotonic() + seconds
+    wanted = [x.clone() for x in go(static)]
+
+    def cost(tile: Tile) -> float:
+        try:
+            if not all(map(_agree, go(tile), wanted)):
+                return math.inf
+            return milliseconds(lambda: go(tile))
+        except Exception:  # too much shared memory, or the compiler gives up: then it is none to take
+            return math.inf
+
+    best, least = static, milliseconds(lambda: go(static))
+    for key, values in axes.items():
+        row = sorted({*values, static[key]})
+        for step in (1, -1):
+            at = row.index(best[key]) + step
+            while 0 <= at < len(row) and time.monotonic() < end:
+                found = cost({**best, key: row[at]})
+                if found >= GAIN * least:
+                    break
+                best, least, at = {**best, key: row[at]}, found, at + step
+    return best
+
+
+def _agree(found: Tensor, wanted: Tensor) -> bool:
+    """To a rounding or two: another order of sums, not another sum."""
+    bar = 2.0**-6 if wanted.dtype in (torch.bfloat16, torch.float16) else 2.0**-12
+    found, wanted = found.float(), wanted.float()
+    if found.shape != wanted.shape:  # parts of sums, as many as there are tiles
+        return bool((found.sum() - wanted.sum()).abs() <= bar * wanted.abs().sum())
+    scale = wanted.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if wanted.numel() else 0.0
+    return torch.allclose(found, wanted, rtol=0.0, atol=bar * scale, equal_nan=True)
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    bench: Any = importlib.import_module("triton.testing").do_bench
+    return float(bench(call, warmup=5, rep=20, return_mode="median"))
+
+
+@cache
+def _here(op: str, index: int) -> tuple[str, str, str]:
+    """Device, Triton, and a digest of the sources that the kernel is made of."""
+    folder = Path(__file__).parent
+    sources = b"".join((folder / f"{name}.py").read_bytes() for name in (f"{op}_triton", "triton_common"))
+    triton: Any = importlib.import_module("triton")
+    return torch.cuda.get_device_name(index), f"triton {triton.__version__}", hashlib.sha256(sources).hexdigest()[:12]
+
+
+def folder() -> Path:
+    """Where finds are kept: $SEQBLOCKS_CACHE, else seqblocks in the user's cache folder."""
+    own = os.environ.get("SEQBLOCKS_CACHE")
+    if own:
+        return Path(own)
+    windows = os.environ.get("LOCALAPPDATA") if os.name == "nt" else None
+    return Path(windows or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqblocks"
+
+
+_tiles: dict[Path, dict[str, Tile]] = {}
+
+
+def _known() -> dict[str, Tile]:
+    path = folder() / "tiles.json"
+    if path not in _tiles:
+        _tiles[path] = _read(path)
+    return _tiles[path]
+
+
+def _read(path: Path) -> dict[str, Tile]:
+    """What is in the file; nothing, with a warning, if it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): {str(key): int(n) for key, n in tile.items()} for name, tile in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        warnings.warn(f"{path} is not a record of tuned kernels and is left out: {error}", stacklevel=2)
+        return {}
+
+
+def _keep(name: str, tile: Tile) -> None:
+    """Add to the file what others may have added to meanwhile. A folder that cannot be written is no failure."""
+    _known()[name] = tile
+    path = folder() / "tiles.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        together = {**_read(path), **_known()}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
+            json.dump(together, file, indent=1, sort_keys=True)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"tuned kernels are not kept: {error}", stacklevel=2)
