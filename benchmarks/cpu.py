@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,9 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import versions, write
 from torch import Tensor
 
 OURS = "seqblocks"
+PEERS = ("mlstm_kernels", "xlstm", "transformers", "mambapy")
 LENGTHS = (256, 2048, 8192)
 ROUNDS = 11
 Run = Callable[[], Tensor]
@@ -305,7 +306,7 @@ def table(records: list[dict[str, Any]], threads: int) -> str:
     lines = [
         f"# CPU, {datetime.date.today()}",
         "",
-        f"{where}, {', '.join(versions())}; float32. `benchmarks/cpu.py` made this page.",
+        f"{where}, {', '.join(versions(PEERS))}; float32. `benchmarks/cpu.py` made this page.",
         "",
         f"Medians of up to {ROUNDS} interleaved runs, ms; memory of one forward and backward pass, MB.",
     ]
@@ -374,19 +375,6 @@ def rate() -> float:
     return 1024**3 / statistics.median(seconds(lambda m: m @ m, a) for _ in range(21))
 
 
-def versions() -> list[str]:
-    out = []
-    for name in ("torch", "seqblocks", "mlstm_kernels", "xlstm", "transformers", "mambapy"):
-        try:
-            out.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            if name == "seqblocks":
-                import seqblocks
-
-                out.append(f"seqblocks {seqblocks.__version__}")
-    return out
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time and memory of the mixers on a CPU, beside other packages.")
     parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
@@ -414,13 +402,6 @@ def main() -> int:
     write(page, table(records, options.threads))
     print(page)
     return 0
-
-
-def write(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

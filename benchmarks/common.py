@@ -1,0 +1,29 @@
+"""What the benchmarks share: versions, and files that are written whole."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import seqblocks
+
+
+def versions(peers: Iterable[str]) -> list[str]:
+    """"name version" of torch, triton, this package (from a checkout too) and the peers that are installed."""
+    out = []
+    for name in ("torch", "triton", "seqblocks", *peers):
+        try:
+            out.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            if name == "seqblocks":
+                out.append(f"seqblocks {seqblocks.__version__}")
+    return out
+
+
+def write(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+    os.replace(temporary, path)
