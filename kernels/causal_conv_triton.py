@@ -19,6 +19,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 TAPS = 8  # at most: the backward pass is unrolled to TAPS^2
@@ -266,4 +267,15 @@ def _tiles(arch: str, width: int, length: int = 1 << 20, **facts: Any) -> dict[s
     return {way: tiles(length, width, way == "backward", arch) for way in ("forward", "backward")}
 
 
-register("causal_conv", "triton", run, _can, _tiles)
+def _example(width: int, taps: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+    from seqblocks.kernels.causal_conv import causal_conv
+
+    D = min(width, 64)
+    tensors = {"x": normal(2, 70, D), "weight": normal(D, 1, taps, seed=1), "bias": normal(D, seed=2)}
+    options: dict[str, Any] = {"reverse": reverse, "activation": "silu", "return_state": True}
+    if resets:
+        options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
+    return causal_conv, tensors, options
+
+
+register("causal_conv", "triton", run, _can, _tiles, _example)

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from seqblocks.kernels import self_check
+
 FORMS = ("triton", "torch", "reference")  # the order in which `auto` asks
 BACKENDS = ("auto", *FORMS)
 VARIABLE = "SEQBLOCKS_BACKEND"
@@ -37,11 +39,14 @@ class Form(NamedTuple):
     """One way to compute an op: `can(**facts) -> (bool, reason)`, and `run`, which has the op's own signature.
 
     `tiles(arch, **facts)`, where kernels of our own are launched, says how: {"forward": {"num_warps": 4, ...}, ...}.
+    `example(**facts)`, for those, is what is tried before they are used (see self_check.py): the op's function, small
+    tensors, and options.
     """
 
     run: Callable[..., Any]
     can: Can
     tiles: Callable[..., dict[str, dict[str, int]]] | None = None
+    example: self_check.Example | None = None
 
 
 class Verdict(NamedTuple):
@@ -54,6 +59,7 @@ class Verdict(NamedTuple):
 
 _ops: dict[str, dict[str, Form]] = {}
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_backend", default=None)
+_passed_over: dict[str, dict[str, str]] = {}
 _last_asked: str | None = None  # torch.compile cannot watch a context variable; it watches this and compiles again
 
 
@@ -75,12 +81,12 @@ def always(reason: str) -> Can:
 
 def register(
     op: str, form: str, run: Callable[..., Any], can: Can,
-    tiles: Callable[..., dict[str, dict[str, int]]] | None = None,
+    tiles: Callable[..., dict[str, dict[str, int]]] | None = None, example: self_check.Example | None = None,
 ) -> None:
     """Add (or replace) a form of an op. ValueError for a form name that is not in FORMS."""
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r}; forms are {', '.join(FORMS)}")
-    _ops.setdefault(op, {})[form] = Form(run, can, tiles)
+    _ops.setdefault(op, {})[form] = Form(run, can, tiles, example)
 
 
 def load_forms(op: str) -> None:
@@ -148,8 +154,12 @@ def choose(op: str, backend: str | None = None, **facts: Any) -> Callable[..., A
         if not can:
             raise _backend_error(f"backend {name!r} cannot run {op}: {reason}")
         return _ops[op][name].run
+    passed_over: dict[str, str] = {}
     for form in FORMS:
-        if _verdict(op, form, facts)[0]:
+        can, passed_over[form] = _verdict(op, form, facts)
+        if can:
+            del passed_over[form]
+            _remember(op, passed_over)
             return _ops[op][form].run
     raise _backend_error(f"no form of {op} can run: " + "; ".join(f"{v.form}: {v.reason}" for v in why(op, **facts)))
 
@@ -159,7 +169,29 @@ def _verdict(op: str, form: str, facts: dict[str, Any]) -> tuple[bool, str]:
         return False, f"there is no op called {op}"
     if form not in _ops[op]:
         return False, f"{op} has no {form} form yet"
-    return _ops[op][form].can(**facts)
+    can, reason = _ops[op][form].can(**facts)
+    if can and facts.get("asked") and _ops[op][form].example:
+        wrong = _fault(op, form, facts)
+        if wrong:
+            return False, f"it failed its check on this device: {wrong}"
+    return can, reason
+
+
+@torch.compiler.assume_constant_result
+def _fault(op: str, form: str, facts: dict[str, Any]) -> str:
+    example = _ops[op][form].example
+    return self_check.verdict(op, example, facts) if example else ""
+
+
+@torch.compiler.assume_constant_result
+def _remember(op: str, passed_over: dict[str, str]) -> bool:
+    _passed_over[op] = passed_over
+    return True
+
+
+def fallbacks() -> dict[str, dict[str, str]]:
+    """By op, for the last call that left the choice to `auto`: the faster forms that it passed over, and why."""
+    return {op: dict(reasons) for op, reasons in _passed_over.items()}
 
 
 def _check_name(backend: str, where: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 WIDTH = 8192  # of a head, at most
@@ -178,4 +179,11 @@ def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[st
     return {way: tiles(width // heads, way == "backward", arch) for way in ("forward", "backward")}
 
 
-register("head_norm", "triton", run, _can, _tiles)
+def _example(heads: int, width: int, **facts: Any) -> Any:
+    from seqblocks.kernels.head_norm import head_norm
+
+    tensors = {"x": normal(70, width), "weight": normal(width, seed=1), "bias": normal(width, seed=2)}
+    return head_norm, tensors, {"heads": heads}
+
+
+register("head_norm", "triton", run, _can, _tiles, _example)

@@ -18,6 +18,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
@@ -180,4 +181,11 @@ def _tiles(arch: str, block: tuple[int, int, int], **facts: Any) -> dict[str, di
     return {"forward": tiles(G * O, arch), "backward": tiles(G * max(O, I), arch)}
 
 
-register("headwise_linear", "triton", run, _can, _tiles)
+def _example(block: tuple[int, int, int], **facts: Any) -> Any:
+    from seqblocks.kernels.headwise_linear import headwise_linear
+
+    G, O, I = block
+    return headwise_linear, {"x": normal(70, G * I), "weight": normal(G, O, I, seed=1)}, {}
+
+
+register("headwise_linear", "triton", run, _can, _tiles, _example)

@@ -29,6 +29,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.mlstm_reference import MLSTMState
+from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 # ------------------------------------------------------------------------------
@@ -955,4 +956,18 @@ def _tiles(
     return {"forward": launch, "backward": launch, "step": step_tiles(*head_dims, arch)}
 
 
-register("mlstm", "triton", run, _can, _tiles)
+def _example(
+    head_dims: tuple[int, int], input_gate: str = "exp", resets: bool = False, reverse: bool = False, **facts: Any
+) -> Any:
+    from seqblocks.kernels.mlstm import mlstm
+
+    DK, DV = head_dims
+    widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
+    tensors = {name: normal(1, 150, 2, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
+    options: dict[str, Any] = {"input_gate": input_gate, "reverse": reverse, "return_state": True}
+    if resets:
+        options["resets"] = (normal(1, 150) > 1.5).to(facts["device"])
+    return mlstm, tensors, options
+
+
+register("mlstm", "triton", run, _can, _tiles, _example)

@@ -23,6 +23,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
@@ -456,4 +457,17 @@ def _tiles(arch: str, states: int, width: int, **facts: Any) -> dict[str, dict[s
     return {way: tiles(states, width, way == "backward", arch) for way in ("forward", "backward")}
 
 
-register("selective_scan", "triton", run, _can, _tiles)
+def _example(states: int, width: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+    from seqblocks.kernels.selective_scan import selective_scan
+
+    E = min(width, 64)
+    shapes = {"u": (2, 70, E), "dt": (2, 70, E), "z": (2, 70, E), "B": (2, 70, states), "C": (2, 70, states), "D": (E,)}
+    tensors = {name: normal(*shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
+    tensors["A"] = -normal(E, states, seed=7).exp()
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True}
+    if resets:
+        options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
+    return selective_scan, tensors, options
+
+
+register("selective_scan", "triton", run, _can, _tiles, _example)

@@ -17,21 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import hashlib
 import importlib
-import json
 import math
 import os
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from seqblocks.kernels import shelf
 
 MODES = ("off", "cached", "on")
 VARIABLE = "SEQBLOCKS_AUTOTUNE"
@@ -42,6 +38,7 @@ Tile = dict[str, int]
 Axes = Mapping[str, Sequence[int]]
 Go = Callable[[Tile], Sequence[Tensor]]
 
+_shelf = shelf.Shelf("tiles.json", "tuned kernels", lambda tile: {str(key): int(n) for key, n in tile.items()})
 _mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_autotune", default=None)
 
 
@@ -80,13 +77,13 @@ def launch(kernel: str, about: tuple[Any, ...], x: Tensor, static: Tile, axes: A
     mode = autotune_mode()
     if mode == "off" or not x.is_cuda:
         return go(static)
-    name = "|".join([kernel, *map(str, about), *_here(kernel.partition(".")[0], x.device.index)])
-    tile = _known().get(name)
+    name = "|".join([kernel, *map(str, about), *shelf.here(kernel.partition(".")[0], x.device.index)])
+    tile = _shelf.get(name)
     if tile is None:
         if mode == "cached" or torch.cuda.is_current_stream_capturing():
             return go(static)
         tile = search(static, axes, go, _milliseconds)
-        _keep(name, tile)
+        _shelf.keep(name, tile)
     return go({**static, **tile})
 
 
@@ -133,57 +130,3 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
 def _milliseconds(call: Callable[[], Any]) -> float:
     bench: Any = importlib.import_module("triton.testing").do_bench
     return float(bench(call, warmup=5, rep=20, return_mode="median"))
-
-
-@cache
-def _here(op: str, index: int) -> tuple[str, str, str]:
-    """Device, Triton, and a digest of the sources that the kernel is made of."""
-    folder = Path(__file__).parent
-    sources = b"".join((folder / f"{name}.py").read_bytes() for name in (f"{op}_triton", "triton_common"))
-    triton: Any = importlib.import_module("triton")
-    return torch.cuda.get_device_name(index), f"triton {triton.__version__}", hashlib.sha256(sources).hexdigest()[:12]
-
-
-def folder() -> Path:
-    """Where finds are kept: $SEQBLOCKS_CACHE, else seqblocks in the user's cache folder."""
-    own = os.environ.get("SEQBLOCKS_CACHE")
-    if own:
-        return Path(own)
-    windows = os.environ.get("LOCALAPPDATA") if os.name == "nt" else None
-    return Path(windows or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqblocks"
-
-
-_tiles: dict[Path, dict[str, Tile]] = {}
-
-
-def _known() -> dict[str, Tile]:
-    path = folder() / "tiles.json"
-    if path not in _tiles:
-        _tiles[path] = _read(path)
-    return _tiles[path]
-
-
-def _read(path: Path) -> dict[str, Tile]:
-    """What is in the file; nothing, with a warning, if it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): {str(key): int(n) for key, n in tile.items()} for name, tile in found.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        warnings.warn(f"{path} is not a record of tuned kernels and is left out: {error}", stacklevel=2)
-        return {}
-
-
-def _keep(name: str, tile: Tile) -> None:
-    """Add to the file what others may have added to meanwhile. A folder that cannot be written is no failure."""
-    _known()[name] = tile
-    path = folder() / "tiles.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        together = {**_read(path), **_known()}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
-            json.dump(together, file, indent=1, sort_keys=True)
-        os.replace(file.name, path)
-    except OSError as error:
-        warnings.warn(f"tuned kernels are not kept: {error}", stacklevel=2)

@@ -23,6 +23,7 @@ from seqblocks.kernels import (
     mlstm_triton,
     selective_scan,
     selective_scan_triton,
+    shelf,
     tuning,
     use_autotune,
 )
@@ -116,9 +117,9 @@ def test_parts_of_sums_are_compared_by_their_sum() -> None:
 def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A device that is not there, and a cache of its own."""
     monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_here", lambda op, index: ("a device", "triton 3", "digest of " + op))
+    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", "digest of " + op))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuning, "_tiles", {})
+    tuning._shelf.forget()
     return tmp_path / "cache" / "tiles.json"
 
 
@@ -145,7 +146,7 @@ def test_modes(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = device.timed
     assert launched(device) == best
     assert device.timed == timed
-    monkeypatch.setattr(tuning, "_tiles", {})  # as another process
+    tuning._shelf.forget()  # as another process
     with use_autotune("cached"):
         assert launched(device) == best
         assert launched(device, size=2) == STATIC

@@ -1,0 +1,92 @@
+"""Whether a Triton form computes on this device what its definition says: tried once, before it is first used.
+
+Compilers have silently been wrong on new devices. So the first call of a form with other facts (dtype, widths, order)
+runs a small example through it and through the recurrence in float64, gradients too, and keeps the answer in the user's
+cache folder under names of device, Triton and source. A form that fails is passed over by `auto`, and refused where it
+is asked for by name. SEQBLOCKS_SELF_CHECK=0 takes every form as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import shelf
+
+VARIABLE = "SEQBLOCKS_SELF_CHECK"
+# far above rounding, far below what a wrong sum gives: relative to the largest value of a result
+BARS = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]]
+
+# op and facts -> "" if it is sound, else what was wrong
+_shelf = shelf.Shelf("checked.json", "checked kernels", str)
+_under_way: set[str] = set()
+
+
+def verdict(op: str, example: Example, facts: dict[str, Any]) -> str:
+    """Why the form must not be used, or "". Checks if nothing is known yet and something can be run now."""
+    if facts.get("device") != "cuda" or os.environ.get(VARIABLE) == "0":
+        return ""
+    about = [f"{key}={value}" for key, value in sorted(facts.items()) if key != "asked"]
+    name = "|".join([op, *about, *shelf.here(op, torch.cuda.current_device())])
+    known = _shelf.get(name)
+    if known is not None:
+        return known
+    if name in _under_way or torch.cuda.is_current_stream_capturing() or _tracing():
+        return ""
+    _under_way.add(name)
+    try:
+        found = fault(example, facts)
+    finally:
+        _under_way.remove(name)
+    if found:
+        warnings.warn(f"the Triton form of {op} is not used here: {found}", stacklevel=2)
+    _shelf.keep(name, found)
+    return found
+
+
+def _tracing() -> bool:
+    """Under an export that is not Dynamo's, tensors have no values."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def fault(example: Example, facts: dict[str, Any]) -> str:
+    """What the Triton form gets wrong on an example of these facts, or ""."""
+    dtype = facts.get("dtype", torch.float32)
+    with torch.inference_mode(False), torch.enable_grad():
+        function, tensors, options = example(**facts)
+        rounded = {name: x.to(dtype).to(facts["device"]) for name, x in tensors.items()}
+        wanted = _results(function, {name: x.double() for name, x in rounded.items()}, options, "reference")
+        try:
+            found = _results(function, rounded, options, "triton")
+        except Exception as error:  # the compiler gives up, the device has too little memory, …
+            return f"it does not run ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+    for name, expected in wanted.items():
+        scale = expected.abs().max().item() if expected.numel() else 0.0
+        off = (found[name].double() - expected).abs().max().item() if expected.numel() else 0.0
+        if not off <= BARS[dtype] * scale + 1e-30:
+            return f"its {name} is off by {off:.2g} on an example whose largest value is {scale:.2g}"
+    return ""
+
+
+def _results(
+    function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any], backend: str
+) -> dict[str, Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    out = function(**leaves, **options, backend=backend)
+    out = [out] if isinstance(out, Tensor) else [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
+    loss = sum((x.double() * normal(*x.shape, seed=9 + at).to(x.device)).sum() for at, x in enumerate(out))
+    grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True)
+    named = {"output" if at == 0 else "last state": x.detach() for at, x in enumerate(out)}
+    return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """The same numbers every time, and the caller's generator untouched."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,144 @@
+"""What a form gets wrong on a device is found before it is used, told, remembered, and stepped around."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqblocks import kernels
+from seqblocks.errors import BackendError
+from seqblocks.kernels import dispatch, self_check, shelf
+from tests.triton.compare import interpreted
+
+CPU = {"device": "cpu", "dtype": torch.float32}
+FACTS: dict[str, dict[str, Any]] = {
+    "mlstm": {"head_dims": (16, 20), "input_gate": "exp", "resets": True, "reverse": True},
+    "selective_scan": {"states": 4, "width": 8, "resets": True, "reverse": False},
+    "causal_conv": {"width": 8, "taps": 3, "resets": True, "reverse": True},
+    "headwise_linear": {"block": (4, 2, 3)},
+    "head_norm": {"heads": 2, "width": 10},
+}
+
+
+def example(op: str) -> self_check.Example:
+    found = dispatch._ops[op]["triton"].example
+    assert found is not None
+    return found
+
+
+def test_every_triton_form_has_an_example() -> None:
+    forms = {op for op, forms in dispatch._ops.items() if "triton" in forms}
+    assert forms == set(FACTS) == {op for op in forms if dispatch._ops[op]["triton"].example}
+
+
+@interpreted
+@pytest.mark.parametrize("op", FACTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
+    assert self_check.fault(example(op), {**CPU, "dtype": dtype, **FACTS[op]}) == ""
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda y: y * 1.01, "its output is off by"),
+        (lambda y: y * float("nan"), "its output is off by nan"),
+        (lambda y: y + (y - y.detach()), "its gradient of"),
+    ],
+)
+def test_a_wrong_one_is_told_apart(wrong: Callable[..., Any], told: str) -> None:
+    right = example("headwise_linear")
+
+    def spoilt(**facts: Any) -> Any:
+        function, *rest = right(**facts)
+
+        def changed(backend: str, **x: Any) -> Any:
+            y = function(**x, backend=backend)
+            return wrong(y) if backend == "triton" else y
+
+        return changed, *rest
+
+    assert told in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
+
+
+
+
+def test_one_that_does_not_run_is_told_too() -> None:
+    def broken(**facts: Any) -> Any:
+        def function(x: Any, backend: str) -> Any:
+            if backend == "triton":
+                raise RuntimeError("out of resource: shared memory\nand more")
+            return x
+
+        return function, {"x": torch.ones(2)}, {}
+
+    assert self_check.fault(broken, CPU) == "it does not run (RuntimeError: out of resource: shared memory)"
+
+
+@pytest.fixture
+def a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A device that is not there; returns what was checked on it. The next fault is the environment's FAULT."""
+    checked: list[str] = []
+    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
+    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", "digest"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(self_check, "fault", lambda example, facts: checked.append(facts["dtype"]) or "it is wrong")
+    self_check._shelf.forget()
+    return checked
+
+
+def test_once_and_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
+
+    def verdict(**change: Any) -> str:
+        return self_check.verdict("headwise_linear", example("headwise_linear"), {**facts, **change})
+
+    with pytest.warns(UserWarning, match="headwise_linear is not used here: it is wrong"):
+        assert verdict() == "it is wrong"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict() == verdict(asked="triton") == "it is wrong"
+        self_check._shelf.forget()  # as another process
+        assert verdict() == "it is wrong"
+        assert verdict(device="cpu") == ""
+        monkeypatch.setenv("SEQBLOCKS_SELF_CHECK", "0")
+        assert verdict() == ""
+        monkeypatch.delenv("SEQBLOCKS_SELF_CHECK")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert verdict(dtype=torch.float16) == ""
+    assert a_device == [torch.float32]
+    kept = json.loads((tmp_path / "checked.json").read_text())
+    assert [*kept.values()] == ["it is wrong"]
+
+
+def test_dispatch_steps_around_it_and_says_so(a_device: list[str]) -> None:
+    facts = {"device": "cuda", "dtype": torch.float32, **FACTS["headwise_linear"]}
+    with pytest.warns(UserWarning, match="not used here"):
+        run = dispatch.choose("headwise_linear", None, **facts)
+    assert run is dispatch._ops["headwise_linear"]["torch"].run
+    told = "it failed its check on this device: it is wrong"
+    assert kernels.fallbacks()["headwise_linear"] == {"triton": told}
+    with pytest.raises(BackendError, match=told):
+        dispatch.choose("headwise_linear", "triton", **facts)
+    assert a_device == [torch.float32]
+    assert dispatch.why("headwise_linear", **facts)[0].can  # who only asks causes no check
+
+
+def test_what_auto_passed_over_is_remembered() -> None:
+    x = torch.ones(2, 3, 8)
+    kernels.head_norm(x, 2)
+    assert "needs a CUDA or ROCm device" in kernels.fallbacks()["head_norm"]["triton"] or (
+        "interpreter" in kernels.fallbacks()["head_norm"]["triton"]
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: kernels.headwise_linear(x, torch.ones(4, 2, 2)), fullgraph=True, backend="eager")
+    compiled(x)
+    assert "triton" in kernels.fallbacks()["headwise_linear"]
