@@ -2,9 +2,11 @@
 
 The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (sums and maxima over [L, L] tiles where
 one would scan; of many chunks each has a program, after one more launch that finds what m goes through), states before
-every chunk (a tile of C in registers), outputs (a program per chunk and tile of values). Backward: the states again,
-one number a token from dh and h, the gradients of the states from the last chunk to the first, then chunk by chunk
-those of q, of k, of v and of the gates.
+every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward: the states
+again, one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
+those of q, of k and of v, and chunk by chunk those of the gates.
+
+A chunk is one tile of tokens or two: longer chunks move fewer states, wider tiles would spill.
 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
 beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
@@ -34,7 +36,7 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
-# and di, df [B, S, H] contiguous. N = B H heads, K chunks of BT tokens, T = K BT places in the order of the scan:
+# and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
 # gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [3, N, T] are 1 / (max + eps), dden,
 # dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1 where it
 # passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq and k . dk, the sums of
@@ -173,14 +175,14 @@ def _states(
     k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
     S, H, DK, DV, kb, ks, kh, vb, vs, vh,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """C and n before every chunk, and after the last."""
     n = tl.program_id(0)
     wide = n.to(tl.int64)
-    chunks = tl.cdiv(S, BT)
-    place = wide * chunks * BT
-    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    chunks = tl.cdiv(S, L)
+    place = wide * chunks * L
+    plane = tl.num_programs(0).to(tl.int64) * chunks * L
     over = tl.cdiv(DV, BV)
     dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
     dv = tl.program_id(1) % over * BV + tl.arange(0, BV)
@@ -199,23 +201,65 @@ def _states(
         at = wide * chunks + c
         tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
         tl.store(norm + at * DK + dk, total, first)
-        live = j < S - c * BT
-        here = place + c * BT
-        final = tl.load(gates + plane + here + BT - 1)
-        keep = tl.load(gates + 2 * plane + here + BT - 1)
-        weight = tl.load(gates + here + j) - final
-        if segments is not None:
-            same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
-            weight = tl.where(same, weight, float("-inf"))
-        rows = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
-        keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp(weight)[None, :]
-        rows = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
-        values = _tile(rows, sign * j * vs, dv, live, is_v)
-        state = state * keep + tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
-        total = total * keep + tl.sum(keys, 1)
+        end = place + c * L + L - 1
+        final = tl.load(gates + plane + end)
+        keep = tl.load(gates + 2 * plane + end)
+        state *= keep
+        total *= keep
+        for part in range(L // BT):
+            tile = c * (L // BT) + part
+            live = j < S - tile * BT
+            here = place + tile * BT
+            weight = tl.load(gates + here + j) - final
+            if segments is not None:
+                weight = tl.where(tl.load(segments + here + j) == tl.load(segments + end), weight, float("-inf"))
+            rows = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
+            keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp(weight)[None, :]
+            rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
+            values = _tile(rows, sign * j * vs, dv, live, is_v)
+            state += tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
+            total += tl.sum(keys, 1)
     if C_out is not None:
         tl.store(C_out + wide * DK * DV + cell, state, own)
         tl.store(n_out + wide * DK + dk, total, first)
+
+
+@jit
+@no_type_check
+def _products(
+    a, b, down, across, is_down, is_across, D,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    """a . b of every row of the one tile with every row of the other, over D channels."""
+    out = tl.zeros((BT, BT), tl.float32)
+    for first in range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        rows = _tile(a, down, d, is_down, d < D).to(DOT)
+        columns = _tile(b, d, across, d < D, is_across).to(DOT)
+        out += tl.dot(rows, columns, input_precision=PRECISION)
+    return out
+
+
+@jit
+@no_type_check
+def _reach(gates, segments, plane, reading, written, t, s, j):
+    """Weights [t, s] of what tokens t of one tile read of tokens s of another: e^(e_s - x_t), 0 where they do not."""
+    sees = s[None, :] <= t[:, None]
+    if segments is not None:
+        sees = sees & (tl.load(segments + written + j)[None, :] == tl.load(segments + reading + j)[:, None])
+    log = tl.load(gates + written + j)[None, :] - tl.load(gates + plane + reading + j)[:, None]
+    return tl.exp(tl.where(sees, log, float("-inf")))
+
+
+@jit
+@no_type_check
+def _reached(gates, segments, plane, reading, written, t, s, j):
+    """The same as [s, t]: nothing is transposed."""
+    seen = s[:, None] <= t[None, :]
+    if segments is not None:
+        seen = seen & (tl.load(segments + reading + j)[None, :] == tl.load(segments + written + j)[:, None])
+    log = tl.load(gates + written + j)[:, None] - tl.load(gates + plane + reading + j)[None, :]
+    return tl.exp(tl.where(seen, log, float("-inf")))
 
 
 @jit(do_not_specialize=["S"])
@@ -224,45 +268,48 @@ def _outputs(
     q, k, v, C, norm, gates, segments, h,
     S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, eps,
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    chunks = tl.cdiv(S, BT)
-    n = tl.program_id(0) // chunks
-    c = tl.program_id(0) % chunks
-    at = tl.program_id(0).to(tl.int64)  # n chunks + c
-    here = at * BT
+    tiles = tl.cdiv(S, L) * (L // BT)
+    n = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    part = tile % (L // BT)
+    at = (tl.program_id(0) // (L // BT)).to(tl.int64)  # n chunks + c
+    here = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     is_v = dv < DV
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
-    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
-    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
-    weights = tl.zeros((BT, BT), tl.float32)
+    queries = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
     den = tl.zeros((BT,), tl.float32)
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = dk < DK
         a = _tile(queries, sign * j * qs, dk, live, is_k)
-        weights += tl.dot(a.to(DOT), _tile(keys, dk, sign * j * ks, is_k, live).to(DOT), input_precision=PRECISION)
         state = _tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
         num += tl.dot(a.to(DOT), state.to(DOT), input_precision=PRECISION)
         den += tl.sum(a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :], 1)
-    sees = j[None, :] <= j[:, None]
-    if segments is not None:
-        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
-    log = tl.load(gates + here + j)[None, :] - tl.load(gates + plane + here + j)[:, None]
-    weights *= tl.exp(tl.where(sees, log, float("-inf"))) * scale
     u = tl.load(gates + 2 * plane + here + j) * scale
-    values = _tile(_start(v, n, H, c, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, live, is_v)
-    num = num * u[:, None] + tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
+    num *= u[:, None]
+    den *= u
+    for back in range(part + 1):
+        other = tile - back
+        seen = j < S - other * BT
+        keys = _start(k, n, H, other, S, kb, ks, kh, REVERSE, BT)
+        weights = _products(
+            queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
+        )
+        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j) * scale
+        values = _tile(_start(v, n, H, other, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, seen, is_v)
+        num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
+        den += tl.sum(weights, 1)
     if NORMALIZE:
-        den = den * u + tl.sum(weights, 1)
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(1) == 0, BT, 0))
         num = num / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps)[:, None]
-    to = _start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    to = _start(h, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + dv[None, :]
     tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
 
@@ -317,14 +364,14 @@ def _state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
     S, H, DK, DV, qb, qs, qh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """flows [N, K + 1, tiles]: this tile's part of <C, dC> + <n, dn> before every chunk, and after the last."""
     n = tl.program_id(0)
     wide = n.to(tl.int64)
-    chunks = tl.cdiv(S, BT)
-    place = wide * chunks * BT
-    plane = tl.num_programs(0).to(tl.int64) * chunks * BT
+    chunks = tl.cdiv(S, L)
+    place = wide * chunks * L
+    plane = tl.num_programs(0).to(tl.int64) * chunks * L
     over = tl.cdiv(DV, BV)
     tiles = tl.num_programs(1)
     dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
@@ -350,17 +397,21 @@ def _state_gradients(
         at = wide * chunks + c
         tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
         tl.store(dnorm + at * DK + dk, total, first)
-        live = j < S - c * BT
-        here = place + c * BT
-        u = tl.load(gates + 2 * plane + here + j) * scale
-        keep = tl.load(gates + 2 * plane + here + BT - 1)
-        rows = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
-        queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
-        rows = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
-        outs = _tile(rows, sign * j * gs, dv, live, is_v)
-        read = queries * tl.load(factors + here + j)[None, :]
-        grad = grad * keep + tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
-        total = total * keep + tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
+        keep = tl.load(gates + 2 * plane + place + c * L + L - 1)
+        grad *= keep
+        total *= keep
+        for part in range(L // BT):
+            tile = c * (L // BT) + part
+            live = j < S - tile * BT
+            here = place + tile * BT
+            u = tl.load(gates + 2 * plane + here + j) * scale
+            rows = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
+            queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
+            rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
+            outs = _tile(rows, sign * j * gs, dv, live, is_v)
+            read = queries * tl.load(factors + here + j)[None, :]
+            grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
+            total += tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
         flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
         flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
         tl.store(parts + c * tiles, flow)
@@ -375,50 +426,49 @@ def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
     S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Weights are [t, s]: tokens down, what they read across."""
-    chunks = tl.cdiv(S, BT)
-    n = tl.program_id(0) // chunks
-    c = tl.program_id(0) % chunks
-    at = tl.program_id(0).to(tl.int64)
-    here = at * BT
+    tiles = tl.cdiv(S, L) * (L // BT)
+    n = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    part = tile % (L // BT)
+    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
+    here = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     d = tl.program_id(1) * BK + tl.arange(0, BK)
     is_d = d < DK
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
-    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
-    values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
-    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
-    weights = tl.zeros((BT, BT), tl.float32)
+    grads = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
     for first in range(0, DV, BV):
         dv = first + tl.arange(0, BV)
         is_v = dv < DV
         a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
-        weights += tl.dot(a, _tile(values, dv, sign * j * vs, is_v, live).to(DOT), input_precision=PRECISION)
         state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    e = tl.load(gates + here + j)
-    x = tl.load(gates + plane + here + j)
     inverse = tl.load(factors + here + j)
     dden = tl.load(factors + plane + here + j)
-    sees = j[None, :] <= j[:, None]
-    if segments is not None:
-        sees = sees & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
-    weights = (weights * inverse[:, None] + dden[:, None]) * scale
-    weights *= tl.exp(tl.where(sees, e[None, :] - x[:, None], float("-inf")))
     u = tl.load(gates + 2 * plane + here + j) * scale
     total *= (u * inverse)[:, None]
     total += (u * dden)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
-    b = _tile(keys, sign * j * ks, d, live, is_d)
-    total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
-    to = _start(dq, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    for back in range(part + 1):
+        other = tile - back
+        seen = j < S - other * BT
+        values = _start(v, n, H, other, S, vb, vs, vh, REVERSE, BT)
+        weights = _products(
+            grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BV
+        )
+        weights = (weights * inverse[:, None] + dden[:, None]) * scale
+        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j)
+        b = _tile(_start(k, n, H, other, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, seen, is_d)
+        total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
+    to = _start(dq, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
-    a = _tile(_start(q, n, H, c, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, live, is_d).to(tl.float32)
+    a = _tile(_start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, live, is_d).to(tl.float32)
     tl.store(rows + tl.program_id(1) * plane + here + j, tl.sum(a * total, 1))
 
 
@@ -428,53 +478,53 @@ def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
     S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Weights are [s, t]: what is read down, by which tokens across."""
-    chunks = tl.cdiv(S, BT)
-    n = tl.program_id(0) // chunks
-    c = tl.program_id(0) % chunks
-    at = tl.program_id(0).to(tl.int64)
-    here = at * BT
+    tiles = tl.cdiv(S, L) * (L // BT)
+    n = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    part = tile % (L // BT)
+    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
+    here = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     d = tl.program_id(1) * BK + tl.arange(0, BK)
     is_d = d < DK
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
-    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
-    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
-    values = _start(v, n, H, c, S, vb, vs, vh, REVERSE, BT)
-    grads = _start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
-    weights = tl.zeros((BT, BT), tl.float32)
+    values = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
     for first in range(0, DV, BV):
         dv = first + tl.arange(0, BV)
         is_v = dv < DV
         a = _tile(values, sign * j * vs, dv, live, is_v).to(DOT)
-        weights += tl.dot(a, _tile(grads, dv, sign * j * gs, is_v, live).to(DOT), input_precision=PRECISION)
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    e = tl.load(gates + here + j)
-    x = tl.load(gates + plane + here + j)
-    inverse = tl.load(factors + here + j)
-    dden = tl.load(factors + plane + here + j)
-    seen = j[:, None] <= j[None, :]
-    write = e - tl.load(gates + plane + here + BT - 1)
+    end = at * L + L - 1
+    write = tl.load(gates + here + j) - tl.load(gates + plane + end)
     if segments is not None:
-        seen = seen & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
-        same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
-        write = tl.where(same, write, float("-inf"))
-    weights = (weights * inverse[None, :] + dden[None, :]) * scale
-    weights *= tl.exp(tl.where(seen, e[:, None] - x[None, :], float("-inf")))
+        write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
     total *= tl.exp(write)[:, None]
-    a = _tile(queries, sign * j * qs, d, live, is_d)
-    total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
-    to = _start(dk, n, H, c, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
+    for ahead in range(L // BT - part):
+        other = tile + ahead
+        reads = j < S - other * BT
+        there = here + ahead * BT
+        grads = _start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT)
+        weights = _products(
+            values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BV
+        )
+        inverse = tl.load(factors + there + j)
+        dden = tl.load(factors + plane + there + j)
+        weights = (weights * inverse[None, :] + dden[None, :]) * scale
+        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j)
+        a = _tile(_start(q, n, H, other, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, reads, is_d)
+        total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
+    to = _start(dk, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dk.dtype.element_ty), live[:, None] & is_d[None, :])
-    b = _tile(keys, sign * j * ks, d, live, is_d).to(tl.float32)
+    b = _tile(_start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, live, is_d).to(tl.float32)
     tl.store(columns + tl.program_id(1) * plane + here + j, tl.sum(b * total, 1))
 
 
@@ -484,42 +534,46 @@ def _value_gradients(
     q, k, dh, dC, gates, segments, factors, dv,
     S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    chunks = tl.cdiv(S, BT)
-    n = tl.program_id(0) // chunks
-    c = tl.program_id(0) % chunks
-    at = tl.program_id(0).to(tl.int64)
-    here = at * BT
+    tiles = tl.cdiv(S, L) * (L // BT)
+    n = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    part = tile % (L // BT)
+    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
+    here = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
     d = tl.program_id(1) * BV + tl.arange(0, BV)
     is_d = d < DV
     j = tl.arange(0, BT)
-    live = j < S - c * BT
+    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
-    queries = _start(q, n, H, c, S, qb, qs, qh, REVERSE, BT)
-    keys = _start(k, n, H, c, S, kb, ks, kh, REVERSE, BT)
-    weights = tl.zeros((BT, BT), tl.float32)
+    keys = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
     total = tl.zeros((BT, BV), tl.float32)
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = dk < DK
         a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
-        weights += tl.dot(a, _tile(queries, dk, sign * j * qs, is_k, live).to(DOT), input_precision=PRECISION)
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    e = tl.load(gates + here + j)
-    seen = j[:, None] <= j[None, :]
-    write = e - tl.load(gates + plane + here + BT - 1)
+    end = at * L + L - 1
+    write = tl.load(gates + here + j) - tl.load(gates + plane + end)
     if segments is not None:
-        seen = seen & (tl.load(segments + here + j)[None, :] == tl.load(segments + here + j)[:, None])
-        same = tl.load(segments + here + j) == tl.load(segments + here + BT - 1)
-        write = tl.where(same, write, float("-inf"))
-    log = e[:, None] - tl.load(gates + plane + here + j)[None, :]
-    weights *= tl.exp(tl.where(seen, log, float("-inf"))) * (tl.load(factors + here + j) * scale)[None, :]
-    grads = _tile(_start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, live, is_d)
-    total = total * tl.exp(write)[:, None] + tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
-    to = _start(dv, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+        write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
+    total *= tl.exp(write)[:, None]
+    for ahead in range(L // BT - part):
+        other = tile + ahead
+        reads = j < S - other * BT
+        there = here + ahead * BT
+        queries = _start(q, n, H, other, S, qb, qs, qh, REVERSE, BT)
+        weights = _products(
+            keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BK
+        )
+        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j)
+        weights *= (tl.load(factors + there + j) * scale)[None, :]
+        grads = _tile(_start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, reads, is_d)
+        total += tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
+    to = _start(dv, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + d[None, :]
     tl.store(to, total.to(dv.dtype.element_ty), live[:, None] & is_d[None, :])
 
@@ -659,14 +713,16 @@ WALKED = 8  # chunks, at most, that one program goes through to find the gates; 
 
 
 def tiles(dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
-    """Tokens of a chunk, columns of a tile, warps. Not narrow: dots of float32, which take twice the room.
+    """Tokens of a chunk and of a tile, columns of a tile, warps.
 
-    The chunk does not depend on the length, which may be unknown when a program is exported.
+    Not narrow: dots of float32, which take twice the room. A chunk is two tiles where states are larger than what the
+    tokens of one tile bring: then half the states are written and read. It does not depend on the length, which may be
+    unknown when a program is exported.
     """
     most = 64 if narrow else 32
-    width = {"BK": dk, "BV": dv}
-    fits = {key: max(16, min(most, common.power_of_two(n))) for key, n in width.items()}
-    return {"BT": most, **fits, "num_warps": 4, "num_stages": 3}
+    L = 2 * most if dk * dv >= most * (dk + dv) else most
+    BK, BV = (max(16, min(most, common.power_of_two(n))) for n in (dk, dv))
+    return {"L": L, "BT": most, "BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
@@ -686,14 +742,16 @@ class _Plan:
         self.N = B * self.H
         narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
         self.tile = tiles(self.DK, self.DV, narrow, common.arch(q))
-        self.chunks = up(self.S, self.tile["BT"])
-        self.places = self.chunks * self.tile["BT"]
+        self.chunks = up(self.S, self.tile["L"])
+        self.places = self.chunks * self.tile["L"]
+        self.tiles = self.N * self.places // self.tile["BT"]
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
         self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.between = torch.bfloat16 if narrow else torch.float32
         self.scale = self.DK**-0.5
-        self.way = {"REVERSE": reverse, "BT": self.tile["BT"], "num_warps": self.tile["num_warps"]}
-        self.all = {"REVERSE": reverse, **self.dot, "BT": self.tile["BT"]}
+        # what takes sums over a chunk holds [L, L] of it
+        self.way = {"REVERSE": reverse, "BT": self.tile["L"], "num_warps": 8 if self.tile["L"] > 64 else 4}
+        self.all = {"REVERSE": reverse, **self.dot, "L": self.tile["L"], "BT": self.tile["BT"]}
         self.exp = input_gate == "exp"
 
     def gates(
@@ -766,7 +824,7 @@ def _op(
         C, norm = plan.states(k, v, C0, n0, gates, marks, last[0], last[1])
 
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _outputs[plan.N * plan.chunks, plan.v_tiles(tile)](
+            _outputs[plan.tiles, plan.v_tiles(tile)](
                 q, k, v, C, norm, gates, marks, h,
                 plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), plan.scale, eps,
                 NORMALIZE=normalize, **plan.all, **tile,
@@ -824,7 +882,7 @@ def _op_backward(
 
     def query_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
         rows = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
-        _query_gradients[per_chunk, plan.k_tiles(tile)](
+        _query_gradients[plan.tiles, plan.k_tiles(tile)](
             q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
             *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
         )
@@ -832,14 +890,14 @@ def _op_backward(
 
     def key_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
         columns = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
-        _key_gradients[per_chunk, plan.k_tiles(tile)](
+        _key_gradients[plan.tiles, plan.k_tiles(tile)](
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
             *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
         )
         return dk, columns
 
     def value_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        _value_gradients[per_chunk, plan.v_tiles(tile)](
+        _value_gradients[plan.tiles, plan.v_tiles(tile)](
             q, k, dh, dC, gates, segments, factors, dv,
             *sizes, *_strides(q, k, dh), plan.scale, **plan.all, **tile,
         )

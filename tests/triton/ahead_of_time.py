@@ -38,7 +38,7 @@ from seqblocks.kernels import (
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
+SHOWN = ("L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
 }
@@ -196,12 +196,13 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
         yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
             o, i, torch.bfloat16)
     yield "mlstm D=16 bf16", mlstm_triton, lambda: mlstm(16, torch.bfloat16)
+    yield "mlstm D=64 bf16", mlstm_triton, lambda: mlstm(64, torch.bfloat16)
     yield "mlstm D=128 bf16", mlstm_triton, lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
     yield "mlstm D=128 fp32", mlstm_triton, lambda: mlstm(128, torch.float32)
     yield "mlstm D=128 bf16 sigmoid reverse resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
     yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
-        128, torch.bfloat16, seq=1024, resets=True)
+        128, torch.bfloat16, seq=2048, resets=True)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
 
 
