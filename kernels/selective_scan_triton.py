@@ -28,6 +28,7 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
+SCHEDULERS = 4 * 132  # of an H100 or H200: each issues for one warp at a time
 AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 8)}  # for tuning
 
 
@@ -290,15 +291,21 @@ def _scan_backward(
 # Launching
 
 
-def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Channels and states of a program, and its warps.
+def tiles(states: int, width: int, backward: bool, arch: str, rows: int = 1 << 20) -> dict[str, int]:
+    """Channels and states of a program, and its warps; `rows` are the sequences times the groups of `width` channels.
 
-    Eight states a thread. Forward, channels never meet, so many warps share B and C. Backward, dB and dC are sums over
-    channels: up to 32 states a program is one warp, which adds without waiting for others.
+    Eight states a thread. Forward, channels never meet, so many warps share B and C; where programs are too few to give
+    every scheduler of a large GPU a warp, a thread has fewer states, because the time then is that of one token after
+    the other. Backward, dB and dC are sums over channels: up to 32 states a program is one warp, which adds without
+    waiting for others.
     """
     BN = common.power_of_two(states)
     BE = min(common.power_of_two(width), max(8, min(32, 256 // BN) if backward else min(64, 512 // BN)))
     num_warps = common.warps(BE * BN, 8, common.lanes(arch))
+    while not backward and num_warps < 8 and BE * BN >= 4 * common.lanes(arch) * num_warps:
+        if rows * up(width, BE) * num_warps >= SCHEDULERS:
+            break
+        num_warps *= 2
     return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": num_warps}
 
 
@@ -349,7 +356,7 @@ def _op(
         return y, last
 
     with common.on(u):
-        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u)), go)
+        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u), u.shape[0] * groups), go)
     return y, last, between
 
 

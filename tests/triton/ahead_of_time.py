@@ -117,7 +117,7 @@ def usage(binary: Any) -> dict[str, int]:
 
 
 def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
-    batch, seq, width = 2, 64, 256
+    batch, seq, width = change.pop("batch", 64), 64, 256
     shared = (batch, seq, states)
 
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -177,7 +177,8 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for states in (1, 16, 64, 256):
         yield f"selective_scan N={states} bf16", scan, lambda n=states: selective_scan(n, torch.bfloat16)
     yield "selective_scan N=16 fp32", scan, lambda: selective_scan(16, torch.float32)
-    marks = torch.zeros(2, 64, dtype=torch.bool)
+    yield "selective_scan N=16 bf16 few sequences", scan, lambda: selective_scan(16, torch.bfloat16, batch=1)
+    marks = torch.zeros(64, 64, dtype=torch.bool)
     yield "selective_scan N=16 bf16 reverse resets", scan, lambda: selective_scan(
         16, torch.bfloat16, reverse=True, resets=marks)
     yield "selective_scan N=16 bf16 constant", scan, lambda: selective_scan(
