@@ -7,10 +7,12 @@ from torch import Tensor
 
 
 def packed_resets(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first."""
-    starts = cu_seqlens[:-1].long()
-    first = torch.zeros(1, seq, dtype=torch.bool, device=cu_seqlens.device)
-    return first.index_fill(1, starts[starts < seq], True)
+    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first.
+
+    Nothing waits for the device: an empty sequence at the end would begin at S, which is a place beyond the result.
+    """
+    first = torch.zeros(1, seq + 1, dtype=torch.bool, device=cu_seqlens.device)
+    return first.index_fill(1, cu_seqlens[:-1].long().clamp(max=seq), True)[:, :-1]
 
 
 def running_positions(

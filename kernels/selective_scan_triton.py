@@ -301,10 +301,9 @@ def tiles(states: int, width: int, backward: bool, arch: str, rows: int = 1 << 2
     """
     BN = common.power_of_two(states)
     BE = min(common.power_of_two(width), max(8, min(32, 256 // BN) if backward else min(64, 512 // BN)))
-    num_warps = common.warps(BE * BN, 8, common.lanes(arch))
-    while not backward and num_warps < 8 and BE * BN >= 4 * common.lanes(arch) * num_warps:
-        if rows * up(width, BE) * num_warps >= SCHEDULERS:
-            break
+    lanes = common.lanes(arch)
+    num_warps, most = (common.warps(BE * BN, each, lanes) for each in (8, 8 if backward else 2))
+    while num_warps < most and rows * up(width, BE) * num_warps < SCHEDULERS:
         num_warps *= 2
     return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": num_warps}
 

@@ -93,6 +93,18 @@ def test_resets_in_reverse_order_are_pieces_on_their_own() -> None:
     torch.testing.assert_close(packed, pieces, rtol=ROUNDING, atol=ROUNDING)
 
 
+def test_packed_sequences_compile_without_a_break() -> None:
+    """Nothing is read back from the device to find where they begin; empty ones, at the end too, are none."""
+    from seqblocks.kernels import packed_resets
+
+    wanted = torch.zeros(1, 9, dtype=torch.bool)
+    wanted[0, [0, 4]] = True
+    torch._dynamo.reset()
+    find = torch.compile(packed_resets, fullgraph=True, backend="eager")
+    for bounds in ([0, 4, 9], [0, 0, 4, 4, 9, 9, 9]):
+        assert torch.equal(find(torch.tensor(bounds), 9), wanted)
+
+
 def scan_text(order: str, more: str = "", steps: str = "{causal_conv: {kernel: 3}}") -> str:
     return f"""
 seqblocks: 1
