@@ -1021,7 +1021,7 @@ def _example(
 
     DK, DV = head_dims
     widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
-    tensors = {name: normal(1, 150, 2, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
+    tensors = {name: normal(1, 150, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
     options: dict[str, Any] = {"input_gate": input_gate, "reverse": reverse, "return_state": True}
     if resets:
         options["resets"] = (normal(1, 150) > 1.5).to(facts["device"])

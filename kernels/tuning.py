@@ -16,7 +16,6 @@ what it was found for.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import importlib
 import math
 import os
@@ -39,25 +38,26 @@ Axes = Mapping[str, Sequence[int]]
 Go = Callable[[Tile], Sequence[Tensor]]
 
 _shelf = shelf.Shelf("tiles.json", "tuned kernels", lambda tile: {str(key): int(n) for key, n in tile.items()})
-_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_autotune", default=None)
+_mode: str | None = None  # of the process: backward passes run in threads of their own
 
 
 @contextlib.contextmanager
 def use_autotune(mode: str) -> Iterator[None]:
-    """Within this context kernels are launched as `mode` says: "off", "cached" or "on". Nests; per thread and task.
+    """Within this context kernels are launched as `mode` says: "off", "cached" or "on". Nests; holds for all threads.
 
     Raises BackendError for another mode.
     """
-    token = _mode.set(_checked(mode))
+    global _mode
+    before, _mode = _mode, _checked(mode)
     try:
         yield
     finally:
-        _mode.reset(token)
+        _mode = before
 
 
 def autotune_mode() -> str:
     """The mode that holds here. BackendError if the environment names none."""
-    return _mode.get() or _checked(os.environ.get(VARIABLE) or "off")
+    return _mode or _checked(os.environ.get(VARIABLE) or "off")
 
 
 def _checked(mode: str) -> str:

@@ -82,6 +82,16 @@ def test_one_that_does_not_run_is_told_too() -> None:
     assert self_check.fault(broken, CPU) == "it does not run (RuntimeError: out of resource: shared memory)"
 
 
+def test_without_room_for_the_definition_nothing_is_said() -> None:
+    def large(**facts: Any) -> Any:
+        def function(x: Any, backend: str) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return function, {"x": torch.ones(2)}, {}
+
+    assert self_check.fault(large, CPU) == ""
+
+
 @pytest.fixture
 def a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A device that is not there; returns what was checked on it. The next fault is the environment's FAULT."""

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,13 @@ def test_modes(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(somewhere.read_text()) == {"mlstm.states|1|a device|triton 3|digest of mlstm": best}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert launched(device, size=2) == STATIC
+
+
+def test_the_mode_holds_in_the_threads_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEQBLOCKS_AUTOTUNE", raising=False)
+    with use_autotune("on"), ThreadPoolExecutor() as pool:
+        assert pool.submit(tuning.autotune_mode).result() == "on"
+    assert tuning.autotune_mode() == "off"
 
 
 def test_what_others_found_stays(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
