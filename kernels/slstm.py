@@ -7,7 +7,8 @@ B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o. 
     c' = exp(l - m') c + exp(i - m') tanh(z)          n' = exp(l - m') n + exp(i - m')
     y' = sigmoid(o) c' / n'
 
-Forms: `slstm_reference.py` (this), `slstm_torch.py` (the same loop with its derivative written out).
+Forms: `slstm_reference.py` (this), `slstm_torch.py` (the same loop with its derivative written out), `slstm_triton.py`
+(all tokens in one launch).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def slstm(
     reverse: scan from right to left.
 
     Returns y [B, S, H * D] in i's dtype, and with return_state the state after the last token. The cell runs in
-    float32, float64 if any input is. The torch form has first derivatives only; "reference" any number.
+    float32, float64 if any input is; the Triton form multiplies y and recurrent in bfloat16 if all gates are.
+    The torch and Triton forms have first derivatives only; "reference" any number.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     H, D = recurrent.shape[0], recurrent.shape[1]
@@ -51,12 +53,13 @@ def slstm(
     elif len(state) != 4 or any(s.shape != (i.shape[0], H, D) for s in state):
         raise ValueError(f"slstm wants a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
     state = SLSTMState(*(s.to(dtype) for s in state))
-    gates = torch.stack([x.to(dtype) for x in (i, f, z, o)], 2).unflatten(-1, (H, D))
     run = dispatch.choose(
         "slstm", backend, device=i.device.type, dtype=i.dtype, heads=H, head_dim=D, resets=resets is not None,
         reverse=reverse,
     )
-    y, last = run(gates, recurrent.to(dtype), bias.to(dtype), state, None if resets is None else resets.bool(), reverse)
+    y, last = run(
+        (i, f, z, o), recurrent.to(dtype), bias.to(dtype), state, None if resets is None else resets.bool(), reverse
+    )
     y = y.flatten(-2).to(i.dtype)
     return (y, last) if return_state else y
 

@@ -6,6 +6,7 @@ y [B, H, D] output, c cell, n normaliser, m stabiliser: c and n are stored divid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,10 +38,16 @@ def cell(gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState) -> S
     return SLSTMState(torch.sigmoid(o) * c / n, c, n, m_new)
 
 
+def stacked(gates: Sequence[Tensor], state: SLSTMState) -> Tensor:
+    """i, f, z, o [B, S, H * D] -> [B, S, 4, H, D] in the dtype of the state."""
+    return torch.stack([x.to(state.y.dtype) for x in gates], 2).unflatten(-1, state.y.shape[1:])
+
+
 def run(
-    gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
+    inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
-    """The scan. gates [B, S, 4, H, D]; all in the dtype of the state. Returns y [B, S, H, D] and the last state."""
+    """The scan of i, f, z, o [B, S, H * D]; the rest in the dtype of the state. Returns y [B, S, H, D], last state."""
+    gates = stacked(inputs, state)
     with without_autocast(gates.device.type):
         S = gates.shape[1]
         outputs: list[Tensor] = []

@@ -11,12 +11,14 @@ and goes to the one that made the maximum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register, without_autocast
-from seqblocks.kernels.slstm_reference import SLSTMState
+from seqblocks.kernels.slstm_reference import SLSTMState, stacked
 
 
 def _order(S: int, reverse: bool) -> range:
@@ -150,9 +152,10 @@ _slstm_backward.register_autograd(_refuse)
 
 
 def run(
-    gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
+    inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
     """The scan, as `slstm_reference.run`."""
+    gates = stacked(inputs, state)
     if gates.shape[1] == 0:
         return gates.new_empty(gates.shape[0], 0, *gates.shape[3:]), state
     y, c, n, m, _ = _slstm(gates, recurrent, bias, *state, resets, reverse)

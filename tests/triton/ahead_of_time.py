@@ -34,11 +34,12 @@ from seqblocks.kernels import (
     headwise_linear_triton,
     mlstm_triton,
     selective_scan_triton,
+    slstm_triton,
     triton_common,
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
+SHOWN = ("BB", "L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
 }
@@ -171,6 +172,15 @@ def mlstm_step(width: int, dtype: torch.dtype) -> None:
     mlstm_triton.run(q, k, v, i, f, state, None, **given, normalize=True, return_state=True)
 
 
+def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
+    gates = [torch.zeros(2, 8, 2 * width, dtype=dtype, requires_grad=True) for _ in range(4)]
+    recurrent, bias = torch.zeros(2, width, 4, width, requires_grad=True), torch.zeros(4, 2, width)
+    state = slstm_triton.SLSTMState(*(torch.zeros(2, 2, width) for _ in range(4)))
+    marks = torch.zeros(2, 8, dtype=torch.bool) if change.pop("resets", False) else None
+    y, last = slstm_triton.run(tuple(gates), recurrent, bias, state, marks, change.pop("reverse", False))
+    (y.sum() + sum(x.sum() for x in last)).backward()
+
+
 def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     """(name, module, call)."""
     scan = selective_scan_triton
@@ -205,6 +215,11 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, seq=2048, resets=True)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
+    for width in (32, 64, 128, 256):
+        yield f"slstm D={width} bf16", slstm_triton, lambda n=width: slstm(n, torch.bfloat16)
+    for width in (64, 128):
+        yield f"slstm D={width} fp32", slstm_triton, lambda n=width: slstm(n, torch.float32)
+    yield "slstm D=64 bf16 reverse resets", slstm_triton, lambda: slstm(64, torch.bfloat16, reverse=True, resets=True)
 
 
 def rows(words: list[str]) -> Iterator[str]:

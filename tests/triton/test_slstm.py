@@ -1,0 +1,196 @@
+"""The sLSTM in Triton, interpreted on the CPU, against its recurrence in float64: outputs, states, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from seqblocks.errors import BackendError
+from seqblocks.kernels import slstm, slstm_triton, why
+from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
+
+pytestmark = interpreted
+
+GATES = ("i", "f", "z", "o")
+STATE = ("y", "c", "n", "m")
+# Dots of bfloat16 round y, the matrices and the gates' gradients at each token, 2^-9 each; y is fed back. float16 goes
+# through float32 here (tf32 on a device) and is rounded at the ends alone. A dozen tokens: two roundings each.
+NARROW = {torch.float16: 2**-9, torch.bfloat16: 2 * 12 * 2**-9}
+
+
+def inputs(B: int, S: int, H: int, D: int, *, state: bool = False) -> dict[str, Any]:
+    x = {name: draw(B, S, H * D, seed=at) for at, name in enumerate(GATES)}
+    x |= {"recurrent": draw(H, D, 4, D, seed=4) * D**-0.5, "bias": draw(4, H, D, seed=5)}
+    if state:
+        x |= {name: draw(B, H, D, seed=6 + at) for at, name in enumerate(STATE)}
+        x["n"] = x["n"].abs() + 0.5  # a sum of weights
+    return x
+
+
+def run(i, f, z, o, recurrent, bias, y=None, c=None, n=None, m=None, **options):
+    keep = options.pop("keep", True)
+    state = None if y is None else (y, c, n, m)
+    out = slstm(i, f, z, o, recurrent, bias, state=state, return_state=keep, **options)
+    return (out[0], *out[1]) if keep else out
+
+
+def compare(tensors: dict[str, Any], bar: float | None = None, **options: Any) -> None:
+    S = tensors["i"].shape[1]
+    # each token rounds some forty times, the state divides by n, and the next token sees it
+    check(run, tensors, bar or 8 * float32_bar(S), narrow=GATES, **options)
+
+
+@pytest.fixture
+def by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As heads go that are too wide to stay on chip."""
+    size = {"BB": 16, "BD": 16, "WHOLE": 0, "num_warps": 4, "num_stages": 2}
+    monkeypatch.setattr(slstm_triton, "tiles", lambda *a: dict(size))
+
+
+@pytest.mark.parametrize("seq", [1, 2, 13])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_lengths(seq, reverse, state):
+    compare(inputs(3, seq, 2, 4, state=state), reverse=reverse)
+
+
+@pytest.mark.parametrize(("batch", "heads", "width"), [(1, 1, 1), (17, 1, 16), (2, 2, 20)])
+def test_sizes(batch, heads, width):
+    compare(inputs(batch, 5, heads, width, state=True))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_resets(reverse, state):
+    compare(inputs(3, 13, 1, 4, state=state), reverse=reverse, resets=resets(3, 13, 5))
+
+
+@pytest.mark.usefixtures("by_tiles")
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40)])
+def test_by_tiles(batch, heads, width, reset, reverse):
+    compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_narrow(dtype, tiled, request):
+    if tiled:
+        request.getfixturevalue("by_tiles")
+    compare(inputs(2, 12, 1, 20, state=True), NARROW[dtype], dtype=dtype)
+
+
+@pytest.mark.parametrize("view", [wide, scattered, turned])
+def test_layouts(view):
+    compare(inputs(2, 7, 2, 4, state=True), views=dict.fromkeys((*GATES, *STATE, "recurrent", "bias"), view))
+
+
+def test_no_state_asked_for():
+    compare(inputs(2, 5, 2, 4), keep=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 1, 4), (2, 0, 1, 4)])
+def test_empty(shape):
+    x = {name: y.float() for name, y in inputs(*shape, state=True).items()}
+    y, *state = run(**x, backend="triton")
+    assert y.shape == x["i"].shape
+    assert all(torch.equal(a, x[name]) for name, a in zip(STATE, state, strict=True))
+
+
+@pytest.mark.parametrize("shift", [{"i": 100}, {"i": -100}, {"f": 100}, {"f": -100}, {"i": 100, "f": -100}])
+def test_extreme_gates_stay_finite(shift):
+    x = {name: (y + shift.get(name, 0)).float().requires_grad_() for name, y in inputs(2, 6, 1, 4).items()}
+    y = slstm(**x, backend="triton")
+    wanted = slstm(**{name: v.double() for name, v in x.items()}, backend="reference")
+    # gates of 100 are rounded at 100 * 2^-24, and so are exponents of weights
+    assert (y - wanted).abs().max() <= 100 * float32_bar(6)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [*x.values()]))
+
+
+def test_pieces_with_the_state_carried_are_the_whole():
+    x = {name: v.float() for name, v in inputs(2, 9, 2, 4).items()}
+    y, *last = run(**x, backend="triton")
+    outs, state = [], {}
+    for a, b in ((0, 4), (4, 5), (5, 9)):
+        piece = {name: v[:, a:b] if name in GATES else v for name, v in x.items()}
+        part, *now = run(**piece, **state, backend="triton")
+        outs.append(part)
+        state = dict(zip(STATE, now, strict=True))
+    assert torch.equal(torch.cat(outs, 1), y)
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), last, strict=True))
+
+
+def arguments(**change: Any) -> list[Any]:
+    given = {k: v.float().requires_grad_() for k, v in inputs(2, 3, 1, 4, state=True).items()} | change
+    return [*given.values()]
+
+
+@pytest.mark.parametrize("marks", [None, torch.zeros(2, 3, dtype=torch.uint8)])
+def test_the_registration_is_sound(marks):
+    torch.library.opcheck(slstm_triton._op, (*arguments(), marks, False, True))
+
+
+def test_kept_only_for_a_gradient_and_made_when_nobody_announced_one(monkeypatch):
+    kept = []
+    original = slstm_triton._op
+    monkeypatch.setattr(slstm_triton, "_op", lambda *a: kept.append(a[-1]) or original(*a))
+    x = {k: v.float() for k, v in inputs(2, 3, 1, 4, state=True).items()}
+    run(**x, backend="triton")
+    run(**{**x, "bias": x["bias"].requires_grad_()}, backend="triton")
+    assert kept == [False, True]
+    leaves = arguments()
+    results = [torch.autograd.grad(original(*leaves, None, False, keep)[0].sum(), leaves) for keep in (False, True)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_compile_and_export_at_any_length():
+    x = [y.float().requires_grad_() for y in inputs(2, 5, 1, 4).values()]
+
+    def call(*x):
+        return run(*x, backend="triton")
+
+    def everything(f):
+        out = f(*x)
+        return [*out, *torch.autograd.grad(sum(y.square().sum() for y in out), x)]
+
+    torch._dynamo.reset()
+    wanted = everything(call)
+    for a, b in zip(everything(torch.compile(call, fullgraph=True, backend="aot_eager")), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+    class Caller(torch.nn.Module):
+        def forward(self, *x):
+            return call(*x)
+
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = ((*({1: length},) * 4, None, None),)
+    program = torch.export.export(Caller(), tuple(y.detach() for y in x), dynamic_shapes=shapes)
+    assert "slstm_triton" in str(program.graph)
+    other = [y.float() for y in inputs(2, 7, 1, 4).values()]
+    for a, b in zip(program.module()(*other), call(*other), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_autocast_changes_nothing():
+    x = {name: y.float() for name, y in inputs(2, 3, 1, 4, state=True).items()}
+    wanted = run(**x, backend="triton")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(run(**x, backend="triton"), wanted, strict=True))
+
+
+def test_there_is_no_second_derivative():
+    x = {name: y.float().requires_grad_() for name, y in inputs(1, 2, 1, 4).items()}
+    (g,) = torch.autograd.grad(slstm(**x, backend="triton").square().sum(), x["i"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        g.sum().backward()
+
+
+def test_what_it_cannot_do_it_says():
+    facts = {"device": "cuda", "dtype": torch.float32, "heads": 1}
+    assert why("slstm", **facts, head_dim=1024)[0].can
+    assert "at most 1024" in why("slstm", **facts, head_dim=1025)[0].reason
+    with pytest.raises(BackendError, match="float64"):
+        slstm(**inputs(1, 2, 1, 4), backend="triton")
