@@ -246,6 +246,16 @@ def ours_norm(x: Leaves, backend: str | None) -> Any:
     return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], backend=backend)
 
 
+def draw_tail(s: Shape) -> Leaves:
+    shape = (s["B"], s["S"], s["D"])
+    return draw_norm(s) | {"skip": normal(*shape), "skip_weight": normal(s["D"]), "gate": normal(*shape)}
+
+
+def ours_tail(x: Leaves, backend: str | None) -> Any:
+    given = {name: x[name] for name in ("skip", "skip_weight", "gate")}
+    return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], **given, backend=backend)
+
+
 # --- Centaurus ------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +345,12 @@ CASES = {
         "norm of 4 heads, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
         draw_norm, ("x",), ours_norm, moved_rows, torch_form=True,
+    ),
+    "tail": Case(
+        "norm of 4 heads, learnable skip and gate, 4,096 channels",
+        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
+        draw_tail, ("x", "skip", "gate"), ours_tail,
+        lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]), torch_form=True,
     ),
     "centaurus_neck": Case(
         "Centaurus, mode neck, 512 features, 512 channels of 4",

@@ -1,10 +1,12 @@
-"""Layer norm of each head by itself: the norm after a recurrent cell.
+"""Layer norm of each head by itself, the norm after a recurrent cell, and what blocks put behind it.
 
 H heads of D channels:  y[h, d] = (x[h, d] - mean_d x[h]) / sqrt(var_d x[h] + eps) * weight[h, d] + bias[h, d],
-with the variance over D, not D - 1.
+with the variance over D, not D - 1. Then, if they are given, y + skip_weight * skip, and that times activation(gate).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,44 +14,79 @@ from torch import Tensor
 
 from seqblocks.kernels import dispatch
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh,
+    "softplus": F.softplus,
+}
+
 
 def head_norm(
     x: Tensor, heads: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    skip: Tensor | None = None,
+    skip_weight: Tensor | None = None,
+    gate: Tensor | None = None,
+    activation: str = "silu",
     backend: str | None = None,
 ) -> Tensor:
-    """x [..., H * D] -> [..., H * D] in x's dtype, channels of one head side by side; weight, bias [H * D].
+    """x [..., H * D] -> [..., H * D], channels of one head side by side; weight, bias [H * D].
 
     weight is the gain itself: a checkpoint that stores w for a gain of 1 + w passes 1 + w.
-    Statistics are float32 at least. The Triton form has first derivatives only.
-    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    skip and gate as x, skip_weight [H * D]: both or neither of skip and its weight. activation: of the gate, one of
+    ACTIVATIONS. Statistics are float32 at least; the result has the dtype that torch promotes x, skip and gate to.
+    The Triton form has first derivatives only.
+    Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
     """
     if x.dim() < 1 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"head_norm wants x [..., H * D] with H = {heads}; got {list(x.shape)}")
-    for name, p in (("weight", weight), ("bias", bias)):
+    for name, p in (("weight", weight), ("bias", bias), ("skip_weight", skip_weight)):
         if p is not None and p.shape != x.shape[-1:]:
             raise ValueError(f"head_norm wants {name} [{x.shape[-1]}]; got {list(p.shape)}")
-    run = dispatch.choose("head_norm", backend, device=x.device.type, dtype=x.dtype, heads=heads, width=x.shape[-1])
-    return run(x, heads, weight, bias, eps)
+    for name, t in (("skip", skip), ("gate", gate)):
+        if t is not None and t.shape != x.shape:
+            raise ValueError(f"head_norm wants {name} as x, {list(x.shape)}; got {list(t.shape)}")
+    if (skip is None) != (skip_weight is None):
+        raise ValueError("head_norm wants skip and skip_weight together")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
+    run = dispatch.choose(
+        "head_norm", backend, device=x.device.type, dtype=x.dtype, heads=heads, width=x.shape[-1],
+        skip=skip is not None, gate=None if gate is None else activation,
+    )
+    return run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
 
 
-def _reference(x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _reference(
+    x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+) -> Tensor:
     y = x.unflatten(-1, (heads, -1)).to(torch.promote_types(x.dtype, torch.float32))
     y = y - y.mean(-1, keepdim=True)
     y = (y / (y.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
-    return _affine(y, weight, bias).to(x.dtype)
+    return _behind(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
 
 
-def _native(x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _native(
+    x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+) -> Tensor:
     """torch's layer norm, whose statistics are float32 for lower dtypes."""
     D = x.shape[-1] // heads
     y = F.layer_norm(x.unflatten(-1, (heads, D)), (D,), eps=eps).flatten(-2)
-    return _affine(y, weight, bias).to(x.dtype)
+    return _behind(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
         y = y * weight
     return y if bias is None else y + bias
+
+
+def _behind(
+    y: Tensor, skip: Tensor | None, skip_weight: Tensor | None, gate: Tensor | None, activation: str
+) -> Tensor:
+    if skip is not None and skip_weight is not None:
+        y = y + skip_weight * skip
+    return y if gate is None else y * ACTIVATIONS[activation](gate)
 
 
 dispatch.register("head_norm", "reference", _reference, dispatch.always("the formula"))

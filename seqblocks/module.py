@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqblocks import graph
+from seqblocks import fusion, graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.kernels.positions import packed_resets
@@ -90,11 +90,23 @@ class Primitive(nn.Module):
             if graph.join(path, name) not in skip:
                 self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
 
-    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+    def own(self, call: Call) -> dict[str, Any]:
+        """Its parameters by name, or those of the direction that is under way."""
         own: dict[str, Any] = {name: getattr(self, name) for name in self._parameters}
         if call.owned and self._path in call.owned:
             other = call.owned[self._path]
             own |= {name: getattr(other, name) for name in other._parameters}
+        return own
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody wants to see what it is called with or what it returns."""
+        return bool(
+            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        )
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        own = self.own(call)
         inputs: list[Any] = []
         at = 0
         for size in self._sizes:
@@ -123,15 +135,26 @@ class Body(nn.Module):
             self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
         self._plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
         self._dying = _dying(body, self._plan)
+        self._fused = fusion.find(body)
 
     def _run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
         states: States = {}
-        for (name, wanted, outputs, split), dead in zip(self._plan, self._dying, strict=True):
-            child = self._modules[name]
-            assert child is not None
-            y, state = child(*[env[v] for v in wanted], call=call.into(name))
-            if state:
-                states[name] = state
+        at = 0
+        while at < len(self._plan):
+            name, wanted, outputs, split = self._plan[at]
+            dead = self._dying[at]
+            steps = self._together(at)
+            if steps:
+                y = self._run_together(at, steps, env, call)
+                *_, outputs, split = self._plan[at + len(steps) - 1]
+                dead = tuple(v for each in self._dying[at : at + len(steps)] for v in each)
+            else:
+                child = self._modules[name]
+                assert child is not None
+                y, state = child(*[env[v] for v in wanted], call=call.into(name))
+                if state:
+                    states[name] = state
+            at += len(steps) or 1
             if split:
                 env.update(zip(outputs, y.split(split, -1), strict=True))
             else:
@@ -139,6 +162,21 @@ class Body(nn.Module):
             for value in dead:
                 env.pop(value, None)
         return env[self._body.result], states
+
+    def _together(self, at: int) -> list[Primitive]:
+        """The steps from here on that run as one, if nobody looks at one of them or has put something in its place."""
+        if at not in self._fused or nn.modules.module._has_any_global_hook():
+            return []
+        steps = [self._modules[node.name] for node in self._fused[at].nodes]
+        return [] if any(type(step) is not Primitive or step.hooked for step in steps) else steps  # type: ignore[return-value]
+
+    def _run_together(self, at: int, steps: list[Primitive], env: dict[int, Tensor], call: Call) -> Tensor:
+        parts = []
+        for behind, step in enumerate(steps):
+            first, *rest = self._plan[at + behind][1]
+            inputs = [None if behind else env[first], *(env[v] for v in rest)]  # the main input is on its way
+            parts.append((step.op, step.own(call), inputs))
+        return self._fused[at].run(parts)
 
     def _get_name(self) -> str:
         return self._label or "Body"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import seqblocks.kernels  # noqa: F401  # its ops register themselves
+from seqblocks.fusion import Fused, find
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
@@ -53,10 +54,12 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
     """Every step of a model that uses a kernel, in order; alike ones together. BackendError for an unknown backend."""
     backend = dispatch.requested(backend)
     found: dict[Any, Step] = {}
-    for path, node in _walk(model.graph, ()):
+    for path, node, fused in _walk(model.graph, ()):
         kernel, facts = node.calls or ("", {})
+        facts = facts | (fused.facts() if fused else {})
         key = (tuple(label for label, layer in path if not layer), kernel, *sorted(facts.items()))
-        name = ".".join(label for label, _ in path)
+        behind = fused.nodes[1:] if fused else []
+        name = " + ".join([".".join(label for label, _ in path), *(other.name for other in behind)])
         if key in found:
             found[key].names.append(name)
             continue
@@ -71,11 +74,12 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
 Path = tuple[tuple[str, bool], ...]  # labels, and whether each is that of a repeat's layer
 
 
-def _walk(body: Graph, path: Path) -> Iterator[tuple[Path, Node]]:
-    for node in body.nodes:
+def _walk(body: Graph, path: Path) -> Iterator[tuple[Path, Node, Fused | None]]:
+    fused = find(body)
+    for at, node in enumerate(body.nodes):
         here = (*path, (node.name, False))
         if node.calls:
-            yield here, node
+            yield here, node, fused.get(at)
         for label, inner in node.bodies.items():
             inside = (*here, (label, node.kind == "repeat")) if label else here
             yield from _walk(inner, inside)

@@ -55,6 +55,7 @@ ROOMS = """
     ------ torch begins
     state
     initialise
+    fusion
     module
     builder
     plan

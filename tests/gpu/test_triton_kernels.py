@@ -104,6 +104,16 @@ def test_head_norm_of_any_width(D: int, dtype: torch.dtype) -> None:
     compare.check(head_norm, norm(3, 130, 2 * D), bar, heads=2, dtype=dtype, narrow=("x",), device="cuda")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [4, 64, 192, 4096])
+def test_norm_skip_and_gate_of_any_width(D: int, dtype: torch.dtype) -> None:
+    given = norm(3, 130, 2 * D)
+    given |= {name: draw(3, 130, 2 * D, seed=at) for at, name in ((3, "skip"), (5, "gate"))}
+    given["skip_weight"] = draw(2 * D, seed=4)
+    bar, narrow = float32_bar(max(D, 390)), ("x", "skip", "gate")
+    compare.check(head_norm, given, bar, heads=2, dtype=dtype, narrow=narrow, device="cuda")
+
+
 def linear(*lead: int, G: int, O: int, I: int) -> dict[str, Tensor]:
     return {"x": draw(*lead, G * I), "weight": draw(G, O, I, seed=1)}
 

@@ -143,10 +143,14 @@ def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", 
     causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
 
 
-def head_norm(width: int, dtype: torch.dtype) -> None:
+def head_norm(width: int, dtype: torch.dtype, behind: bool = False) -> None:
     x = torch.zeros(100, 4 * width, dtype=dtype, requires_grad=True)
     weight, bias = (torch.zeros(4 * width, requires_grad=True) for _ in range(2))
-    head_norm_triton.run(x, 4, weight, bias, 1e-5).sum().backward()
+    more: tuple[Any, ...] = ()
+    if behind:
+        skip, gate = (torch.zeros(100, 4 * width, dtype=dtype, requires_grad=True) for _ in range(2))
+        more = (skip, torch.zeros(4 * width, requires_grad=True), gate, "silu")
+    head_norm_triton.run(x, 4, weight, bias, 1e-5, *more).sum().backward()
 
 
 def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
@@ -203,6 +207,9 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
     for width in (4, 192, 8192):
         yield f"head_norm D={width} bf16", head_norm_triton, lambda n=width: head_norm(n, torch.bfloat16)
+    for width in (192, 4096):
+        yield f"head_norm D={width} bf16 skip gate", head_norm_triton, lambda n=width: head_norm(
+            n, torch.bfloat16, True)
     for O, I in ((4, 4), (3, 5), (16, 16)):
         yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
             o, i, torch.bfloat16)

@@ -56,7 +56,7 @@ OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm",
 TYPICAL = {  # of each op the case that is compiled every time; with `slow` all are
     "selective_scan": "selective_scan N=16 bf16 reverse resets",
     "causal_conv": "causal_conv K=4 bf16 silu reverse resets",
-    "head_norm": "head_norm D=192 bf16",
+    "head_norm": "head_norm D=192 bf16 skip gate",
     "headwise_linear": "headwise_linear O=4 I=4 bf16",
     "mlstm": "mlstm D=128 bf16 many chunks resets",
     "slstm": "slstm D=64 bf16 reverse resets",

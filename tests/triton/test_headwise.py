@@ -39,6 +39,44 @@ def test_head_norm_of_any_shape(shape: tuple[int, ...], heads: int) -> None:
     compare.check(head_norm, given, bar, heads=heads)
 
 
+PARTS = ["skip", "gate", "skip gate"]
+
+
+def tail(*shape: int, parts: str, heads: int = 3, affine: str = "weight bias") -> tuple[dict[str, Tensor], float]:
+    """With what blocks put behind a norm."""
+    given, bar = norm(*shape, heads=heads, affine=affine)
+    if "skip" in parts:
+        given |= {"skip": draw(*shape, seed=3), "skip_weight": draw(shape[-1], seed=4)}
+    return (given | {"gate": draw(*shape, seed=5)} if "gate" in parts else given), bar
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("affine", ["", "weight", "weight bias"])
+def test_norm_skip_and_gate_in_one(parts: str, affine: str) -> None:
+    given, bar = tail(2, 37, 24, parts=parts, affine=affine)
+    compare.check(head_norm, given, bar, heads=3)
+
+
+@pytest.mark.parametrize("activation", head_norm_triton.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gates_of_every_kind_in_narrow_dtypes(activation: str, dtype: torch.dtype) -> None:
+    given, bar = tail(5, 24, parts="skip gate")
+    narrow = ("x", "skip", "gate")
+    compare.check(head_norm, given, bar, heads=3, activation=activation, dtype=dtype, narrow=narrow)
+
+
+@pytest.mark.parametrize("view", [compare.wide, compare.scattered, compare.turned])
+def test_norm_skip_and_gate_in_any_layout(view: compare.View) -> None:
+    given, bar = tail(2, 7, 24, parts="skip gate")
+    compare.check(head_norm, given, bar, heads=3, views=dict.fromkeys(("x", "skip", "gate"), view))
+
+
+def test_a_gate_far_out_is_open_or_shut() -> None:
+    given, bar = tail(5, 24, parts="gate")
+    given["gate"] = given["gate"].sign() * 200
+    compare.check(head_norm, given, bar, heads=3)
+
+
 def test_head_norm_centres_before_it_squares() -> None:
     """A mean that is large against the spread costs digits of the input, not of the variance."""
     given, _ = norm(4, 24)
@@ -127,8 +165,8 @@ def test_compile_and_export(name: str) -> None:
 
 def test_the_registration_is_sound() -> None:
     x, w, b = (torch.randn(*s, requires_grad=True) for s in ((5, 12), (12,), (12,)))
-    torch.library.opcheck(head_norm_triton._op, (x, 3, w, b, 1e-5))
-    torch.library.opcheck(head_norm_triton._op, (x, 3, None, None, 1e-5))
+    torch.library.opcheck(head_norm_triton._op, (x, w, b, None, None, None, 3, 1e-5, "none"))
+    torch.library.opcheck(head_norm_triton._op, (x, None, None, x, w, x, 3, 1e-5, "silu"))
     torch.library.opcheck(headwise_linear_triton._op, (x, torch.randn(3, 2, 4, requires_grad=True)))
 
 

@@ -1,0 +1,164 @@
+"""Steps that run as one give the bits that they give one by one, and are still there for whoever looks for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqblocks
+from seqblocks import check, fusion, graph
+from seqblocks.module import Body, Primitive
+
+BLOCKS = {
+    "vil": ("vil", "vil: {dim: 8, heads: 2}"),
+    "vil2": ("vil", "vil2: {dim: 8, heads: 2}"),
+    "xlstm_large_block": ("xlstm", "xlstm_large_block: {dim: 16, heads: 2}"),
+}
+TAIL = """
+seqblocks: 1
+model:
+  input: {features: 8}
+  steps:
+    - linear: {features: 16, as: [u, z]}
+    - head_norm: {from: u, heads: 2, bias: true, name: norm}
+"""
+
+
+def model(text: str) -> seqblocks.SequenceModel:
+    made = seqblocks.build_text(text, seed=1)
+    with torch.no_grad():
+        for at, parameter in enumerate(made.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(at)) * 0.3)
+    return made
+
+
+def block(name: str) -> seqblocks.SequenceModel:
+    file, step = BLOCKS[name]
+    features = 16 if "16" in step else 8
+    return model(
+        f"seqblocks: 1\nuse: [{file}]\nmodel: {{input: {{features: {features}, grid: [2, 3]}}, steps: [{{{step}}}]}}"
+    )
+
+
+def groups(made: nn.Module) -> list[list[str]]:
+    return [[n.verb for n in f.nodes] for m in made.modules() if isinstance(m, Body) for f in m._fused.values()]
+
+
+def results(made: seqblocks.SequenceModel, x: Tensor, call: Any = None) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = (made if call is None else call)(x)
+    leaves = [x, *made.parameters()]
+    return [y, *torch.autograd.grad(y.square().sum(), leaves, allow_unused=True, materialize_grads=True)]
+
+
+def one_by_one(made: seqblocks.SequenceModel) -> seqblocks.SequenceModel:
+    """A copy in which every step is watched."""
+    made = copy.deepcopy(made)
+    for part in made.modules():
+        if isinstance(part, Primitive):
+            part.register_forward_hook(lambda *_: None)
+    return made
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_same_bits(name: str) -> None:
+    made = block(name)
+    assert groups(made)
+    x = torch.randn(2, 6, made.graph.input.features)
+    for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):
+        assert torch.equal(a, b)
+    narrow = made.bfloat16()
+    for a, b in zip(results(narrow, x.bfloat16()), results(one_by_one(narrow), x.bfloat16()), strict=True):
+        assert torch.equal(a, b)
+
+
+TAILS = {
+    "": [],
+    "- learnable_skip: {with: z}": [["head_norm", "learnable_skip"]],
+    "- gate: {by: z, activation: sigmoid}": [["head_norm", "gate"]],
+    "- learnable_skip: {with: z}\n    - gate: {by: z}": [["head_norm", "learnable_skip", "gate"]],
+    "- learnable_skip: {with: z}\n    - gate: {by: z, as: [a, b]}\n    - linear: {from: b, features: 3, name: out}": [
+        ["head_norm", "learnable_skip", "gate"]
+    ],
+    "- gate: {by: z, activation: gelu}": [],  # an activation that the kernel has not
+    "- learnable_skip: {with: z}\n    - gate: {by: z, activation: gelu}": [["head_norm", "learnable_skip"]],
+    "- relu\n    - gate: {by: z}": [],  # something between them
+    "- gate: {from: z, by: norm}": [],  # the norm is the gate
+}
+
+
+@pytest.mark.parametrize("tail", TAILS, ids=range(len(TAILS)))
+def test_what_runs_as_one(tail: str) -> None:
+    text = TAIL + (f"    {tail}\n" if tail else "")
+    if "by: norm" in tail:
+        text = text.replace("name: norm}", "name: norm, as: norm}")
+    made = model(text)
+    assert groups(made) == TAILS[tail]
+    x = torch.randn(2, 5, 8)
+    for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_somebody_else_reads_is_made() -> None:
+    text = TAIL.replace("name: norm}", "name: norm, as: n}")
+    made = model(text + "    - gate: {by: z}\n    - gate: {by: n, name: again}\n")
+    assert groups(made) == []
+
+
+def test_a_hook_on_any_of_them_is_called() -> None:
+    made = model(TAIL + "    - learnable_skip: {with: z}\n    - gate: {by: z}\n")
+    x = torch.randn(1, 3, 8)
+    wanted = made(x)
+    for name in ("norm", "learnable_skip", "gate"):
+        for register in ("register_forward_hook", "register_forward_pre_hook"):
+            seen: list[str] = []
+            handle = getattr(made.get_submodule(name), register)(lambda *_, seen=seen: seen.append("called"))
+            assert torch.equal(made(x), wanted)
+            assert seen == ["called"]
+            handle.remove()
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    made(x)
+    handle.remove()
+    assert seen.count("Primitive") == 4
+
+
+def test_what_takes_the_place_of_a_step_is_used() -> None:
+    made = model(TAIL + "    - gate: {by: z}\n")
+
+    class Wrapped(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, *tensors: Tensor, call: Any) -> Any:
+            y, state = self.inside(*tensors, call=call)
+            return 2 * y, state
+
+    x = torch.randn(1, 3, 8)
+    wanted = 2 * made(x)
+    made._modules["gate"] = Wrapped(made.get_submodule("gate"))
+    assert torch.equal(made(x), wanted)
+
+
+def test_names_stay_and_a_compiler_sees_no_break() -> None:
+    made = block("vil")
+    assert "vil.residual.scan.learnable_skip.weight" in made.state_dict()
+    x = torch.randn(2, 6, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for a, b in zip(results(made, x, compiled), results(made, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    program = torch.export.export(made, (x,), strict=False)
+    torch.testing.assert_close(program.module()(x), made(x))
+
+
+def test_bundled_models_have_them() -> None:
+    """Where a spec has the verbs next to each other, they run as one: in every layer."""
+    for name, layers in (("vil_tiny", 24), ("vil_digits", 4)):
+        bodies = [node.bodies[""] for node in graph.walk(check.load_model(name).graph) if "" in node.bodies]
+        assert sum(len(fusion.find(body)) for body in bodies) == layers
