@@ -12,7 +12,8 @@ the channels to the features is the mode:
     dws        channel n takes feature n and gives feature n: B [H], C [H] (S4D-like)
     full       channel n takes feature n mod H and gives feature n div H: B [G H], C [G H]
 
-Forms: `centaurus_reference.py` (token by token), `centaurus_torch.py` (chunks or FFT, whichever is counted cheaper).
+Forms: `centaurus_reference.py` (token by token), `centaurus_torch.py` (chunks or FFT, whichever is counted cheaper),
+`centaurus_triton.py` (token by token in registers, segments of the sequence at once).
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ def centaurus(
         if resets is not None and resets.shape != x.shape[:2]:
             raise ValueError(f"centaurus wants resets {list(x.shape[:2])}; got {list(resets.shape)}")
         run = dispatch.choose(
-            "centaurus", backend, device=x.device.type, dtype=x.dtype, mode=mode, resets=resets is not None,
-            reverse=reverse,
+            "centaurus", backend, device=x.device.type, dtype=torch.float64 if double else x.dtype, mode=mode,
+            channels=bank.decay.shape[0], substates=bank.decay.shape[1], resets=resets is not None, reverse=reverse,
         )
         y, last = run(
-            bank, x.to(real), None if state is None else state.to(real), None if resets is None else resets.bool(),
+            bank, x, None if state is None else state.to(real), None if resets is None else resets.bool(),
             reverse, return_state, plan,
         )
     y = y.to(x.dtype)

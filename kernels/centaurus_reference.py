@@ -50,6 +50,7 @@ def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
     """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and the last state."""
+    x = x.to(bank.decay.dtype)
     state = bank.fresh(x) if state is None else state
     size = torch.exp(bank.decay)
     turn_re, turn_im = size * torch.cos(bank.turn), size * torch.sin(bank.turn)

@@ -42,6 +42,7 @@ def run(
 
     ValueError for a plan that cannot do what is asked.
     """
+    x = x.to(bank.decay.dtype)
     if x.numel() == 0:
         return bank.leave(bank.enter(x), x.shape[2]), bank.fresh(x) if state is None else state
     whole = state is None and resets is None and not return_state

@@ -103,7 +103,9 @@ class Centaurus(Op):
         return around + 6 * rows * self.sub_states
 
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
-        return "centaurus", {"mode": "pointwise" if self.mode == "s5" else self.mode}
+        _, rows, channels = self.sizes(x)
+        mode = "pointwise" if self.mode == "s5" else self.mode
+        return "centaurus", {"mode": mode, "channels": channels, "substates": rows * self.sub_states // channels}
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

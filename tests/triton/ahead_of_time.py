@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 
 from seqblocks.kernels import (
     causal_conv_triton,
+    centaurus_triton,
     head_norm_triton,
     headwise_linear_triton,
     mlstm_triton,
@@ -39,7 +40,7 @@ from seqblocks.kernels import (
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BB", "L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "STEPS", "num_warps")
+SHOWN = ("BB", "L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
 }
@@ -176,6 +177,17 @@ def mlstm_step(width: int, dtype: torch.dtype) -> None:
     mlstm_triton.run(q, k, v, i, f, state, None, **given, normalize=True, return_state=True)
 
 
+def centaurus(batch: int, substates: int, dtype: torch.dtype, **change: Any) -> None:
+    seq, width = 512, 256
+    u = torch.zeros(batch, seq, width, dtype=dtype, requires_grad=True)
+    parameters = [torch.zeros(width, substates, requires_grad=True) for _ in range(4)]
+    marks = torch.zeros(batch, seq, dtype=torch.uint8) if change.pop("resets", False) else None
+    v, last = centaurus_triton._op(
+        u, *parameters, torch.zeros(batch, width, substates, 2, requires_grad=True), marks, change.pop("reverse", False)
+    )
+    (v.sum() + last.sum()).backward()
+
+
 def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
     gates = [torch.zeros(2, 8, 2 * width, dtype=dtype, requires_grad=True) for _ in range(4)]
     recurrent, bias = torch.zeros(2, width, 4, width, requires_grad=True), torch.zeros(4, 2, width)
@@ -227,6 +239,11 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for width in (64, 128):
         yield f"slstm D={width} fp32", slstm_triton, lambda n=width: slstm(n, torch.float32)
     yield "slstm D=64 bf16 reverse resets", slstm_triton, lambda: slstm(64, torch.bfloat16, reverse=True, resets=True)
+    bank = centaurus_triton
+    for substates in (1, 8, 64):
+        yield f"centaurus M={substates} bf16", bank, lambda m=substates: centaurus(128, m, torch.bfloat16)
+    yield "centaurus M=8 bf16 segments reverse resets", bank, lambda: centaurus(
+        1, 8, torch.bfloat16, reverse=True, resets=True)
 
 
 def rows(words: list[str]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def compare(lines: list[str], recorded: list[str]) -> None:
         assert [line.split("|")[:4] for line in lines[1:]] == [line.split("|")[:4] for line in recorded[1:]]
 
 
-OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm")
+OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus")
 TYPICAL = {  # of each op the case that is compiled every time; with `slow` all are
     "selective_scan": "selective_scan N=16 bf16 reverse resets",
     "causal_conv": "causal_conv K=4 bf16 silu reverse resets",
@@ -60,6 +60,7 @@ TYPICAL = {  # of each op the case that is compiled every time; with `slow` all 
     "headwise_linear": "headwise_linear O=4 I=4 bf16",
     "mlstm": "mlstm D=128 bf16 many chunks resets",
     "slstm": "slstm D=64 bf16 reverse resets",
+    "centaurus": "centaurus M=8 bf16 segments reverse resets",
 }
 
 

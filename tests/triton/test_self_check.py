@@ -23,6 +23,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "causal_conv": {"width": 8, "taps": 3, "resets": True, "reverse": True},
     "headwise_linear": {"block": (4, 2, 3)},
     "head_norm": {"heads": 2, "width": 10},
+    "centaurus": {"channels": 4, "substates": 3, "resets": True, "reverse": True},
     "slstm": {"heads": 2, "head_dim": 4, "resets": True, "reverse": True},
 }
 

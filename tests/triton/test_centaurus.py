@@ -1,0 +1,172 @@
+"""Centaurus in Triton, interpreted on the CPU, against its recurrence in float64: outputs, states, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.errors import BackendError
+from seqblocks.kernels import centaurus, centaurus_triton, why
+from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
+
+pytestmark = interpreted
+
+MODES = ("neck", "pointwise", "dws", "full")
+# u, what goes out and dv are rounded on their way through the projections, some four times 2^-9 or 2^-11; a gradient
+# goes there and back
+NARROW = {torch.float16: 8 * 2**-11, torch.bfloat16: 8 * 2**-9}
+
+
+def inputs(
+    mode: str, batch: int = 2, S: int = 9, H: int = 3, G: int = 2, N: int = 5, M: int = 3, state: bool = False
+) -> dict[str, Tensor]:
+    rows = {"dws": H, "full": G * H}.get(mode, N)
+    channels = rows * M if mode == "pointwise" else rows
+    x = {"x": draw(batch, S, H), "A_real": -draw(rows, M, seed=1).exp(), "A_imag": 3 * draw(rows, M, seed=2)}
+    x["dt"] = (draw(rows, seed=3) - 2).exp()
+    dense = mode in ("neck", "pointwise")
+    x["B"] = draw(channels, H, seed=4) if dense else draw(rows, seed=4)
+    x["C"] = draw(G, channels, seed=5) if dense else draw(rows, seed=5)
+    if mode != "pointwise":
+        x["E"] = draw(rows, M, seed=6)
+    if state:
+        x["state"] = draw(batch, *((rows * M, 1) if mode == "pointwise" else (rows, M)), 2, seed=7)
+    return x
+
+
+def compare(tensors: dict[str, Tensor], bar: float | None = None, **options: Any) -> None:
+    S, N = tensors["x"].shape[1], tensors["A_real"].numel()
+    # sums over tokens, and over channels in the projections
+    check(centaurus, tensors, bar or 4 * float32_bar(S + N), narrow=("x",), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_modes(mode, reverse, state):
+    compare(inputs(mode, state=state), mode=mode, reverse=reverse, return_state=state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", [False, True])
+def test_resets(mode, state):
+    compare(inputs(mode, S=13, state=state), mode=mode, resets=resets(2, 13), return_state=True)
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few long sequences are cut, in shorter pieces."""
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 4)
+
+
+@pytest.mark.usefixtures("segments")
+@pytest.mark.parametrize("seq", [9, 12, 13])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_segments(seq, reverse, reset, state):
+    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 4)
+    marks = resets(2, seq) if reset else None
+    compare(inputs("dws", S=seq, state=state), mode="dws", reverse=reverse, resets=marks, return_state=True)
+
+
+def test_enough_sequences_are_not_cut():
+    tile = centaurus_triton.tiles(512, 4, "sm_90")
+    assert centaurus_triton.segments(64, 8192, tile, 512) == 1
+    assert centaurus_triton.segments(1, 8192, tile, 512) == 64
+    assert centaurus_triton.segments(1, 200, tile, 512) == 1
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("M", [1, 8])
+def test_sizes(seq, M):
+    compare(inputs("full", S=seq, M=M, G=3, H=11, state=True), mode="full", return_state=True)
+
+
+def test_zero_order_hold():
+    compare(inputs("neck"), mode="neck", hold="zoh")
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("mode", MODES)
+def test_narrow(mode, dtype):
+    compare(inputs(mode, S=13), NARROW[dtype], mode=mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("view", [wide, scattered, turned])
+@pytest.mark.parametrize("mode", ["dws", "full"])
+def test_layouts(view, mode):
+    compare(inputs(mode, state=True), mode=mode, views=dict.fromkeys(("x", "A_real", "state"), view))
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"S": 0}])
+def test_empty(shape):
+    x = {name: t.float() for name, t in inputs("dws", state=True, **shape).items()}
+    y, last = centaurus(**x, mode="dws", return_state=True, backend="triton")
+    assert y.shape == x["x"].shape
+    assert torch.equal(last, x["state"])
+
+
+@pytest.mark.parametrize("decay", [-1e-6, -1e4])
+def test_what_never_forgets_and_what_forgets_at_once(decay):
+    x = inputs("dws", S=20)
+    x["A_real"] = torch.full_like(x["A_real"], decay)
+    compare(x, mode="dws")
+
+
+def arguments(S: int = 5) -> list[Tensor]:
+    shapes = ((2, S, 3), (3, 2), (3, 2), (3, 2), (3, 2), (2, 3, 2, 2))
+    return [(0.5 * draw(*shape, seed=at)).float().requires_grad_() for at, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("marks", [None, torch.zeros(2, 5, dtype=torch.uint8)])
+def test_the_registration_is_sound(marks):
+    torch.library.opcheck(centaurus_triton._op, (*arguments(), marks, False))
+
+
+def test_compile_and_export_at_any_length():
+    given = {name: t.float().requires_grad_() for name, t in inputs("neck", S=6).items()}
+    names = [*given]
+
+    def call(*x):
+        return centaurus(**dict(zip(names, x, strict=True)), return_state=True, backend="triton")
+
+    def everything(f):
+        out = f(*given.values())
+        return [*out, *torch.autograd.grad(sum(y.square().sum() for y in out), [*given.values()])]
+
+    torch._dynamo.reset()
+    wanted = everything(call)
+    for a, b in zip(everything(torch.compile(call, fullgraph=True, backend="aot_eager")), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+    class Caller(torch.nn.Module):
+        def forward(self, *x):
+            return call(*x)
+
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = (({1: length}, *(None,) * (len(names) - 1)),)
+    program = torch.export.export(Caller(), tuple(t.detach() for t in given.values()), dynamic_shapes=shapes)
+    graphs = [str(part.graph) for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    assert any("centaurus_triton" in graph for graph in graphs)  # within what is kept from autocast
+    other = [t.float() for t in inputs("neck", S=9).values()]
+    for a, b in zip(program.module()(*other), call(*other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_there_is_no_second_derivative():
+    x = {name: t.float().requires_grad_() for name, t in inputs("dws").items()}
+    (g,) = torch.autograd.grad(centaurus(**x, mode="dws", backend="triton").square().sum(), x["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        g.sum().backward()
+
+
+def test_what_it_cannot_do_it_says():
+    facts = {"device": "cuda", "dtype": torch.float32, "mode": "dws", "channels": 4}
+    assert why("centaurus", **facts, substates=64)[0].can
+    assert "at most 64" in why("centaurus", **facts, substates=65)[0].reason
+    with pytest.raises(BackendError, match="float64"):
+        centaurus(**inputs("dws"), mode="dws", backend="triton")
