@@ -65,9 +65,14 @@ _last_asked: str | None = None  # torch.compile cannot watch a context variable;
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     """No autocast inside: gates, stabilisers and states keep their dtype, whatever the caller's context says."""
-    if torch.amp.is_autocast_available(device):
+    if _autocast_available(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # older compilers cannot look into it
+def _autocast_available(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def always(reason: str) -> Can:
