@@ -65,7 +65,9 @@ TYPICAL = {  # of each op the case that is compiled every time; with `slow` all 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_typical(op: str, root: Path, tmp_path: Path) -> None:
+def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if request.config.option.markexpr == "":
+        pytest.skip("the slow tests are run too, and test_all compiles this one among others")
     lines = table([TYPICAL[op]], root, tmp_path)
     hold(lines)
     compare(lines, [line for line in golden(root, op) if line.startswith((TYPICAL[op] + " ", "triton "))])
