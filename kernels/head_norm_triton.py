@@ -17,7 +17,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
 
 WIDTH = 8192  # of a head, at most
 TAIL = 4096  # of one with a skip or a gate
@@ -51,8 +51,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
     """The activation, and its derivative."""
     if ACTIVATION == "none":
         return x, x * 0.0 + 1.0
-    v = tl.exp(-tl.abs(x))
-    s = tl.where(x < 0.0, v, 1.0) / (1.0 + v)
+    s = sigmoid(x)
     slope = s * (1.0 - s)
     if ACTIVATION == "sigmoid":
         return s, slope

@@ -32,7 +32,7 @@ from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import jit, lined, log_sigmoid, tl, up
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
@@ -42,17 +42,6 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 # passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq and k . dk, the sums of
 # weight times gradient by reading and by written token: of one dden, so that what both contain cancels, rounded or not.
 # C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
-
-
-@jit
-@no_type_check
-def _log_sigmoid(x):
-    """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
-    v = tl.exp(-tl.abs(x))
-    r = v / (2.0 + v)
-    y = r * r
-    series = 1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
-    return tl.minimum(x, 0.0) - 2.0 * r * series
 
 
 @jit
@@ -82,9 +71,9 @@ def _chunk_gates(
     raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
     log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
     # beyond S nothing is written and nothing forgotten: the last place is like the last token
-    log_f = tl.where(live, _log_sigmoid(raw_f), 0.0)
+    log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
     if not EXP:
-        log_i = _log_sigmoid(log_i)
+        log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))
     sees = earlier
     segment = tl.zeros((BT,), tl.int32)
@@ -662,10 +651,10 @@ def _step(
     first_strip = tl.program_id(1) == 0  # it keeps n and m
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     is_v = dv < DV
-    through = _log_sigmoid(tl.load(f + b * fb + head * fh).to(tl.float32))
+    through = log_sigmoid(tl.load(f + b * fb + head * fh).to(tl.float32))
     log_i = tl.load(i + b * ib + head * ih).to(tl.float32)
     if not EXP:
-        log_i = _log_sigmoid(log_i)
+        log_i = log_sigmoid(log_i)
     begins = 0
     if resets is not None:
         begins = tl.load(resets + b).to(tl.int32)

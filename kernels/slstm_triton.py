@@ -24,7 +24,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.slstm_reference import SLSTMState
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import jit, lined, log_sigmoid, sigmoid, tl, up
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
@@ -33,24 +33,6 @@ WIDTH = 1024  # of a head, at most
 # The kernels.   Places: i, f, z, o, dy by strides over batch and tokens, a head's channels side by side; recurrent
 # [H, D, 4, D], bias [4, H, D]; y and the gates' gradients [B, S, H, D]; kept states [3, B, S, H, D] are c, n, m and
 # kept gates i, f [2, B, S, H, D] and z, o [2, B, S, H, D]; states and their gradients [B, H, D].
-
-
-@jit
-@no_type_check
-def _log_sigmoid(x):
-    """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
-    v = tl.exp(-tl.abs(x))
-    r = v / (2.0 + v)
-    y = r * r
-    series = 1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
-    return tl.minimum(x, 0.0) - 2.0 * r * series
-
-
-@jit
-@no_type_check
-def _sigmoid(x):
-    v = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, v, 1.0) / (1.0 + v)
 
 
 @jit
@@ -65,24 +47,24 @@ def _tanh(x):
 @no_type_check
 def _cell(i, f, z, o, c, n, m):
     """y, c, n, m after a token whose gates are whole."""
-    through = m + _log_sigmoid(f)
+    through = m + log_sigmoid(f)
     top = tl.where(n == 0.0, i, tl.maximum(i, through))
     write = tl.exp(i - top)
     keep = tl.exp(tl.minimum(through - top, 0.0))
     c = keep * c + write * _tanh(z)
     n = keep * n + write
-    return _sigmoid(o) * c / n, c, n, top
+    return sigmoid(o) * c / n, c, n, top
 
 
 @jit
 @no_type_check
 def _cell_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, c_, n_, m_):
     """Gradients of the gates, then of the c, n, m (c_, n_, m_) before the token; dc, dn, dm come from after it."""
-    through = m_ + _log_sigmoid(f)
+    through = m_ + log_sigmoid(f)
     first = n_ == 0.0
     write = tl.exp(i - m)
     keep = tl.where(first, 0.0, tl.exp(tl.minimum(through - m, 0.0)))
-    gate = _sigmoid(o)
+    gate = sigmoid(o)
     tz = _tanh(z)
     share = dy * gate / n
     dc += share
@@ -93,7 +75,7 @@ def _cell_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, c_, n_, m_):
     wins = first | (i >= through)
     dthrough = of_keep + tl.where(wins, 0.0, dm)
     di = of_write + tl.where(wins, dm, 0.0)
-    df = dthrough * _sigmoid(-f)
+    df = dthrough * sigmoid(-f)
     dz = dc * write * (1.0 - tz * tz)
     do = dy * (c / n) * gate * (1.0 - gate)
     return di, df, dz, do, dc * keep, dn * keep, dthrough
