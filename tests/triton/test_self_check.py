@@ -154,3 +154,31 @@ def test_what_auto_passed_over_is_remembered() -> None:
     compiled = torch.compile(lambda x: kernels.headwise_linear(x, torch.ones(4, 2, 2)), fullgraph=True, backend="eager")
     compiled(x)
     assert "triton" in kernels.fallbacks()["headwise_linear"]
+
+
+@interpreted
+@pytest.mark.parametrize("how", ["compile", "export"])
+def test_a_compiler_causes_the_check_and_an_export_does_not(
+    how: str, a_device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    facts = FACTS["headwise_linear"]
+    monkeypatch.undo()
+    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", how))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(self_check._shelf, "keep", lambda name, value: found.append(value))
+    check = self_check.fault
+    monkeypatch.setattr(self_check, "fault", lambda example, facts: check(example, {**facts, "device": "cpu"}))
+
+    class Caller(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dispatch.choose("headwise_linear", None, device="cuda", dtype=torch.float32, **facts)
+            return x + 1
+
+    torch._dynamo.reset()
+    if how == "compile":
+        torch.compile(Caller(), fullgraph=True, backend="eager")(torch.ones(2))
+    else:
+        torch.export.export(Caller(), (torch.ones(2),), strict=False)
+    assert found == ([""] if how == "compile" else [])
