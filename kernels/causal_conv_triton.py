@@ -20,7 +20,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
 TAPS = 8  # at most: the backward pass is unrolled to TAPS^2
 AXES = {"BT": (8, 16, 32, 64, 128), "BD": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
@@ -88,7 +88,7 @@ def _conv(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     out = _convolved(x, w, bias, state, resets, b, t, d, S, D, xb, xs, K, REVERSE)
     if SILU:
-        out = out / (1.0 + tl.exp(-out))
+        out = out / (1.0 + exp(-out))
     tl.store(
         y + (b * S + t)[:, None] * D + d[None, :], out.to(y.dtype.element_ty), (t < S)[:, None] & (d < D)[None, :]
     )
@@ -119,7 +119,7 @@ def _conv_backward(
         ).to(tl.float32)
         if SILU:
             before = _convolved(x, w, bias, state, resets, b, t, d, S, D, xb, xs, K, REVERSE)
-            gate = 1.0 / (1.0 + tl.exp(-before))
+            gate = 1.0 / (1.0 + exp(-before))
             g *= gate * (1.0 + before * (1.0 - gate))
         if lag == 0:
             if bias is not None:

@@ -21,6 +21,7 @@ compilers for sm_90 turn an accumulator into a transposed operand wrongly. There
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, no_type_check
 
@@ -32,12 +33,12 @@ from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import jit, lined, log_sigmoid, tl, up
+from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid, tl, up
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
-# gates [6, N, T] are e, x, u, floor, 1 where p made the maximum x, den; factors [3, N, T] are 1 / (max + eps), dden,
+# gates [6, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den; factors [3, N, T] are 1 / (max + eps), dden,
 # dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1 where it
 # passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq and k . dk, the sums of
 # weight times gradient by reading and by written token: of one dden, so that what both contain cancels, rounded or not.
@@ -60,13 +61,40 @@ def _tile(x, down, across, is_down, is_across):
 
 @jit
 @no_type_check
+def _add_within(segment, a, other, b):
+    """Combines runs of (segment, sum of what of it has passed)."""
+    return other, tl.where(segment == other, a + b, b)
+
+
+@jit
+@no_type_check
+def _most_within(segment, a, other, b):
+    return other, tl.where(segment == other, tl.maximum(a, b), b)
+
+
+@jit
+@no_type_check
+def _most(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
+@no_type_check
+def _sums(segment, x, SEGMENTS: tl.constexpr):
+    """Of x [BT] up to each place, each segment by itself."""
+    if SEGMENTS:
+        return tl.associative_scan((segment, x), 0, _add_within)[1]
+    return tl.cumsum(x, 0)
+
+
+@jit
+@no_type_check
 def _chunk_gates(
     i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr
 ):
     """Of chunk c by itself: b, e, the largest e so far in the token's segment, and the number of that segment."""
     j = tl.arange(0, BT)
     live = j < S - c * BT
-    earlier = j[None, :] <= j[:, None]
     sign = -1 if REVERSE else 1
     raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
     log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
@@ -75,15 +103,17 @@ def _chunk_gates(
     if not EXP:
         log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))
-    sees = earlier
     segment = tl.zeros((BT,), tl.int32)
     if resets is not None:
         marks = tl.load(_start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
-        segment = tl.sum(tl.where(earlier, marks[None, :], 0), 1)
-        sees = earlier & (segment[None, :] == segment[:, None])
-    b = tl.sum(tl.where(sees, log_f[None, :], 0.0), 1)
+        segment = tl.cumsum(marks, 0)
+    b = _sums(segment, log_f, resets is not None)
     e = log_i - b
-    return b, e, tl.max(tl.where(sees, e[None, :], float("-inf")), 1), segment
+    if resets is not None:
+        best = tl.associative_scan((segment, e), 0, _most_within)[1]
+    else:
+        best = tl.associative_scan(e, 0, _most)
+    return b, e, best, segment
 
 
 @jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
@@ -125,10 +155,12 @@ def _gates(
     if m0 is not None:
         m = tl.load(m0 + n)
     if EACH and EXP:
-        for c in range(first):
-            at = totals + n * chunks + c
-            passes = tl.load(at + 2 * N * chunks)
-            m = tl.load(at) + tl.maximum(tl.load(at + N * chunks), m * passes)
+        for group in range(0, first, 8):
+            for c in tl.static_range(8):  # loads that do not wait for one another
+                at = totals + n * chunks + group + c
+                counts = group + c < first
+                passes = tl.load(at + 2 * N * chunks, counts, 1.0)
+                m = tl.load(at, counts, 0.0) + tl.maximum(tl.load(at + N * chunks, counts, float("-inf")), m * passes)
     if not EXP:
         m = tl.where(first == 0, m, 0.0)  # a given m counts until the first token
     for c in range(first, end):
@@ -138,14 +170,14 @@ def _gates(
         p = tl.where(segment == 0, m, 0.0)
         if EXP:
             x = tl.maximum(best, p)
-            floor = tl.exp(tl.minimum(-b - x, 87.0))
+            floor = exp(tl.minimum(-b - x, 87.0))
         else:
             x = -b
             floor = tl.zeros((BT,), tl.float32) + 1.0
         to = gates + place + c * BT + j
-        tl.store(to, e)
-        tl.store(to + plane, x)
-        tl.store(to + 2 * plane, tl.where(segment == 0, tl.exp(p - x), 0.0))
+        tl.store(to, binary(e))
+        tl.store(to + plane, binary(x))
+        tl.store(to + 2 * plane, tl.where(segment == 0, exp(p - x), 0.0))
         tl.store(to + 3 * plane, floor)
         tl.store(to + 4 * plane, tl.where(p > best, 1.0, 0.0))
         if segments is not None:
@@ -162,7 +194,7 @@ def _gates(
 @no_type_check
 def _states(
     k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
-    S, H, DK, DV, kb, ks, kh, vb, vs, vh,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, kb, ks, kh, vb, vs, vh,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -203,7 +235,7 @@ def _states(
             if segments is not None:
                 weight = tl.where(tl.load(segments + here + j) == tl.load(segments + end), weight, float("-inf"))
             rows = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
-            keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp(weight)[None, :]
+            keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp2(weight)[None, :]
             rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
             values = _tile(rows, sign * j * vs, dv, live, is_v)
             state += tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
@@ -216,7 +248,7 @@ def _states(
 @jit
 @no_type_check
 def _products(
-    a, b, down, across, is_down, is_across, D,
+    a, b, down, across, is_down, is_across, D: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """a . b of every row of the one tile with every row of the other, over D channels."""
@@ -231,31 +263,31 @@ def _products(
 
 @jit
 @no_type_check
-def _reach(gates, segments, plane, reading, written, t, s, j):
-    """Weights [t, s] of what tokens t of one tile read of tokens s of another: e^(e_s - x_t), 0 where they do not."""
+def _reach(gates, segments, plane, reading, written, t, s, j, log_scale):
+    """Weights [t, s] of what tokens t of one tile read of tokens s of another, scaled: 2^(e_s - x_t + log_scale), or 0."""
     sees = s[None, :] <= t[:, None]
     if segments is not None:
         sees = sees & (tl.load(segments + written + j)[None, :] == tl.load(segments + reading + j)[:, None])
-    log = tl.load(gates + written + j)[None, :] - tl.load(gates + plane + reading + j)[:, None]
-    return tl.exp(tl.where(sees, log, float("-inf")))
+    log = tl.load(gates + written + j)[None, :] - (tl.load(gates + plane + reading + j) - log_scale)[:, None]
+    return tl.exp2(tl.where(sees, log, float("-inf")))
 
 
 @jit
 @no_type_check
-def _reached(gates, segments, plane, reading, written, t, s, j):
+def _reached(gates, segments, plane, reading, written, t, s, j, log_scale):
     """The same as [s, t]: nothing is transposed."""
     seen = s[:, None] <= t[None, :]
     if segments is not None:
         seen = seen & (tl.load(segments + reading + j)[None, :] == tl.load(segments + written + j)[:, None])
-    log = tl.load(gates + written + j)[:, None] - tl.load(gates + plane + reading + j)[None, :]
-    return tl.exp(tl.where(seen, log, float("-inf")))
+    log = tl.load(gates + written + j)[:, None] - (tl.load(gates + plane + reading + j) - log_scale)[None, :]
+    return tl.exp2(tl.where(seen, log, float("-inf")))
 
 
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _outputs(
     q, k, v, C, norm, gates, segments, h,
-    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, eps,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, log_scale, eps,
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -291,13 +323,13 @@ def _outputs(
         weights = _products(
             queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
         )
-        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j) * scale
+        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j, log_scale)
         values = _tile(_start(v, n, H, other, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, seen, is_v)
         num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
         den += tl.sum(weights, 1)
     if NORMALIZE:
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(1) == 0, BT, 0))
-        num = num / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps)[:, None]
+        num *= (1.0 / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps))[:, None]
     to = _start(h, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + dv[None, :]
     tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
@@ -307,7 +339,7 @@ def _outputs(
 @no_type_check
 def _factors(
     dh, h, gates, segments, factors, links,
-    S, H, DV, gb, gs, gh, eps,
+    S, H, DV: tl.constexpr, gb, gs, gh, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):
     """From r = dh . h and the divisor."""
@@ -351,7 +383,7 @@ def _factors(
 @no_type_check
 def _state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
-    S, H, DK, DV, qb, qs, qh, gb, gs, gh, scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -413,7 +445,7 @@ def _state_gradients(
 @no_type_check
 def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
-    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -450,8 +482,8 @@ def _query_gradients(
         weights = _products(
             grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BV
         )
-        weights = (weights * inverse[:, None] + dden[:, None]) * scale
-        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j)
+        weights = weights * inverse[:, None] + dden[:, None]
+        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j, log_scale)
         b = _tile(_start(k, n, H, other, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, seen, is_d)
         total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
     to = _start(dq, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -465,7 +497,7 @@ def _query_gradients(
 @no_type_check
 def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-    S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -495,7 +527,7 @@ def _key_gradients(
     if segments is not None:
         write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
-    total *= tl.exp(write)[:, None]
+    total *= tl.exp2(write)[:, None]
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
@@ -506,8 +538,8 @@ def _key_gradients(
         )
         inverse = tl.load(factors + there + j)
         dden = tl.load(factors + plane + there + j)
-        weights = (weights * inverse[None, :] + dden[None, :]) * scale
-        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j)
+        weights = weights * inverse[None, :] + dden[None, :]
+        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j, log_scale)
         a = _tile(_start(q, n, H, other, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
     to = _start(dk, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -521,7 +553,7 @@ def _key_gradients(
 @no_type_check
 def _value_gradients(
     q, k, dh, dC, gates, segments, factors, dv,
-    S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -549,7 +581,7 @@ def _value_gradients(
     write = tl.load(gates + here + j) - tl.load(gates + plane + end)
     if segments is not None:
         write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
-    total *= tl.exp(write)[:, None]
+    total *= tl.exp2(write)[:, None]
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
@@ -558,8 +590,8 @@ def _value_gradients(
         weights = _products(
             keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BK
         )
-        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j)
-        weights *= (tl.load(factors + there + j) * scale)[None, :]
+        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j, log_scale)
+        weights *= tl.load(factors + there + j)[None, :]
         grads = _tile(_start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
     to = _start(dv, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
@@ -573,32 +605,29 @@ def _gate_gradients(
     i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df, dm0,
     S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
     EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
 ):
+    """From the last token of the chunk to its first, so that all sums are of what is already seen."""
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
     here = tl.program_id(0).to(tl.int64) * BT
     plane = tl.num_programs(0).to(tl.int64) * BT
-    j = tl.arange(0, BT)
+    j = BT - 1 - tl.arange(0, BT)
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
-    dlog_i = tl.zeros((BT,), tl.float32)
-    read = tl.zeros((BT,), tl.float32)
-    for tile in range(column_tiles):
-        dlog_i += tl.load(columns + tile * plane + here + j)
-    for tile in range(row_tiles):
-        read += tl.load(rows + tile * plane + here + j)
-    parts = flows + n.to(tl.int64) * (chunks + 1) * state_tiles
-    enters, leaves, end = 0.0, 0.0, 0.0  # <C, dC> + <n, dn>
-    for tile in range(state_tiles):
-        enters += tl.load(parts + c * state_tiles + tile)
-        leaves += tl.load(parts + (c + 1) * state_tiles + tile)
-        end += tl.load(parts + chunks * state_tiles + tile)
-    back = j[None, :] >= j[:, None]
+    tile = tl.arange(0, ROWS)[:, None]
+    read = tl.sum(tl.load(rows + tile * plane + here + j[None, :], tile < row_tiles, 0.0), 0)
+    tile = tl.arange(0, COLUMNS)[:, None]
+    dlog_i = tl.sum(tl.load(columns + tile * plane + here + j[None, :], tile < column_tiles, 0.0), 0)
+    # <C, dC> + <n, dn>, in parts
+    tile = tl.arange(0, STATES)
+    flows += n.to(tl.int64) * (chunks + 1) * state_tiles + tile
+    leaves = tl.sum(tl.load(flows + (c + 1) * state_tiles, tile < state_tiles, 0.0), 0)
     reaches = tl.zeros((BT,), tl.float32) + leaves
+    segment = tl.zeros((BT,), tl.int32)
     if segments is not None:
         segment = tl.load(segments + here + j)
-        back = back & (segment[None, :] == segment[:, None])
         reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
     if EXP:
         g = 0.0  # of the m that leaves this chunk
@@ -610,27 +639,30 @@ def _gate_gradients(
             passes = tl.load(links + tl.num_programs(0) + at)
             k += 1
         if dm_out is not None:
+            end = tl.sum(tl.load(flows + chunks * state_tiles, tile < state_tiles, 0.0), 0)
             g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
         dm = tl.load(factors + 2 * plane + here + j) + tl.where(j == BT - 1, g, 0.0)
         read += dm
-        made = tl.load(gates + 4 * plane + here + j) == 0.0
-        e = tl.load(gates + here + j)
-        x = tl.load(gates + plane + here + j)
-        winner = tl.max(tl.where(back & (e[:, None] == x[None, :]), j[:, None], -1), 0)
-        dlog_i += tl.sum(tl.where((winner[None, :] == j[:, None]) & made[None, :], dm[None, :], 0.0), 1)
-        if dm0 is not None:
-            if c == 0:
-                passes = tl.load(links + tl.num_programs(0) + n * chunks)
-                tl.store(dm0 + n, enters + tl.load(links + n * chunks) + passes * g)
-    elif dm0 is not None:
+        # a token whose e is x made that maximum, and those after it until another token's or another segment's
+        made = tl.load(gates + here + j) == tl.load(gates + plane + here + j)
+        behind = tl.minimum(j + 1, BT - 1)
+        ends = tl.load(gates + here + behind) == tl.load(gates + plane + here + behind)
+        if segments is not None:
+            ends = ends | (segment != tl.load(segments + here + behind))
+        run = tl.cumsum(ends.to(tl.int32), 0)
+        dlog_i += tl.where(made, _sums(run, dm, True), 0.0)
+    if dm0 is not None:
         if c == 0:
+            enters = tl.sum(tl.load(flows, tile < state_tiles, 0.0), 0)
+            if EXP:
+                enters += tl.load(links + n * chunks) + tl.load(links + tl.num_programs(0) + n * chunks) * g
             tl.store(dm0 + n, enters)
-    dlog_f = tl.sum(tl.where(back, (read - dlog_i)[None, :], 0.0), 1) + reaches
+    dlog_f = _sums(segment, read - dlog_i, segments is not None) + reaches
     if not EXP:
         raw = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        dlog_i *= 1.0 / (1.0 + tl.exp(raw))
+        dlog_i *= 1.0 / (1.0 + exp(raw))
     raw = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    dlog_f *= 1.0 / (1.0 + tl.exp(raw))
+    dlog_f *= 1.0 / (1.0 + exp(raw))
     to = _start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     tl.store(di + to, dlog_i, live)
     tl.store(df + to, dlog_f, live)
@@ -640,7 +672,7 @@ def _gate_gradients(
 @no_type_check
 def _step(
     q, k, v, i, f, resets, C0, n0, m0, h, C, norm, m,
-    H, DK, DV, qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, scale, eps,
+    H, DK: tl.constexpr, DV: tl.constexpr, qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, scale, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """One token, and nothing kept of it: a program reads and writes a strip [DK, BV] of C once."""
@@ -661,8 +693,8 @@ def _step(
     if m0 is not None:
         through += tl.where(begins == 0, tl.load(m0 + n), 0.0)
     top = tl.maximum(through, log_i) if EXP else 0.0
-    keep = tl.where(begins == 0, tl.exp(through - top), 0.0)
-    write = tl.exp(log_i - top)
+    keep = tl.where(begins == 0, exp(through - top), 0.0)
+    write = exp(log_i - top)
     values = tl.load(v + b * vb + head * vh + dv, is_v, 0.0).to(tl.float32)
     num = tl.zeros((BV,), tl.float32)
     den = 0.0
@@ -685,7 +717,7 @@ def _step(
             if first_strip:
                 tl.store(norm + wide * DK + dk, total, is_k)
     if NORMALIZE:
-        floor = tl.exp(tl.minimum(-top, 87.0)) if EXP else 1.0
+        floor = exp(tl.minimum(-top, 87.0)) if EXP else 1.0
         num = num / (tl.maximum(tl.abs(den), floor) + eps)
     tl.store(h + wide * DV + dv, num.to(h.dtype.element_ty), is_v)
     if m is not None:
@@ -701,17 +733,34 @@ AXES = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": (2, 4, 8), "num_s
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
 
-def tiles(dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
-    """Tokens of a chunk and of a tile, columns of a tile, warps.
+def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
+    """Tokens of a chunk and of a tile of it.
 
     Not narrow: dots of float32, which take twice the room. A chunk is two tiles where states are larger than what the
-    tokens of one tile bring: then half the states are written and read. It does not depend on the length, which may be
-    unknown when a program is exported.
+    tokens of one tile bring, and four where they are eight times that: then less of states is written and read. It does
+    not depend on the length, which may be unknown when a program is exported.
+    """
+    BT = 64 if narrow else 32
+    states, tokens = dk * dv, BT * (dk + dv)
+    return {"L": BT * (1 if states < tokens else 2 if states < 8 * tokens else 4), "BT": BT}
+
+
+def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
+    """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines.
+
+    A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
+    of those it writes. Programs that walk over chunks are few, and the more the better, unless heads are wide.
     """
     most = 64 if narrow else 32
-    L = 2 * most if dk * dv >= most * (dk + dv) else most
-    BK, BV = (max(16, min(most, common.power_of_two(n))) for n in (dk, dv))
-    return {"L": L, "BT": most, "BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
+    own = {"query_gradients": "BK", "key_gradients": "BK"}.get(kernel, "BV")
+    wide = narrow and (dk * dv >= 1 << 16 if kernel.startswith("state") else True)
+    if arch.startswith("sm_8") and kernel != "outputs":
+        wide = False  # these would spill
+    columns = {
+        name: max(16, min(2 * most if wide and name == own else most, common.power_of_two(n)))
+        for name, n in (("BK", dk), ("BV", dv))
+    }
+    return {**columns, "num_warps": 4, "num_stages": 2 if wide else 3}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
@@ -730,17 +779,19 @@ class _Plan:
         self.DV = v.shape[-1]
         self.N = B * self.H
         narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
-        self.tile = tiles(self.DK, self.DV, narrow, common.arch(q))
-        self.chunks = up(self.S, self.tile["L"])
-        self.places = self.chunks * self.tile["L"]
-        self.tiles = self.N * self.places // self.tile["BT"]
+        self.narrow = narrow
+        self.chunk = chunk(self.DK, self.DV, narrow)
+        L = self.chunk["L"]
+        self.chunks = up(self.S, L)
+        self.places = self.chunks * L
+        self.tiles = self.N * self.places // self.chunk["BT"]
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
         self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.between = torch.bfloat16 if narrow else torch.float32
-        self.scale = self.DK**-0.5
-        # what takes sums over a chunk holds [L, L] of it
-        self.way = {"REVERSE": reverse, "BT": self.tile["L"], "num_warps": 8 if self.tile["L"] > 64 else 4}
-        self.all = {"REVERSE": reverse, **self.dot, "L": self.tile["L"], "BT": self.tile["BT"]}
+        self.scales = self.DK**-0.5, -0.5 * math.log2(self.DK)
+        # gates are a number a token: one warp scans those of a chunk without asking others
+        self.way = {"REVERSE": reverse, "BT": L, "num_warps": 1}
+        self.all = {"REVERSE": reverse, **self.dot, **self.chunk}
         self.exp = input_gate == "exp"
 
     def gates(
@@ -782,7 +833,7 @@ class _Plan:
 
     def launch(self, kernel: str, x: Tensor, go: tuning.Go) -> Sequence[Tensor]:
         about = (self.DK, self.DV, x.dtype, common.power_of_two(self.S), common.power_of_two(self.N))
-        static = {key: self.tile[key] for key in AXES}
+        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x))
         return tuning.launch(f"mlstm.{kernel}", about, x, static, AXES, go)
 
 
@@ -815,7 +866,7 @@ def _op(
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
             _outputs[plan.tiles, plan.v_tiles(tile)](
                 q, k, v, C, norm, gates, marks, h,
-                plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), plan.scale, eps,
+                plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
                 NORMALIZE=normalize, **plan.all, **tile,
             )
             return (h,)
@@ -865,7 +916,7 @@ def _op_backward(
         _state_gradients[plan.N, tiles](
             q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
             dC0 if given else None, dn0 if given else None, flows,
-            *sizes, *_strides(q, dh), plan.scale, **plan.all, **tile,
+            *sizes, *_strides(q, dh), plan.scales[0], **plan.all, **tile,
         )
         return dC, dnorm, flows
 
@@ -873,7 +924,7 @@ def _op_backward(
         rows = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
         _query_gradients[plan.tiles, plan.k_tiles(tile)](
             q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
-            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
+            *sizes, *_strides(q, k, v, dh), *plan.scales, **plan.all, **tile,
         )
         return dq, rows
 
@@ -881,14 +932,14 @@ def _op_backward(
         columns = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
         _key_gradients[plan.tiles, plan.k_tiles(tile)](
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-            *sizes, *_strides(q, k, v, dh), plan.scale, **plan.all, **tile,
+            *sizes, *_strides(q, k, v, dh), *plan.scales, **plan.all, **tile,
         )
         return dk, columns
 
     def value_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
         _value_gradients[plan.tiles, plan.v_tiles(tile)](
             q, k, dh, dC, gates, segments, factors, dv,
-            *sizes, *_strides(q, k, dh), plan.scale, **plan.all, **tile,
+            *sizes, *_strides(q, k, dh), plan.scales[1], **plan.all, **tile,
         )
         return (dv,)
 
@@ -897,7 +948,8 @@ def _op_backward(
         dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
         _factors[(per_chunk,)](
             dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), eps,
-            EXP=plan.exp, NORMALIZE=normalize, BV=plan.tile["BV"], **plan.way,
+            EXP=plan.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(plan.DV))),
+            **plan.way | {"num_warps": min(8, plan.chunk["L"] // 16)},
         )
         flows = plan.launch("state_gradients", q, state_gradients)[2]
         rows = plan.launch("query_gradients", q, query_gradients)[1]
@@ -906,7 +958,10 @@ def _op_backward(
         _gate_gradients[(per_chunk,)](
             i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
             dm0 if given else None,
-            plan.S, plan.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2], EXP=plan.exp, **plan.way,
+            plan.S, plan.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2], EXP=plan.exp,
+            **{key: common.power_of_two(x.shape[at]) for key, x, at in (
+                ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
+            **plan.way,
         )
     return like
 
@@ -999,8 +1054,10 @@ def _can(**facts: Any) -> tuple[bool, str]:
 def _tiles(
     arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
 ) -> dict[str, dict[str, int]]:
-    launch = tiles(*head_dims, dtype == torch.bfloat16, arch)
-    return {"forward": launch, "backward": launch, "step": step_tiles(*head_dims, arch)}
+    narrow = dtype == torch.bfloat16
+    launches = {kernel: chunk(*head_dims, narrow) | tiles(kernel, *head_dims, narrow, arch)
+                for kernel in ("states", "outputs", "query_gradients", "value_gradients")}
+    return launches | {"step": step_tiles(*head_dims, arch)}
 
 
 def _example(

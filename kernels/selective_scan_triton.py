@@ -24,7 +24,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
@@ -44,7 +44,7 @@ def _softplus(x):
 
     r is at most 1/3, so the series to r^13 is exact to 1.4e-8, for steps next to zero too.
     """
-    v = tl.exp(-tl.abs(x))
+    v = exp(-tl.abs(x))
     r = v / (2.0 + v)
     q = r * r
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13))))))
@@ -119,7 +119,7 @@ def _scan(
                     out += skip * x
                 if z is not None:
                     gate = gates[j].to(tl.float32)
-                    out *= gate / (1.0 + tl.exp(-gate))
+                    out *= gate / (1.0 + exp(-gate))
                 tl.store(y + (b * S + t) * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < S, W, 0))
     tl.store(last + b * E * N + at, h, own)
 
@@ -237,7 +237,7 @@ def _scan_backward(
                 g = gys[j].to(tl.float32)
                 if z is not None:
                     gate = gates[j].to(tl.float32)
-                    open_ = 1.0 / (1.0 + tl.exp(-gate))
+                    open_ = 1.0 / (1.0 + exp(-gate))
                     out = tl.sum(h * reads, 1)
                     if D is not None:
                         out += skip * x
@@ -254,7 +254,7 @@ def _scan_backward(
                 tl.store(du + (b * S + t) * E + e, dx.to(du.dtype.element_ty), there)
                 dstep = through * x + tl.sum(p * a, 1)
                 if SOFTPLUS:
-                    dstep *= 1.0 / (1.0 + tl.exp(-raw))
+                    dstep *= 1.0 / (1.0 + exp(-raw))
                 if bias is not None:
                     dbias_sum += tl.where(there, dstep, 0.0)
                 tl.store(ddt + (b * S + t) * E + e, dstep.to(ddt.dtype.element_ty), there)

@@ -24,7 +24,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.slstm_reference import SLSTMState
-from seqblocks.kernels.triton_common import jit, lined, log_sigmoid, sigmoid, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoid, tl, up
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
@@ -39,7 +39,7 @@ WIDTH = 1024  # of a head, at most
 @no_type_check
 def _tanh(x):
     """Within 1e-7 of it; e^-2|x| does not overflow."""
-    v = tl.exp(-2.0 * tl.abs(x))
+    v = exp(-2.0 * tl.abs(x))
     return tl.where(x < 0.0, v - 1.0, 1.0 - v) / (1.0 + v)
 
 
@@ -49,8 +49,8 @@ def _cell(i, f, z, o, c, n, m):
     """y, c, n, m after a token whose gates are whole."""
     through = m + log_sigmoid(f)
     top = tl.where(n == 0.0, i, tl.maximum(i, through))
-    write = tl.exp(i - top)
-    keep = tl.exp(tl.minimum(through - top, 0.0))
+    write = exp(i - top)
+    keep = exp(tl.minimum(through - top, 0.0))
     c = keep * c + write * _tanh(z)
     n = keep * n + write
     return sigmoid(o) * c / n, c, n, top
@@ -62,8 +62,8 @@ def _cell_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, c_, n_, m_):
     """Gradients of the gates, then of the c, n, m (c_, n_, m_) before the token; dc, dn, dm come from after it."""
     through = m_ + log_sigmoid(f)
     first = n_ == 0.0
-    write = tl.exp(i - m)
-    keep = tl.where(first, 0.0, tl.exp(tl.minimum(through - m, 0.0)))
+    write = exp(i - m)
+    keep = tl.where(first, 0.0, exp(tl.minimum(through - m, 0.0)))
     gate = sigmoid(o)
     tz = _tanh(z)
     share = dy * gate / n

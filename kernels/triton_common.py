@@ -119,9 +119,23 @@ def up(a: int, b: int) -> int:
 
 @jit
 @no_type_check
+def binary(log):
+    """A natural logarithm as a binary one."""
+    return log * 1.4426950408889634
+
+
+@jit
+@no_type_check
+def exp(x):
+    """e^x. `tl.exp` compiles to five instructions, of which three serve results below 1e-38; this to two."""
+    return tl.exp2(binary(x))
+
+
+@jit
+@no_type_check
 def log_sigmoid(x):
     """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
-    v = tl.exp(-tl.abs(x))
+    v = exp(-tl.abs(x))
     r = v / (2.0 + v)
     y = r * r
     series = 1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
@@ -132,5 +146,5 @@ def log_sigmoid(x):
 @no_type_check
 def sigmoid(x):
     """1 / (1 + e^-x), of an exponential that cannot overflow."""
-    v = tl.exp(-tl.abs(x))
+    v = exp(-tl.abs(x))
     return tl.where(x < 0.0, v, 1.0) / (1.0 + v)

@@ -67,16 +67,17 @@ def test_resets(gate, reverse, state):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_several_tiles_in_a_chunk(parts, gate, reverse, monkeypatch):
     """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
-    size = {"L": 16 * parts, "BT": 16, "BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
+    size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
     monkeypatch.setattr(mlstm_triton, "tiles", lambda *a: size)
+    monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
     x = inputs(2, 70, 1, 20, 8, state=True)
     compare(x, reverse=reverse, resets=resets(2, 70, 23), **GATES[gate])
     compare(x, reverse=reverse, **GATES[gate])
 
 
-def test_wide_heads_have_two_tiles_in_a_chunk():
-    for width, chunk in ((64, 64), (128, 128), (192, 128)):
-        assert mlstm_triton.tiles(width, width, True, "sm_90")["L"] == chunk
+def test_wide_heads_have_several_tiles_in_a_chunk():
+    for width, chunk in ((64, 64), (128, 128), (192, 128), (512, 128), (1024, 256)):
+        assert mlstm_triton.chunk(width, width, True)["L"] == chunk
     compare(inputs(1, 70, 1, 64, 64, state=True), resets=resets(1, 70, 31))
 
 
