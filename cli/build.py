@@ -10,19 +10,15 @@ from seqblocks._version import __version__
 from seqblocks.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
-from seqblocks.cost import BYTES, params_bytes
-from seqblocks.errors import UnavailableError, UsageError, did_you_mean, listing
+from seqblocks.cost import dtype_named, params_bytes
+from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Model
 from seqblocks.report import summarise
-
-SHORT = {"f32": "float32", "fp32": "float32", "f16": "float16", "fp16": "float16", "half": "float16"}
-SHORT |= {"bf16": "bfloat16", "f64": "float64", "fp64": "float64", "double": "float64", "float": "float32"}
-DTYPES = tuple(name for name in BYTES if name != "int64")
 
 
 def run(options: argparse.Namespace) -> int:
     """Build on the device that was asked for, and hold the count against the built module."""
-    dtype = dtype_named(options.dtype)
+    dtype = dtype_named(options.dtype, "--dtype")
     file, found = load(options.spec, options, _image_size(options))
     model = require_model(file, found)
     summary = summarise(model, dtype, options.length, options.depth)
@@ -41,15 +37,6 @@ def run(options: argparse.Namespace) -> int:
         size = output.bytes_of(summary.params_bytes)
         output.write(f"{model.name}: built, {built:,} parameters, {dtype} on {options.device}, {size}")
     return 0
-
-
-def dtype_named(text: str) -> str:
-    """A model's dtype by any of its usual names. UsageError."""
-    name = SHORT.get(text, text).removeprefix("torch.")
-    if name not in DTYPES:
-        hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"
-        raise UsageError(f"--dtype {text} is not a dtype of a model: {hint}")
-    return name
 
 
 def _image_size(options: argparse.Namespace) -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from seqblocks._version import __version__
 from seqblocks.check import require_model
 from seqblocks.cli import output
-from seqblocks.cli.build import dtype_named
 from seqblocks.cli.check import load
+from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def code(options: argparse.Namespace) -> int:
 
 def kernels(options: argparse.Namespace) -> int:
     """For each step that uses a kernel: the form that would run there, how it is launched, or why no faster one is."""
-    dtype = dtype_named(options.dtype)
+    dtype = dtype_named(options.dtype, "--dtype")
     if not re.fullmatch(r"sm_\d+|gfx\w+", options.arch):
         raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {options.arch}")
     model = require_model(*load(options.what, options))
@@ -80,8 +80,9 @@ def _table(steps: list[Step], backend: str) -> None:
     told: set[str] = set()
     for name, step in zip(names, steps, strict=True):
         output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.form or 'cannot run'}".rstrip())
+        longest = max(map(len, step.tiles), default=0)
         for way, tile in step.tiles.items():
-            output.write(f"    {way:<8}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
+            output.write(f"    {way:<{longest}}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
         remarks = step.reasons() if step.form else [
             f"{v.form}: {v.reason}" for v in step.verdicts if v.form == backend or backend == "auto"
         ]

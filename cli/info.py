@@ -46,8 +46,14 @@ def ops(options: argparse.Namespace) -> int:
         for name, verb in verbs.items():
             output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].splitlines()[0]}")
         return 0
+    block = None if options.name in verbs else _block(options.name)
+    if block:
+        output.dump(block) if options.format == "json" else output.write(_told(block))
+        return 0
     if options.name not in verbs:
-        hint = did_you_mean(options.name, verbs) or "`seqblocks ops` lists them"
+        blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
+        lists = "`seqblocks ops` lists them, `seqblocks list` the bundled blocks"
+        hint = did_you_mean(options.name, [*verbs, *blocks]) or lists
         raise UsageError(f"there is no verb '{options.name}': {hint}")
     verb = verbs[options.name]
     if options.format == "json":
@@ -55,6 +61,31 @@ def ops(options: argparse.Namespace) -> int:
     else:
         output.write(reference.text(verb))
     return 0
+
+
+def _block(name: str) -> dict[str, Any] | None:
+    """What is to be known of a bundled block; None if no bundled file has it."""
+    from seqblocks import document
+
+    for source, path in bundled().items():
+        if path.parent.name == "blocks":
+            found = check.load(source)[0].blocks.get(name)
+            if found:
+                defaults = {a.name: a.default and document.plain(a.default) for a in found.args.values()}
+                arguments = [{"name": a.name, "type": a.type, "default": defaults[a.name]} for a in found.args.values()]
+                return {"name": name, "use": source, "about": found.about, "arguments": arguments}
+    return None
+
+
+def _told(block: dict[str, Any]) -> str:
+    lines = [f"{block['name']}: {block['about']}", "", f"a block; the spec says  use: [{block['use']}]"]
+    if block["arguments"]:
+        lines += ["", "arguments:"]
+        width = max(len(a["name"]) for a in block["arguments"])
+        for a in block["arguments"]:
+            default = "required" if a["default"] is None else f"default {a['default']}"
+            lines.append(f"  {a['name']:<{width}}  {a['type']}, {default}")
+    return "\n".join(lines)
 
 
 def show(options: argparse.Namespace) -> int:

@@ -89,6 +89,9 @@ def annotation(diagnostic: Diagnostic) -> str:
 
     where = ""
     span = diagnostic.span
+    if span and span.source.name.startswith("<bundled"):  # the line of the reader's own file that led there
+        own = [note.span for note in diagnostic.notes if note.span and not note.span.source.name.startswith("<")]
+        span = own[-1] if own else None
     if span:
         file = escape(span.source.name, ":,")
         where = f"file={file},line={span.line},col={span.column},endLine={span.end_line},endColumn={span.end_column},"

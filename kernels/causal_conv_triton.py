@@ -249,7 +249,8 @@ def run(
 ) -> Tensor:
     """y of `causal_conv`, for a depthwise weight."""
     if x.numel() == 0:
-        return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+        nothing = x.sum() + weight.sum() + (0.0 if bias is None else bias.sum())  # gradients find all three
+        return x.to(torch.promote_types(x.dtype, weight.dtype)) * nothing
     marks = None if resets is None else resets.to(torch.uint8).contiguous()
     return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
 

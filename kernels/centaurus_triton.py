@@ -345,10 +345,9 @@ def _op_backward(
     marks = None if resets is None else resets.contiguous()
     plan = _Plan(u, p_re, reverse)
     du = u.new_empty(*u.shape[:2], plan.N)
-    flip = state.new_tensor([1.0, -1.0])  # gradients of complex numbers flow as their conjugates
     before = state.new_empty(state.shape)
     with common.on(u):
-        afters = plan.walk(dv, given, (dlast * flip).contiguous(), marks, du, before, True)
+        afters = plan.walk(dv, given, _conjugate(dlast), marks, du, before, True)
         starts = state.contiguous()
         if plan.K > 1:  # again, rather than kept
             scratch = du.new_empty(du.shape), state.new_empty(state.shape)
@@ -356,7 +355,12 @@ def _op_backward(
         dp_re, dp_im, dr_re, dr_im = (x.clone() for x in plan.sums(u, dv, given, starts, afters, marks))
     if plan.F != plan.N:
         du = du.unflatten(-1, (-1, plan.F)).sum(2)
-    return [du, dp_re, dp_im, dr_re, dr_im, before * flip]
+    return [du, dp_re, dp_im, dr_re, dr_im, _conjugate(before)]
+
+
+def _conjugate(x: Tensor) -> Tensor:
+    """Of complex numbers as pairs: the way that their gradients flow."""
+    return torch.stack([x[..., 0], -x[..., 1]], -1)
 
 
 @_op_backward.register_fake

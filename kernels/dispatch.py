@@ -136,6 +136,17 @@ def _surroundings(watched: str | None) -> str:
     return _asked.get() or os.environ.get(VARIABLE) or "auto"
 
 
+def form(op: str, name: str) -> Callable[..., Any]:
+    """The function of one form, for another that leaves it a case: the kernels leave empty tensors to torch."""
+    return _ops[op][name].run
+
+
+def computed_in(*inputs: torch.Tensor | None) -> torch.dtype:
+    """The dtype that forms are asked about: the first input's, but float64 if any is."""
+    dtypes = [x.dtype for x in inputs if x is not None]
+    return torch.float64 if torch.float64 in dtypes else dtypes[0]
+
+
 def why(op: str, **facts: Any) -> list[Verdict]:
     """For each form, in the order `auto` asks: whether it can run on these facts, and the reason."""
     return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import form, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
 
@@ -36,7 +36,7 @@ def _normalised(value, live, D, eps):
     """(x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
     centred = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / D + eps)
-    return centred * scale[:, None], scale
+    return tl.where(live, centred * scale[:, None], 0.0), scale  # a dead row has no variance
 
 
 @jit
@@ -251,7 +251,7 @@ def run(
 ) -> Tensor:
     """As `head_norm`."""
     if x.numel() == 0:
-        return _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
+        return form("head_norm", "torch")(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
     rows, added, factor = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, skip, gate))
     assert rows is not None
     return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation).view(x.shape)

@@ -28,7 +28,10 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
-    run = dispatch.choose("headwise_linear", backend, device=x.device.type, dtype=x.dtype, block=tuple(weight.shape))
+    device, dtype = x.device.type, dispatch.computed_in(x, weight)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    run = dispatch.choose("headwise_linear", backend, device=device, dtype=dtype, block=tuple(weight.shape))
     y = run(x, weight)
     return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower
 

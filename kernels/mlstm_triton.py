@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import form, register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid, tl, up
@@ -38,10 +38,11 @@ from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
-# gates [6, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den; factors [3, N, T] are 1 / (max + eps), dden,
-# dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that enters it, and 1 where it
-# passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq and k . dk, the sums of
-# weight times gradient by reading and by written token: of one dden, so that what both contain cancels, rounded or not.
+# gates [6, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den; factors [3, N, T]
+# are 1 / (max + eps), dden, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that
+# enters it, and 1 where it passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq
+# and k . dk, the sums of weight times gradient by reading and by written token: of one dden, so that what both contain
+# cancels, rounded or not.
 # C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
 
 
@@ -264,7 +265,7 @@ def _products(
 @jit
 @no_type_check
 def _reach(gates, segments, plane, reading, written, t, s, j, log_scale):
-    """Weights [t, s] of what tokens t of one tile read of tokens s of another, scaled: 2^(e_s - x_t + log_scale), or 0."""
+    """Weights [t, s] of what tokens t of one tile read of tokens s of another: 2^(e_s - x_t), scaled, or 0."""
     sees = s[None, :] <= t[:, None]
     if segments is not None:
         sees = sees & (tl.load(segments + written + j)[None, :] == tl.load(segments + reading + j)[:, None])
@@ -788,11 +789,15 @@ class _Plan:
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
         self.dot = {"DOT": tl.bfloat16 if narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.between = torch.bfloat16 if narrow else torch.float32
-        self.scales = self.DK**-0.5, -0.5 * math.log2(self.DK)
         # gates are a number a token: one warp scans those of a chunk without asking others
         self.way = {"REVERSE": reverse, "BT": L, "num_warps": 1}
         self.all = {"REVERSE": reverse, **self.dot, **self.chunk}
         self.exp = input_gate == "exp"
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """1 / sqrt(DK), and its binary logarithm."""
+        return self.DK**-0.5, -0.5 * math.log2(self.DK)
 
     def gates(
         self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, gates: Tensor,
@@ -843,7 +848,9 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
-    return [lined(x) for x in lines] + [None if x is None else x.contiguous() for x in whole]
+    far = 2**31 // 64  # within a tile of tokens offsets are of 32 bits
+    near = [lined(x) if x.stride(1) < far else x.contiguous() for x in lines]
+    return near + [None if x is None else x.contiguous() for x in whole]
 
 
 @torch.library.custom_op("seqblocks::mlstm_triton", mutates_args=())
@@ -1033,10 +1040,11 @@ def run(
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan. Arguments as `mlstm`, already checked; chunk_size is the torch form's and changes nothing here."""
     if v.numel() == 0 or q.numel() == 0:
-        (B, _, H, DK), DV = q.shape, v.shape[-1]
-        if state is None:
-            state = MLSTMState(*(f.new_zeros(shape) for shape in ((B, H, DK, DV), (B, H, DK), (B, H))))
-        return v.new_zeros(v.shape), state
+        torch_run = form("mlstm", "torch")
+        return torch_run(
+            q, k, v, i, f, state, resets, reverse=reverse, chunk_size=chunk_size, eps=eps, input_gate=input_gate,
+            normalize=normalize, return_state=return_state,
+        )
     C, n, m = (None, None, None) if state is None else state
     marks = None if resets is None else resets.to(torch.uint8)
     tensors, options = (q, k, v, i, f, C, n, m), (eps, input_gate, normalize, return_state)
@@ -1060,18 +1068,33 @@ def _tiles(
     return launches | {"step": step_tiles(*head_dims, arch)}
 
 
-def _example(
-    head_dims: tuple[int, int], input_gate: str = "exp", resets: bool = False, reverse: bool = False, **facts: Any
-) -> Any:
+def _tried(C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None = None, **given: Any) -> Any:
+    """A scan from a given state, and a token without a derivative, for which there is a kernel of its own."""
     from seqblocks.kernels.mlstm import mlstm
 
+    h, last = mlstm(**given, state=(C, n, m), resets=resets, return_state=True)
+    with torch.no_grad():
+        token: dict[str, Any] = {name: x[:, :1] if isinstance(x, Tensor) else x for name, x in given.items()}
+        step = mlstm(**token, state=(C, n, m), resets=None if resets is None else resets[:, :1])
+    return h, (*last, step)
+
+
+def _example(
+    head_dims: tuple[int, int], input_gate: str = "exp", resets: bool = False, reverse: bool = False,
+    dtype: torch.dtype = torch.float32, **facts: Any
+) -> Any:
     DK, DV = head_dims
+    L = chunk(DK, DV, dtype == torch.bfloat16)["L"]
+    # more chunks than one program walks; not where the definition would keep too many large states
+    S = 20 + L * (WALKED if DK * DV <= 1 << 14 else 1)
     widths = {"q": (DK,), "k": (DK,), "v": (DV,), "i": (), "f": ()}
-    tensors = {name: normal(1, 150, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
-    options: dict[str, Any] = {"input_gate": input_gate, "reverse": reverse, "return_state": True}
+    tensors = {name: normal(1, S, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
+    states = {"C": (DK, DV), "n": (DK,), "m": ()}
+    tensors |= {name: normal(1, 1, *width, seed=6 + at) for at, (name, width) in enumerate(states.items())}
+    options: dict[str, Any] = {"input_gate": input_gate, "reverse": reverse}
     if resets:
-        options["resets"] = (normal(1, 150) > 1.5).to(facts["device"])
-    return mlstm, tensors, options
+        options["resets"] = (normal(1, S) > 2.0).to(facts["device"])
+    return _tried, tensors, options
 
 
 register("mlstm", "triton", run, _can, _tiles, _example)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqblocks.kernels import selective_scan_reference
 from seqblocks.kernels.dispatch import register, without_autocast
 from seqblocks.kernels.selective_scan_reference import complete
 
@@ -130,7 +131,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """The scan, as `selective_scan_reference.run`, for real A, B, C."""
     if u.numel() == 0:
-        return torch.empty_like(u), state
+        return selective_scan_reference.run(u, dt, A, B, C, state, resets, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
     y, last, _ = _scan(u, dt, A, B, C, state, resets, reverse)
     return y, last

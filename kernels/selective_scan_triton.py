@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import form, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
@@ -439,7 +439,7 @@ def run(
     """The whole of `selective_scan`: y in u's dtype, and the last state."""
     h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float()
     if u.numel() == 0:
-        return torch.empty_like(u), h0
+        return form("selective_scan", "torch")(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
     groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
     B, C = (x.unsqueeze(2).expand(-1, -1, groups, -1) if x.dim() == 3 else x for x in (B, C))
     marks = None if resets is None else resets.to(torch.uint8).contiguous()

@@ -3,12 +3,14 @@
 Compilers have silently been wrong on new devices. So the first call of a form with other facts (dtype, widths, order)
 runs a small example through it and through the recurrence in float64, gradients too, and keeps the answer in the user's
 cache folder under names of device, Triton and source. A form that fails is passed over by `auto`, and refused where it
-is asked for by name. SEQBLOCKS_SELF_CHECK=0 takes every form as it is.
+is asked for by name. What may pass (no memory left, no compiler installed) is known until the process ends, not kept.
+SEQBLOCKS_SELF_CHECK=0 takes every form as it is.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import shelf
+from seqblocks.kernels import shelf, tuning
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
 # far above rounding, far below what a wrong sum gives: relative to the largest value of a result
@@ -26,28 +28,62 @@ Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, A
 
 # op and facts -> "" if it is sound, else what was wrong
 _shelf = shelf.Shelf("checked.json", "checked kernels", str)
-_under_way: set[str] = set()
+_passing: dict[str, str] = {}  # by the same names, of this process
+_lock = threading.Lock()
+_here = threading.local()  # .checking in the thread that does it
+OFF = ("0", "off", "false", "no")
+
+
+class Passing(Exception):
+    """The check could not be made; the reason, if it lies with the Triton form."""
 
 
 def verdict(op: str, example: Example, facts: dict[str, Any]) -> str:
     """Why the form must not be used, or "". Checks if nothing is known yet and something can be run now."""
-    if facts.get("device") != "cuda" or os.environ.get(VARIABLE) == "0":
+    if facts.get("device") != "cuda" or os.environ.get(VARIABLE, "").lower() in OFF:
+        return ""
+    if getattr(_here, "checking", False):  # the example's own call
         return ""
     about = [f"{key}={value}" for key, value in sorted(facts.items()) if key != "asked"]
     name = "|".join([op, *about, *shelf.here(op, torch.cuda.current_device())])
-    known = _shelf.get(name)
+    known = _passing.get(name, _shelf.get(name))
     if known is not None:
         return known
-    if name in _under_way or torch.cuda.is_current_stream_capturing() or _tracing():
+    if torch.cuda.is_current_stream_capturing() or _tracing():
         return ""
-    _under_way.add(name)
-    try:
-        found = fault(example, facts)
-    finally:
-        _under_way.remove(name)
+    with _lock:
+        known = _passing.get(name, _shelf.get(name))  # another thread may have found out meanwhile
+        if known is not None:
+            return known
+        try:
+            found = _alone(lambda: fault(example, facts))
+            _shelf.keep(name, found)
+        except Passing as error:
+            found = _passing[name] = str(error)
     if found:
         warnings.warn(f"the Triton form of {op} is not used here: {found}", stacklevel=2)
-    _shelf.keep(name, found)
+    return found
+
+
+def _alone(work: Callable[[], str]) -> str:
+    """In a thread of its own: the caller's autocast, hooks, default device and transforms are none of the check's."""
+    results: list[Any] = []
+
+    def run(index: int | None) -> None:
+        _here.checking = True
+        try:
+            if index is not None:
+                torch.cuda.set_device(index)
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, args=(torch.cuda.current_device() if torch.cuda.is_available() else None,))
+    thread.start()
+    thread.join()
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    found: str = results[0]
     return found
 
 
@@ -57,19 +93,20 @@ def _tracing() -> bool:
 
 
 def fault(example: Example, facts: dict[str, Any]) -> str:
-    """What the Triton form gets wrong on an example of these facts, or ""."""
-    dtype = facts.get("dtype", torch.float32)
-    with torch.inference_mode(False), torch.enable_grad():
+    """What the Triton form gets wrong on an example of these facts, or "". Passing if that cannot be found out."""
+    dtype, device = facts.get("dtype", torch.float32), facts["device"]
+    with torch.inference_mode(False), torch.enable_grad(), tuning.use_autotune("off"):
         function, tensors, options = example(**facts)
-        rounded = {name: x.to(dtype).to(facts["device"]) for name, x in tensors.items()}
+        rounded = {name: x.to(dtype).to(device) for name, x in tensors.items()}
         try:
             wanted = _results(function, {name: x.double() for name, x in rounded.items()}, options, "reference")
         except torch.OutOfMemoryError:  # nothing is known then, and the caller may still have room for his own
-            return ""
+            raise Passing("") from None
         try:
             found = _results(function, rounded, options, "triton")
         except Exception as error:  # the compiler gives up, the device has too little memory, …
-            return f"it does not run ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+            about = "".join(str(error).strip().splitlines()[:1])[:200]
+            raise Passing(f"it does not run ({type(error).__name__}: {about})") from None
     for name, expected in wanted.items():
         scale = expected.abs().max().item() if expected.numel() else 0.0
         off = (found[name].double() - expected).abs().max().item() if expected.numel() else 0.0
@@ -91,5 +128,5 @@ def _results(
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """The same numbers every time, and the caller's generator untouched."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """The same numbers every time, and the caller's generator, device and dtype untouched."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)

@@ -22,9 +22,10 @@ def folder() -> Path:
     """$SEQBLOCKS_CACHE, else seqblocks in the user's cache folder."""
     own = os.environ.get("SEQBLOCKS_CACHE")
     if own:
-        return Path(own)
+        return Path(os.path.expanduser(own))
     windows = os.environ.get("LOCALAPPDATA") if os.name == "nt" else None
-    return Path(windows or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqblocks"
+    # expanduser leaves "~" where nobody is at home; the folder is then one of the working directory's
+    return Path(windows or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "seqblocks"
 
 
 @cache
@@ -56,9 +57,10 @@ class Shelf(Generic[T]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             together = {**self._read(path), **self._all()}
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                json.dump(together, file, indent=1, sort_keys=True)
-            os.replace(file.name, path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as own:
+                file = Path(own) / self._file
+                file.write_text(json.dumps(together, indent=1, sort_keys=True), encoding="utf-8")
+                os.replace(file, path)
         except OSError as error:
             warnings.warn(f"{self._about} are not kept: {error}", stacklevel=2)
 
@@ -77,6 +79,6 @@ class Shelf(Generic[T]):
             return {str(name): self._parse(value) for name, value in json.loads(path.read_text("utf-8")).items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             warnings.warn(f"{path} is not a record of {self._about} and is left out: {error}", stacklevel=2)
             return {}

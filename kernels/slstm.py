@@ -54,8 +54,8 @@ def slstm(
         raise ValueError(f"slstm wants a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
     state = SLSTMState(*(s.to(dtype) for s in state))
     run = dispatch.choose(
-        "slstm", backend, device=i.device.type, dtype=i.dtype, heads=H, head_dim=D, resets=resets is not None,
-        reverse=reverse,
+        "slstm", backend, device=i.device.type, dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
+        resets=resets is not None, reverse=reverse,
     )
     y, last = run(
         (i, f, z, o), recurrent.to(dtype), bias.to(dtype), state, None if resets is None else resets.bool(), reverse

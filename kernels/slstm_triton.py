@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import form, register, without_autocast
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.slstm_reference import SLSTMState
 from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoid, tl, up
@@ -451,12 +451,12 @@ def _op_backward(
     y: Tensor, states: Tensor, gates_if: Tensor, gates_zo: Tensor, reverse: bool,
 ) -> list[Tensor]:
     """Gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
-    like = _op_backward_fake(dy, dy1, dc1, dn1, dm1, i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, states,
-                             gates_if, gates_zo, reverse)
-    di, df, dz, do, _, _, dy0, dc0, dn0, dm0 = like
     H, D = recurrent.shape[:2]
     dy = lined(dy)
     plan = _Plan(i, (f, z, o), H, D, reverse, True)
+    dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
+    # not in float16: what comes from them, a token back and in the weights, may be too small for it
+    di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
     marks = None if resets is None else resets.contiguous()
     whole = (x.contiguous() for x in (recurrent.to(plan.dot), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
@@ -472,13 +472,21 @@ def _op_backward(
                 dy, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.all
             )
     drecurrent, dbias = _weight_gradients(plan, (di, df, dz, do), y, y0, resets, H, reverse)
-    return [di, df, dz, do, drecurrent.to(recurrent.dtype), dbias.to(bias.dtype), dy0, dc0, dn0, dm0]
+    grads = [g.to(x.dtype) for g, x in zip((di, df, dz, do), (i, f, z, o), strict=True)]
+    return [*grads, drecurrent.to(recurrent.dtype), dbias.to(bias.dtype), dy0, dc0, dn0, dm0]
 
 
 def _weight_gradients(
     plan: _Plan, grads: tuple[Tensor, ...], y: Tensor, y0: Tensor, resets: Tensor | None, H: int, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Over all tokens at once: what each read of y before it, times its gates' gradients."""
+    with without_autocast(y.device.type):
+        return _summed(plan, grads, y, y0, resets, H, reverse)
+
+
+def _summed(
+    plan: _Plan, grads: tuple[Tensor, ...], y: Tensor, y0: Tensor, resets: Tensor | None, H: int, reverse: bool
+) -> tuple[Tensor, Tensor]:
     first = y0.flatten(1).unsqueeze(1).to(y.dtype)
     before = torch.cat([y[:, 1:], first] if reverse else [first, y[:, :-1]], 1)
     if resets is not None:
@@ -529,7 +537,7 @@ def run(
     """As `slstm_reference.run`; y in the dtype of i."""
     H, D = recurrent.shape[:2]
     if gates[0].numel() == 0:
-        return gates[0].new_empty(*gates[0].shape[:2], H, D), state
+        return form("slstm", "torch")(gates, recurrent, bias, state, resets, reverse)
     tensors = (*gates, recurrent, bias, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     marks = None if resets is None else resets.to(torch.uint8)

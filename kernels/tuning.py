@@ -37,7 +37,7 @@ Tile = dict[str, int]
 Axes = Mapping[str, Sequence[int]]
 Go = Callable[[Tile], Sequence[Tensor]]
 
-_shelf = shelf.Shelf("tiles.json", "tuned kernels", lambda tile: {str(key): int(n) for key, n in tile.items()})
+_shelf = shelf.Shelf("tiles.json", "tuned kernels", lambda tile: _tile(tile))
 _mode: str | None = None  # of the process: backward passes run in threads of their own
 
 
@@ -53,6 +53,25 @@ def use_autotune(mode: str) -> Iterator[None]:
         yield
     finally:
         _mode = before
+
+
+def _tile(found: Any) -> Tile:
+    """Of a record. ValueError unless it names positive numbers."""
+    tile = {str(key): int(n) for key, n in found.items()}
+    if not all(n > 0 for n in tile.values()):
+        raise ValueError(f"no launch has {found}")
+    return tile
+
+
+def _seconds() -> float:
+    """BackendError if the environment gives no number."""
+    given = os.environ.get(f"{VARIABLE}_SECONDS") or SECONDS
+    try:
+        return float(given)
+    except ValueError:
+        from seqblocks.errors import BackendError
+
+        raise BackendError(f"{VARIABLE}_SECONDS: {given!r} is no number of seconds") from None
 
 
 def autotune_mode() -> str:
@@ -84,7 +103,7 @@ def launch(kernel: str, about: tuple[Any, ...], x: Tensor, static: Tile, axes: A
             return go(static)
         tile = search(static, axes, go, _milliseconds)
         _shelf.keep(name, tile)
-    return go({**static, **tile})
+    return go({key: tile.get(key, n) for key, n in static.items()})
 
 
 def search(
@@ -92,9 +111,12 @@ def search(
 ) -> Tile:
     """The fastest tile found on a walk from the static one, along one axis after the other, within so many seconds."""
     if seconds is None:
-        seconds = float(os.environ.get(f"{VARIABLE}_SECONDS") or SECONDS)
+        seconds = _seconds()
     end = time.monotonic() + seconds
-    wanted = [x.clone() for x in go(static)]
+    try:
+        wanted = [x.clone() for x in go(static)]
+    except torch.OutOfMemoryError:  # there is no room to compare in
+        return static
 
     def cost(tile: Tile) -> float:
         try:

@@ -1,6 +1,6 @@
 """seqblocks: a YAML spec says what a sequence model is; seqblocks proves it adds up, then builds it.
 
-Importing this does not import torch; `build` does.
+Importing this does not import torch, `build` does; and `seqblocks.kernels` needs torch alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
-from seqblocks.check import load, load_model, load_text, yaml
 from seqblocks.errors import (
     BackendError,
     Diagnostic,
@@ -20,14 +19,17 @@ from seqblocks.errors import (
     UnavailableError,
     UsageError,
 )
-from seqblocks.op import Op, primitive
 
 if TYPE_CHECKING:
     from seqblocks.builder import build, build_model, build_text
+    from seqblocks.check import load, load_model, load_text, yaml
+    from seqblocks.op import Op, primitive
     from seqblocks.report import Summary, summarise
 
-# imported on first use: the first three need torch, and `check` is as fast as its imports
+# imported on first use: the first need torch, all need pydantic, and `check` is as fast as its imports
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.builder")
+_LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.check")
+_LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report")
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from seqblocks import check, graph
+from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Model
 from seqblocks.module import SequenceModel
@@ -19,12 +20,12 @@ def build(
     *,
     set: Mapping[str, Any] | None = None,
     device: Any = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    dtype: torch.dtype | str = torch.float32,
+    seed: int | None = 0,
 ) -> SequenceModel:
     """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
 
-    Raises SpecError where the spec is at fault, UnavailableError where the device is.
+    Raises SpecError where the spec is at fault, UnavailableError where the device is, UsageError for other arguments.
     """
     return build_model(check.load_model(spec, set), device=device, dtype=dtype, seed=seed)
 
@@ -34,8 +35,8 @@ def build_text(
     *,
     set: Mapping[str, Any] | None = None,
     device: Any = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    dtype: torch.dtype | str = torch.float32,
+    seed: int | None = 0,
 ) -> SequenceModel:
     """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
     file, model = check.load_text(text, set=set)
@@ -43,20 +44,25 @@ def build_text(
 
 
 def build_model(
-    model: Model, *, device: Any = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    model: Model, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
 ) -> SequenceModel:
     """Allocate and initialise a proven model.
 
+    dtype: torch's, or its name ("bf16", "float32"). seed: the same one gives the same weights on every device, whatever
+    torch's own generator has drawn; None takes one from that generator, so that torch.manual_seed governs.
     On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` make it real later.
     """
-    if not dtype.is_floating_point:
-        raise UsageError(f"a model's dtype is a floating one, not {dtype}")
+    if not isinstance(model, Model):
+        raise UsageError(f"build_model wants what load_model gives, not {type(model).__name__}; build(…) takes a spec")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise UsageError(f"a seed is a whole number or None, not {seed!r}")
+    kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
     device = checked_device(device)
     with torch.device("meta"):
         module = SequenceModel(model)
     keep = {item.name for item in graph.parameters(model.graph) if item.parameter.full_precision}
     for name, parameter in list(module.named_parameters()):
-        wanted = torch.float32 if name in keep and dtype.itemsize < 4 else dtype
+        wanted = torch.float32 if name in keep and kind.itemsize < 4 else kind
         holder, _, leaf = name.rpartition(".")
         fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seqblocks.document import Node
-from seqblocks.errors import Diagnostic, Report, SpecError
+from seqblocks.errors import Diagnostic, Report, SpecError, UsageError
 from seqblocks.graph import Model, Recipe
 from seqblocks.lower import lower_file
 from seqblocks.spec import Reader, SpecFile, locate, read_file
@@ -26,6 +26,10 @@ def load_text(
     Relative `use:` entries start from `base`, or are taken from `files` (relative path -> text) where they are there.
     Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
+    if set is not None and not (isinstance(set, Mapping) and all(isinstance(key, str) for key in set)):
+        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
     report = Report()
     changed: tuple[str, ...] = ()
     texts: dict[str, str] = {}

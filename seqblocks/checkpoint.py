@@ -43,6 +43,8 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     `.safetensors` writes that format (needs the `safetensors` extra); any other ending what torch.save makes. A tied
     parameter is written once. The file appears only when it is complete.
     """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"save writes what build made, not {type(model).__name__}")
     recipe = model.graph.recipe
     if recipe is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
@@ -81,6 +83,8 @@ def restore(path: str | os.PathLike[str], *, device: Any = "cpu", dtype: torch.d
 
 def _write(target: Path, write: Callable[[Any], Any]) -> None:
     """Write beside the target, then rename: a full disk or an interrupt leaves the old file as it was."""
+    if not target.parent.is_dir():
+        raise UsageError(f"there is no folder {target.parent}")
     handle, name = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -106,7 +110,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except UnavailableError:
         raise
     except Exception as error:
-        raise UsageError(f"{path} was not written by seqblocks.save: {str(error).splitlines()[0]}") from None
+        # torch's own words are of its file format; what counts is that this is none of ours, or not all of it
+        what = f"{path} was not written by seqblocks.checkpoint.save, or not to its end"
+        raise UsageError(f"{what} ({type(error).__name__})") from None
 
 
 def _safetensors() -> Any:
@@ -135,11 +141,14 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
 # --- official checkpoints -------------------------------------------------------------------------------------------
 
 
-def load_official(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
+def load_official(model: SequenceModel, tensors: Any) -> None:
     """Load an official state dict through the spec's `checkpoint:` maps. Every tensor must find its place.
 
     Raises RunError naming what is missing or left over.
     """
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors).__name__
+        raise UsageError(f"load_official wants the official state dict (torch.load or safetensors read it), not {kind}")
     out: dict[str, Tensor] = {}
     used: set[str] = set()
     for item in graph.parameters(model.graph.graph):

@@ -193,7 +193,8 @@ class Parallel(Combinator):
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
         bodies: dict[str, graph.Graph] = {}
         if not isinstance(self.branches, Sequence) or not self.branches.items:
-            raise Fault("E203", "branches must be a list", at="branches", found=kind_of(self.branches))
+            found = "an empty list" if isinstance(self.branches, Sequence) else kind_of(self.branches)
+            raise Fault("E203", "branches must be a list of at least one", at="branches", found=found)
         for item in self.branches.items:
             name, steps = self._branch(item, frame)
             if name in bodies:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from seqblocks import graph
+from seqblocks.errors import UsageError, did_you_mean, listing
 from seqblocks.graph import Graph, Model
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+DTYPES = tuple(name for name in BYTES if name != "int64")  # that a model may have
+SHORT = {"f32": "float32", "fp32": "float32", "f16": "float16", "fp16": "float16", "half": "float16"}
+SHORT |= {"bf16": "bfloat16", "f64": "float64", "fp64": "float64", "double": "float64", "float": "float32"}
+
+
+def dtype_named(text: str, what: str) -> str:
+    """A model's dtype by any of its usual names, or as torch prints it. UsageError, which says `what` is wrong."""
+    name = text.removeprefix("torch.")
+    name = SHORT.get(name, name)
+    if name not in DTYPES:
+        hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"
+        raise UsageError(f"{what} {text} is not a dtype of a model: {hint}")
+    return name
 
 
 def state_bytes(body: Graph, dtype: str) -> int:

@@ -23,6 +23,13 @@ def check_expectations(model: Model, file: SpecFile) -> None:
     malformed, broken = Report(), Report()
     frame = Frame.top(Shared(malformed), file)
     tolerance = _number(frame, expect, "tolerance", 0.0)
+    if tolerance is not UNKNOWN and not 0 <= tolerance < 1:
+        fault = Fault(
+            "E209", "the tolerance is a share of the figure", expected="0 or more, below 1", found=f"{tolerance:g}",
+            hint="0.01 accepts figures that are off by a hundredth",
+        )
+        frame.fault(fault, expect.entries["tolerance"][1].span)
+        tolerance = UNKNOWN
     body = model.graph
     largest = sorted(body.nodes, key=graph.count_node, reverse=True)[:3]
     parts = "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)

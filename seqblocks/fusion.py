@@ -16,6 +16,7 @@ from torch import Tensor
 from seqblocks.graph import Graph, Node
 from seqblocks.ops.gate import Gate
 from seqblocks.ops.norm import HeadNorm
+from seqblocks.types import Wire
 
 
 class Fused(NamedTuple):
@@ -57,7 +58,7 @@ ACTIVATIONS = ("none", "silu", "sigmoid")
 WIDTH = 4096  # of a head
 
 
-def find(body: Graph) -> dict[int, Fused]:
+def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
     """By the place of its first node in the body: what runs as one."""
     readers: dict[int, int] = {body.result: 1}
     for node in body.nodes:
@@ -69,15 +70,22 @@ def find(body: Graph) -> dict[int, Fused]:
     for at in range(len(body.nodes)):
         for verbs, run in RULES:
             nodes = body.nodes[at : at + len(verbs)]
-            if at >= taken and tuple(node.verb for node in nodes) == verbs and _chain(nodes, readers):
+            if at >= taken and tuple(node.verb for node in nodes) == verbs and _chain(nodes, readers, types):
                 found[at] = Fused(nodes, run)
                 taken = at + len(nodes)
                 break
     return found
 
 
-def _chain(nodes: list[Node], readers: dict[int, int]) -> bool:
-    """Each is an op on one wire a port, its main input is what the one before made, and nobody else reads that."""
+def _chain(nodes: list[Node], readers: dict[int, int], types: dict[int, Wire | None]) -> bool:
+    """Each is an op on one wire a port, its main input is what the one before made, and nobody else reads that.
+
+    What else they read has a number for each of the main input's: a gate may also be one vector for all tokens.
+    """
+    inside = {value for node in nodes for value in node.outputs}
+    read = [types[v] for node in nodes for values in node.inputs.values() for v in values if v not in inside]
+    if len({wire and (wire.kind, wire.features) for wire in read}) > 1:
+        return False
     for at, node in enumerate(nodes):
         if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
             return False

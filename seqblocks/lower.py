@@ -157,7 +157,8 @@ class Frame(Wiring):
         wires = [self.joined(step, port, inputs.get(port.name)) for port in cls.ports]
         type, parameters, state, macs, calls = None, {}, {}, 0, None
         present = [w for w, port in zip(wires, cls.ports, strict=True) if port.name in inputs]
-        if arguments is not None and all(present):
+        agreed = self.agreed(step, {port.name: w for port, w in zip(cls.ports, wires, strict=True) if w})
+        if arguments is not None and agreed and all(present):
             type = self._shape(arguments, cls.ports, wires)
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,23 +87,28 @@ class Primitive(nn.Module):
         self.op, self._path, self._type = node.op, path, node.type
         self._stateful = type(node.op).state is not Op.state  # such an op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
-        for name, parameter in node.parameters.items():
-            if graph.join(path, name) not in skip:
-                self.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
+        self._own = [name for name in node.parameters if graph.join(path, name) not in skip]
+        self._lent = [name for name in node.parameters if name not in self._own]
+        for name in self._own:
+            self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
 
     def own(self, call: Call) -> dict[str, Any]:
-        """Its parameters by name, or those of the direction that is under way."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in self._parameters}
+        """Its parameters by name, or those of the direction that is under way.
+
+        By attribute: parametrizations, pruning and sharding put something else than a parameter there.
+        """
+        own: dict[str, Any] = {name: getattr(self, name) for name in self._own}
         if call.owned and self._path in call.owned:
             other = call.owned[self._path]
-            own |= {name: getattr(other, name) for name in other._parameters}
+            own |= {name: getattr(other, name) for name in self._lent if hasattr(other, name)}
         return own
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody wants to see what it is called with or what it returns."""
+        """Whether somebody wants to see what it is called with or what it returns, or computes it another way."""
         return bool(
             self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+            or "forward" in self.__dict__
         )
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -124,6 +130,17 @@ class Primitive(nn.Module):
         return ", ".join([*given, f"out={self._type}"])
 
 
+def _takes_call(child: nn.Module) -> bool:
+    """Modules of this file do, and wrappers that hand on whatever they are called with."""
+    return isinstance(child, (Primitive, Body, Repeat, Parallel)) or _hands_on(type(child))
+
+
+@torch.compiler.assume_constant_result
+def _hands_on(kind: type[nn.Module]) -> bool:
+    parameters = inspect.signature(kind.forward).parameters
+    return "call" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 class Body(nn.Module):
     """Runs the nodes of a graph in order; children carry the nodes' names."""
 
@@ -135,7 +152,7 @@ class Body(nn.Module):
             self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
         self._plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
         self._dying = _dying(body, self._plan)
-        self._fused = fusion.find(body)
+        self._fused = fusion.find(body, model.types)
 
     def _run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
         states: States = {}
@@ -151,7 +168,11 @@ class Body(nn.Module):
             else:
                 child = self._modules[name]
                 assert child is not None
-                y, state = child(*[env[v] for v in wanted], call=call.into(name))
+                tensors = [env[v] for v in wanted]
+                if _takes_call(child):
+                    y, state = child(*tensors, call=call.into(name))
+                else:
+                    y, state = self._foreign(child, tensors, self._body.nodes[at], call), {}
                 if state:
                     states[name] = state
             at += len(steps) or 1
@@ -163,12 +184,22 @@ class Body(nn.Module):
                 env.pop(value, None)
         return env[self._body.result], states
 
+    def _foreign(self, child: nn.Module, tensors: list[Tensor], node: Node, call: Call) -> Tensor:
+        """What a user has put in a step's place (nn.Identity(), say) knows nothing of calls."""
+        if call.streaming and not (node.op is not None and node.op.reads == "token"):
+            raise RunError(f"{node.name}: the {type(child).__name__} that stands in its place carries no state")
+        y: Tensor = child(*tensors)
+        return y
+
     def _together(self, at: int) -> list[Primitive]:
         """The steps from here on that run as one, if nobody looks at one of them or has put something in its place."""
         if at not in self._fused or nn.modules.module._has_any_global_hook():
             return []
         steps = [self._modules[node.name] for node in self._fused[at].nodes]
-        return [] if any(type(step) is not Primitive or step.hooked for step in steps) else steps  # type: ignore[return-value]
+        for step, node in zip(steps, self._fused[at].nodes, strict=True):
+            if type(step) is not Primitive or type(step.op) is not type(node.op) or step.hooked:
+                return []
+        return steps  # type: ignore[return-value]
 
     def _run_together(self, at: int, steps: list[Primitive], env: dict[int, Tensor], call: Call) -> Tensor:
         parts = []
@@ -507,6 +538,11 @@ class SequenceModel(Body):
         bounds of n sequences packed into a batch of one. grid: rows and columns of the tokens of an image, where the
         input is tokens and the spec's own grid does not fit. Raises RunError.
         """
+        if not isinstance(x, Tensor):
+            raise RunError(f"the model reads a tensor, not {type(x).__name__}")
+        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
+            if given is not None and not isinstance(given, Tensor):
+                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
         self._check_input(x)
         streaming = state is not None or return_state
         if streaming and self._obstacle:
@@ -522,9 +558,17 @@ class SequenceModel(Body):
         y, states = self._run({self._body.input: x}, call)
         return (y, states) if return_state else y
 
-    def step(self, x: Tensor, state: States | None = None) -> tuple[Tensor, States]:
-        """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state)."""
-        y, states = self(x.unsqueeze(1), state=state, return_state=True)
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Tensor, States]:
+        """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state).
+
+        resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
+        """
+        if resets is not None and resets.ndim != 1:
+            raise RunError(f"the resets of a step are [batch], not {list(resets.shape)}")
+        resets = None if resets is None else resets.unsqueeze(1)
+        y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         return (y.squeeze(1) if y.ndim == 3 else y), states
 
     def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
@@ -548,10 +592,15 @@ class SequenceModel(Body):
         ]
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int = 0) -> None:
-        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype."""
+    def reset_parameters(self, seed: int | None = 0) -> None:
+        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype.
+
+        Without one (None), torch's own generator gives a seed, so that torch.manual_seed governs.
+        """
         from seqblocks.initialise import draw
 
+        if seed is None:
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
         for item in graph.parameters(self.graph.graph):
             if item.tied is None:
                 draw(self.get_parameter(item.name), item.name, item.parameter, seed)
@@ -574,6 +623,8 @@ class SequenceModel(Body):
                 raise RunError(f"the model reads token numbers [batch, seq], not {x.dtype} {list(x.shape)}")
         elif x.ndim != 3 or x.shape[2] != wire.features:
             raise RunError(f"the model reads [batch, seq, {wire.features}], not {list(x.shape)}")
+        if wire.kind != "tokens" and not (x.is_floating_point() or x.is_complex()):
+            raise RunError(f"the model reads floating numbers, not {x.dtype}: convert with x.float()")
 
 
 def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:

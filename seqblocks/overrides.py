@@ -58,6 +58,9 @@ def _parse(text: str, shown: str, report: Report) -> Node | None:
     if not text.strip():
         report.add(_fault(shown, "the override has no value", hint="--set dim=384"))
         return None
+    if text.strip() in ("null", "~"):  # a document of nothing is no document
+        report.add(_fault(shown, "an override is a value, and null is none", hint="leave it out for the default"))
+        return None
     try:
         node = document.parse(text, shown, report)
     except RecursionError:
@@ -103,7 +106,7 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
             known = sorted(choices)
             if depth == 0:
                 let = root.get("let") if isinstance(root, Mapping) else None
-                known = sorted([*known, *(let.entries if isinstance(let, Mapping) else ())])
+                known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             report.add(
                 _fault(
                     shown,

@@ -13,6 +13,7 @@ from seqblocks.fusion import Fused, find
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
+from seqblocks.types import Wire
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
     """Every step of a model that uses a kernel, in order; alike ones together. BackendError for an unknown backend."""
     backend = dispatch.requested(backend)
     found: dict[Any, Step] = {}
-    for path, node, fused in _walk(model.graph, ()):
+    for path, node, fused in _walk(model.graph, model.types, ()):
         kernel, facts = node.calls or ("", {})
         facts = facts | (fused.facts() if fused else {})
         key = (tuple(label for label, layer in path if not layer), kernel, *sorted(facts.items()))
@@ -74,12 +75,12 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
 Path = tuple[tuple[str, bool], ...]  # labels, and whether each is that of a repeat's layer
 
 
-def _walk(body: Graph, path: Path) -> Iterator[tuple[Path, Node, Fused | None]]:
-    fused = find(body)
+def _walk(body: Graph, types: dict[int, Wire | None], path: Path) -> Iterator[tuple[Path, Node, Fused | None]]:
+    fused = find(body, types)
     for at, node in enumerate(body.nodes):
         here = (*path, (node.name, False))
         if node.calls:
             yield here, node, fused.get(at)
         for label, inner in node.bodies.items():
             inside = (*here, (label, node.kind == "repeat")) if label else here
-            yield from _walk(inner, inside)
+            yield from _walk(inner, types, inside)

@@ -12,6 +12,7 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.cost import count_state, macs, node_macs, params_bytes, state_bytes, tokens_of
+from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, Model
 
 
@@ -65,8 +66,14 @@ class Summary:
         return out | {"flops_per_token": self.flops_per_token, "steps": [row.as_data() for row in self.rows]}
 
 
-def summarise(model: Model, dtype: str = "float32", length: int | None = None, depth: int | None = None) -> Summary:
-    """The summary of a model: `length` stands in for an open sequence length, `depth` cuts the tree."""
+def summarise(model: Any, dtype: str = "float32", length: int | None = None, depth: int | None = None) -> Summary:
+    """The summary of a model, be it proven (`load_model`) or built (`build`).
+
+    `length` stands in for an open sequence length, `depth` cuts the tree. Raises UsageError for anything else.
+    """
+    model = getattr(model, "graph", model) if not isinstance(model, Model) else model
+    if not isinstance(model, Model):
+        raise UsageError(f"summarise wants a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
     tokens = tokens_of(model) or length
     obstacle = graph.stream_obstacle(model.graph)
     streams = f"{obstacle[0].name} ({obstacle[0].span}): {obstacle[1]}" if obstacle else None

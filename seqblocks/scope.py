@@ -5,6 +5,7 @@ Whether a value is an expression, a word or a flag is decided by the argument's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
@@ -113,6 +114,9 @@ class Scope:
     def number(self, node: Node, whole: bool = False, optional: bool = False) -> Any:
         """A number or an expression's value; UNKNOWN after a fault."""
         value = self._number(node, optional)
+        if isinstance(value, float) and not math.isfinite(value):
+            self.fault(Fault("E203", "a finite number is needed here", found=f"{value:g}"), node.span)
+            return UNKNOWN
         if whole and isinstance(value, float):
             if value == int(value):
                 return int(value)

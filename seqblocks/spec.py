@@ -23,6 +23,7 @@ from seqblocks.errors import (
     Source,
     Span,
     SpecError,
+    UsageError,
     did_you_mean,
     listing,
     quote,
@@ -246,7 +247,7 @@ class Reader:
                     hint=did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
                 )
                 return None
-            path, shown = found[name], f"{name}.yaml"
+            path, shown = found[name], f"<bundled {name}>"
         key = os.path.abspath(path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
@@ -332,7 +333,10 @@ def read_file(reader: Reader, text: str, name: str, edit: Callable[[Node], None]
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
-    """A SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError."""
+    """A SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError, UsageError."""
+    if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
+        kind = type(spec).__name__
+        raise UsageError(f"a spec is a path or a bundled name, not {kind}; load_text and build_text take its text")
     name = os.fspath(spec)
     report = Report()
     if looks_like_path(name) or os.path.isfile(name):

@@ -24,13 +24,18 @@ def check_law(
     cuts: Sequence[int] = (1, 2, 11),
     resets: Sequence[tuple[int, int]] = (),
     seed: int = 0,
-    tolerance: float = 1e-9,
+    tolerance: float | None = None,
 ) -> None:
-    """Assert the law for a model that streams. Build it in float64; `tolerance` is relative to the largest value.
+    """Assert the law for a model that streams. `tolerance` is relative to the largest value.
+
+    Without one: 1e-9 for a float64 model, the one to check with, and half the digits of its dtype for another.
 
     cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence.
     """
     x = random_input(model, batch, seq, seed)
+    if tolerance is None:
+        dtype = next((p.dtype for p in model.parameters()), torch.float64)
+        tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
     marks = torch.zeros(batch, seq, dtype=torch.bool)
     for row, at in resets:
         marks[row % batch, at % seq] = True

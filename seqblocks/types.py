@@ -54,7 +54,7 @@ class Wire:
 
     def with_features(self, features: int) -> Wire:
         """The same wire with a width of its own (whose origin the caller stamps)."""
-        return replace(self, features=features, origin=None if features != self.features else self.origin)
+        return replace(self, features=features, origin=None)
 
     def at_rate(self, every: int) -> Wire:
         """The same wire where a token stands for so many of the input's tokens (a multiple or a divisor of now)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from seqblocks import graph
@@ -12,7 +13,7 @@ from seqblocks.expressions import UNKNOWN
 from seqblocks.op import Port
 from seqblocks.scope import Names, Scope, Step
 from seqblocks.spec import SpecFile
-from seqblocks.types import Origin, Wire
+from seqblocks.types import Origin, Wire, show_axes
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -106,13 +107,19 @@ class Wiring(Scope):
                 self._define(name, node.span)
                 return [type], (), [name]
             case Sequence(items=items) if len(items) > 1 and all(isinstance(i, Scalar) for i in items):
-                labels = [self._define(i.text, i.span) for i in items if isinstance(i, Scalar)]
+                labels = []
+                for item in items:
+                    assert isinstance(item, Scalar)
+                    if item.text in labels:
+                        self.fault(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
+                    labels.append(self._define(item.text, item.span))
                 if type is None:
                     return [None] * len(labels), (), labels
                 width, rest = divmod(type.features, len(labels))
                 if rest:
                     message = f"{type.features} features cannot be split into {len(labels)} equal parts"
-                    hint = "give the widths: as: {a: 128, b: 64}"
+                    parts = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
+                    hint = f"give the widths: as: {{{parts}}}"
                     self.fault(Fault("E405", message, hint=hint), node.span)
                     return [None] * len(labels), (), labels
                 widths: list[Any] = [width] * len(labels)
@@ -127,8 +134,10 @@ class Wiring(Scope):
                     self.fault(
                         Fault(
                             "E405",
-                            "the widths must add up to the features there are",
-                            expected=str(type.features),
+                            "the widths must add up to the features there are"
+                            if sum(widths) != type.features
+                            else "every part has at least one feature",
+                            expected=str(type.features) if sum(widths) != type.features else "1 or more each",
                             found=f"{' + '.join(map(str, widths))} = {sum(widths)}",
                             notes=[note] if note else [],
                         ),
@@ -239,6 +248,21 @@ class Wiring(Scope):
             self.fault(Fault("E406", "joined wires must agree in everything but features", found=found), step)
             return None
         return known[0].with_features(sum(t.features for t in known)) if len(known) > 1 else known[0]
+
+    def agreed(self, step: Step, wires: dict[str, Wire]) -> bool:
+        """Whether the inputs of one step, by port, are of one kind and have as many tokens; a fault if not."""
+        for (first, like), (name, wire) in pairwise(wires.items()):
+            if (wire.kind, wire.axes[1:-1]) != (like.kind, like.axes[1:-1]):
+                fault = Fault(
+                    "E406",
+                    f"{name} must be {_a(like.kind)}" + (f" of as many tokens as {first}" if like.axes[2:] else ""),
+                    at=name if name in step.fields else None,
+                    expected=show_axes((*like.axes[:-1], wire.features)),
+                    found=f"{wire}",
+                )
+                self.fault(fault, step)
+                return False
+        return True
 
     def lost(self, step: Step | None) -> int:
         """An unknown value in place of a faulty step's result; its names are defined so that uses stay silent."""

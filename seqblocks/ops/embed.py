@@ -64,6 +64,11 @@ class PatchEmbed(Op):
         step = self.stride or self.patch
         if x.shape[-2] < self.patch or x.shape[-1] < self.patch:
             raise RunError(f"an image of {x.shape[-2]} x {x.shape[-1]} is smaller than a patch of {self.patch}")
+        if (x.shape[-2] - self.patch) % step or (x.shape[-1] - self.patch) % step:
+            raise RunError(
+                f"patches of {self.patch}, {step} apart, do not cover an image of {x.shape[-2]} x {x.shape[-1]}; "
+                "crop or resize it first"
+            )
         y = conv2d(x, p["weight"], p.get("bias"), stride=step)
         call.set_grid((y.shape[-2], y.shape[-1]))
         return y.flatten(2).transpose(1, 2)
@@ -113,9 +118,18 @@ class PositionEmbed(Op):
                 raise RunError("position_embed over an image's grid cannot run step by step")
             return x + _resized(weight, call.grid_of(x)).flatten(1, 2), {}
         before = call.state["position"] if call.state else None
+        count = weight.shape[1]
+        if call.grid and call.grid.size and self.length is None and x.shape[1] != count:
+            raise RunError(
+                f"position_embed has places for {count} tokens of an image, and here are {x.shape[1]}; "
+                "before class_token it has a grid, which fits itself to images of other sizes"
+            )
+        if before is None and x.shape[1] > count and call.resets is None:
+            raise RunError(f"position {count} is beyond the {count} of position_embed")
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        if not call.compiling and index.numel() and int(index.max()) >= weight.shape[1]:
-            raise RunError(f"position {int(index.max())} is beyond the {weight.shape[1]} of position_embed")
+        # elsewhere than on a CPU this would wait for the device, whose own check of the index is enough
+        if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
+            raise RunError(f"position {int(index.max())} is beyond the {count} of position_embed")
         return x + weight[0][index], {"position": after}
 
 
@@ -169,7 +183,10 @@ class Embed(Op):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import embedding
 
-        return embedding(x, p["weight"])
+        try:
+            return embedding(x, p["weight"])
+        except IndexError:  # a CPU says so; other devices stop with an assertion of their own
+            raise RunError(f"a token is outside the vocabulary of {p['weight'].shape[0]}") from None
 
 
 @primitive("unembed")

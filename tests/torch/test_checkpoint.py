@@ -76,7 +76,7 @@ def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
         restore(tmp_path / "absent.pt")
     strange = tmp_path / "strange.pt"
     strange.write_bytes(b"not a model")
-    with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.save"):
+    with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.checkpoint\.save"):
         restore(strange)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import seqblocks
 from seqblocks import check, fusion, graph
-from seqblocks.module import Body, Primitive
+from seqblocks.module import Body, Call, Primitive
 
 BLOCKS = {
     "vil": ("vil", "vil: {dim: 8, heads: 2}"),
@@ -160,5 +161,79 @@ def test_names_stay_and_a_compiler_sees_no_break() -> None:
 def test_bundled_models_have_them() -> None:
     """Where a spec has the verbs next to each other, they run as one: in every layer."""
     for name, layers in (("vil_tiny", 24), ("vil_digits", 4)):
-        bodies = [node.bodies[""] for node in graph.walk(check.load_model(name).graph) if "" in node.bodies]
-        assert sum(len(fusion.find(body)) for body in bodies) == layers
+        built = check.load_model(name)
+        bodies = [node.bodies[""] for node in graph.walk(built.graph) if "" in node.bodies]
+        assert sum(len(fusion.find(body, built.types)) for body in bodies) == layers
+
+
+def tail() -> seqblocks.SequenceModel:
+    return model(TAIL + "    - learnable_skip: {with: z}\n    - gate: {by: z}\n")
+
+
+def test_a_forward_that_somebody_put_in_front_is_called() -> None:
+    made, seen, x = tail(), [], torch.randn(2, 5, 8)
+    before, inner = made(x), made.norm.forward
+
+    def watched(*args: Any, **more: Any) -> Any:
+        seen.append(1)
+        return inner(*args, **more)
+
+    made.norm.forward = watched
+    assert torch.equal(made(x), before)
+    assert seen == [1]
+
+
+def test_another_step_in_the_place_of_one_is_what_runs() -> None:
+    made, x = tail(), torch.randn(2, 5, 8)
+    other = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [layer_norm: {}]}", seed=1)
+    made.norm = other.layer_norm
+    u, z = made.linear(x, call=Call(False))[0].split(8, -1)
+    wanted = (torch.nn.functional.layer_norm(u, (8,)) + made.learnable_skip.weight * z) * torch.nn.functional.silu(z)
+    torch.testing.assert_close(made(x), wanted)
+
+
+def test_an_ordinary_module_may_stand_in_a_steps_place() -> None:
+    made, x = tail(), torch.randn(2, 5, 8)
+    made.norm = nn.Identity()
+    u, z = made.linear(x, call=Call(False))[0].split(8, -1)
+    torch.testing.assert_close(made(x), (u + made.learnable_skip.weight * z) * torch.nn.functional.silu(z))
+    scan = seqblocks.build("mlstm_small")
+    stateful = next(m for m in scan.modules() if isinstance(m, Body) and "mlstm" in m._modules)
+    stateful.mlstm = Second()
+    with pytest.raises(seqblocks.RunError, match="mlstm: the Second that stands in its place carries no state"):
+        scan.step(torch.zeros(1, dtype=torch.long))
+
+
+class Second(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        return v
+
+
+@pytest.mark.parametrize("step", ["norm", "linear", "learnable_skip"])
+@pytest.mark.parametrize("how", ["parametrize", "prune"])
+def test_what_computes_a_weight_is_asked_for_it(step: str, how: str) -> None:
+    """Doubled weights of a step double what they double, wherever torch keeps them."""
+    made, x = tail(), torch.randn(2, 5, 8)
+    wanted = copy.deepcopy(made)
+    with torch.no_grad():
+        wanted.get_submodule(step).weight.mul_(2)
+    if how == "parametrize":
+        parametrize.register_parametrization(made.get_submodule(step), "weight", Doubled())
+    else:
+        weight = made.get_submodule(step).weight
+        prune.custom_from_mask(made.get_submodule(step), "weight", torch.full_like(weight, 2))
+    torch.testing.assert_close(made(x), wanted(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+def test_a_vector_is_no_gate_of_tokens() -> None:
+    text = (
+        "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    - linear: {features: 8, as: a}\n"
+        "    - pool: {as: v}\n    - head_norm: {from: a, heads: 2}\n    - gate: {by: v}\n"
+    )
+    with pytest.raises(seqblocks.SpecError, match="by must be a sequence"):
+        seqblocks.load_text(text)

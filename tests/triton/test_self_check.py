@@ -81,7 +81,20 @@ def test_one_that_does_not_run_is_told_too() -> None:
 
         return function, {"x": torch.ones(2)}, {}
 
-    assert self_check.fault(broken, CPU) == "it does not run (RuntimeError: out of resource: shared memory)"
+    with pytest.raises(self_check.Passing, match="out of resource: shared memory"):
+        self_check.fault(broken, CPU)
+
+
+def test_an_error_without_a_message_is_one_too() -> None:
+    def broken(**facts: Any) -> Any:
+        def function(x: Any, backend: str) -> Any:
+            assert backend != "triton"
+            return x
+
+        return function, {"x": torch.ones(2)}, {}
+
+    with pytest.raises(self_check.Passing, match="AssertionError"):
+        self_check.fault(broken, CPU)
 
 
 def test_without_room_for_the_definition_nothing_is_said() -> None:
@@ -91,7 +104,8 @@ def test_without_room_for_the_definition_nothing_is_said() -> None:
 
         return function, {"x": torch.ones(2)}, {}
 
-    assert self_check.fault(large, CPU) == ""
+    with pytest.raises(self_check.Passing, match=r"^$"):
+        self_check.fault(large, CPU)
 
 
 @pytest.fixture
@@ -103,6 +117,7 @@ def a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(self_check, "fault", lambda example, facts: checked.append(facts["dtype"]) or "it is wrong")
+    monkeypatch.setattr(self_check, "_passing", {})
     self_check._shelf.forget()
     return checked
 
@@ -129,6 +144,56 @@ def test_once_and_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.
     assert a_device == [torch.float32]
     kept = json.loads((tmp_path / "checked.json").read_text())
     assert [*kept.values()] == ["it is wrong"]
+
+
+def test_what_may_pass_is_not_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(example: Any, facts: dict[str, Any]) -> str:
+        a_device.append(facts["dtype"])
+        raise self_check.Passing("it does not run (no compiler)")
+
+    monkeypatch.setattr(self_check, "fault", fault)
+    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
+    with pytest.warns(UserWarning, match="no compiler"):
+        first = self_check.verdict("headwise_linear", example("headwise_linear"), facts)
+    assert first == self_check.verdict("headwise_linear", example("headwise_linear"), facts)
+    assert "no compiler" in first
+    assert a_device == [torch.float32]
+    assert not (tmp_path / "checked.json").exists()
+
+
+@interpreted
+@pytest.mark.parametrize("around", ["autocast", "checkpoint", "default device", "vmap"])
+def test_the_callers_context_is_none_of_the_checks(
+    around: str, a_device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    kept: list[str] = []
+    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", around))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(self_check._shelf, "keep", lambda name, value: kept.append(value))
+    facts = {**CPU, "asked": "triton", **FACTS["headwise_linear"]}
+    right = example("headwise_linear")
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        verdict = self_check.verdict("headwise_linear", lambda **_: right(**facts), {**facts, "device": "cuda"})
+        assert verdict == ""
+        return x.sin().sin()
+
+    check = self_check.fault
+    monkeypatch.setattr(self_check, "fault", lambda example, facts: check(example, {**facts, "device": "cpu"}))
+    x = torch.ones(3, 2, requires_grad=True)
+    if around == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            f(x)
+    elif around == "checkpoint":
+        torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
+    elif around == "default device":
+        with torch.device("meta"):
+            f(x)
+    else:
+        torch.func.vmap(f)(x.detach())
+    assert kept[0] == ""
 
 
 def test_dispatch_steps_around_it_and_says_so(a_device: list[str]) -> None:

@@ -1,0 +1,5 @@
+"""`python -m seqblocks`."""
+
+from seqblocks.cli.main import entry
+
+entry()

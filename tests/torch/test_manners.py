@@ -1,0 +1,118 @@
+"""What a person gets who calls the library with something else than it wants: one error of ours that says what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks import checkpoint, testing
+from seqblocks.errors import RunError, UsageError
+
+SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
+TOKENS = "seqblocks: 1\nmodel:\n  input: {tokens: 7}\n  steps:\n    - embed: {features: 4}\n    - causal_conv: {}\n"
+
+
+def small(**more: Any) -> seqblocks.SequenceModel:
+    return seqblocks.build_text(SMALL, **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: small(dtype="int8"), "dtype int8 is not a dtype of a model"),
+        (lambda: small(dtype=torch.int64), "torch.int64 is not a dtype of a model"),
+        (lambda: small(set=["dim=32"]), "overrides are a mapping"),
+        (lambda: small(set={3: 4}), "overrides are a mapping"),
+        (lambda: small(seed="a"), "a seed is a whole number or None, not 'a'"),
+        (lambda: seqblocks.build(None), "a spec is a path or a bundled name, not NoneType"),
+        (lambda: seqblocks.build({"model": {}}), "a spec is a path or a bundled name, not dict"),
+        (lambda: seqblocks.build(b"x.yaml"), "a spec is a path or a bundled name, not bytes"),
+        (lambda: seqblocks.build_text({}), "a spec's text is a str, not dict"),
+        (lambda: seqblocks.build_model(seqblocks.load("mlstm_small")), "build_model wants what load_model gives"),
+        (lambda: seqblocks.summarise("mlstm_small"), "summarise wants a model, not str"),
+        (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save writes what build made, not Linear"),
+        (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
+        (lambda: checkpoint.load_official(small(), "x.pt"), "load_official wants the official state dict"),
+    ],
+)
+def test_building(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: small()([[1.0]]), "the model reads a tensor, not list"),
+        (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating numbers, not torch.uint8"),
+        (lambda: small()(torch.ones(1, 2, 4), resets=[[True, False]]), "resets is a tensor, not list"),
+        (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), "the resets of a step are .batch., not"),
+        (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token is outside the vocabulary of 7"),
+        (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),
+        (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
+    ],
+)
+def test_running(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        call()
+
+
+def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "empty.pt"
+    path.touch()
+    with pytest.raises(UsageError, match=r"not written by seqblocks\.checkpoint\.save, or not to its end"):
+        checkpoint.restore(path)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16, "torch.bfloat16"])
+def test_a_dtype_has_several_names(dtype: Any) -> None:
+    assert next(small(dtype=dtype).parameters()).dtype == torch.bfloat16
+
+
+def test_seeds() -> None:
+    """By default all builds have the same weights; with None torch's generator governs, and nothing else does."""
+
+    def weight(at: int, seed: int | None) -> torch.Tensor:
+        torch.manual_seed(at)
+        return small(seed=seed).linear.weight
+
+    assert torch.equal(weight(1, 0), weight(2, 0))
+    assert torch.equal(weight(1, None), weight(1, None))
+    assert not torch.equal(weight(1, None), weight(2, None))
+
+
+def test_a_step_may_begin_another_sequence() -> None:
+    model, x = small(dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    _, state = model(x, return_state=True)
+    fresh = model.step(x[:, 0])[0]
+    went_on = model.step(x[:, 0], state)[0]
+    mixed = model.step(x[:, 0], state, resets=torch.tensor([True, False]))[0]
+    torch.testing.assert_close(mixed, torch.stack([fresh[0], went_on[1]]))
+
+
+def test_a_summary_of_what_was_built() -> None:
+    proven = seqblocks.load_model("mlstm_small")
+    assert seqblocks.summarise(seqblocks.build_model(proven, device="meta")).params == seqblocks.summarise(proven).params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
+    testing.check_law(small(dtype=dtype))
+
+
+def test_kernels_need_torch_alone(root: Path) -> None:
+    """On a machine that holds no more, they can still be tested and timed."""
+    program = (
+        "import sys\n"
+        "for name in ('pydantic', 'yaml', 'rich', 'einops'): sys.modules[name] = None\n"
+        "from seqblocks import kernels\n"
+        "assert kernels.fallbacks() == {}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
