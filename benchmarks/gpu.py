@@ -4,9 +4,14 @@
     python benchmarks/gpu.py --case mlstm --tune  # one family, after searching for the fastest launches
 
 Checks come first: outputs, states and every gradient against the recurrent definition in float64, in float32 (1e-4 of
-the largest value) and bfloat16 (2e-2). Times are medians; candidates of a cell take turns. A floor is what the least
-traffic takes at this card's measured copy bandwidth, or what its arithmetic takes if that is more. Peers that are
-installed take part (mlstm_kernels, flash-linear-attention, mamba-ssm, causal-conv1d, flashrnn); others are named.
+the largest value) and bfloat16 (2e-2). Times are medians of what the device does: calls are queued behind a pause, with
+a cold second-level cache, so that neither Python nor the call before counts. A floor is what the least traffic takes at
+this card's measured copy bandwidth, or what its arithmetic takes if that is more. Peers that are installed take part
+(mlstm_kernels, flash-linear-attention, mamba-ssm, causal-conv1d, flashrnn), after all of ours are timed, since one that
+breaks the device takes the rest with it; others are named. Only torch and triton are needed, so a checkout will do:
+
+    PYTHONPATH=. python benchmarks/gpu.py --out FOLDER
+
 `--rehearse` runs small shapes on the CPU in Triton's interpreter: no figure of it means anything.
 """
 
@@ -14,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,7 +41,8 @@ from seqblocks.kernels.tuning import use_autotune
 PEERS = ("mlstm_kernels", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "flashrnn")
 OURS, AS_TORCH = "seqblocks", "its torch form"
 BARS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-EXPS = 132 * 16 * 1.98e9  # special functions a second of an H100 or H200: 16 a clock and multiprocessor
+EXPS = 16 * 1.98e9  # special functions a second of a multiprocessor of an H100 or H200: 16 a clock
+PAUSE = 4_000_000  # clocks, some 2 ms: longer than Python takes to queue a forward and a backward pass
 Shape = dict[str, int]
 Leaves = dict[str, Tensor]
 Call = Callable[[Leaves], Any]  # the leaves -> what is computed: a tensor or several
@@ -62,9 +70,19 @@ class Case(NamedTuple):
     forward_only: bool = False
 
 
+_seeds = itertools.count()
+
+
 def normal(*shape: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    """No two alike, or a kernel that confuses two inputs would pass; the same again in the next run."""
+    generator = torch.Generator().manual_seed(next(_seeds))
     return torch.randn(shape, generator=generator) * scale + shift
+
+
+def drawn(case: Case, shape: Shape) -> Leaves:
+    global _seeds
+    _seeds = itertools.count()
+    return case.draw(shape)
 
 
 # --- mLSTM ----------------------------------------------------------------------------------------------------------
@@ -334,7 +352,8 @@ CASES = {
     "conv": Case(
         "causal convolution of 4 taps with SiLU, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096, "K": 4}], {"B": 2, "S": 100, "D": 96, "K": 4},
-        draw_conv, ("x",), ours_conv, moved_rows, {"causal-conv1d": (for_causal_conv1d, causal_conv1d)},
+        draw_conv, ("x", "weight", "bias"), ours_conv, moved_rows,
+        {"causal-conv1d": (for_causal_conv1d, causal_conv1d)},
     ),
     "linear": Case(
         "product by blocks of 4, 4,096 channels",
@@ -344,12 +363,12 @@ CASES = {
     "norm": Case(
         "norm of 4 heads, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
-        draw_norm, ("x",), ours_norm, moved_rows, torch_form=True,
+        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, torch_form=True,
     ),
     "tail": Case(
         "norm of 4 heads, learnable skip and gate, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
-        draw_tail, ("x", "skip", "gate"), ours_tail,
+        draw_tail, ("x", "weight", "bias", "skip", "skip_weight", "gate"), ours_tail,
         lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]), torch_form=True,
     ),
     "centaurus_neck": Case(
@@ -380,23 +399,29 @@ def results(call: Call, leaves: Leaves) -> dict[str, Tensor]:
     named = {f"output {at}": x.detach() for at, x in enumerate(out)}
     if not out[0].requires_grad:
         return named
-    loss = sum((x.double() * normal(*x.shape).bfloat16().to(x.device).double()).sum() for x in out)
+    loss = sum((x.double() * cotangent(x, at).double()).sum() for at, x in enumerate(out))
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True)
     return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
+def cotangent(x: Tensor, at: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + at)
+    return torch.randn(x.shape, generator=generator).bfloat16().to(x.device)
+
+
 def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, float]:
-    """Errors of the Triton form relative to each result's largest value."""
-    rounded = {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in case.draw(shape).items()}
+    """Errors of the Triton form relative to each result's largest value; what is no number counts as infinite."""
+    rounded = {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in drawn(case, shape).items()}
     grad = not case.forward_only
     exact = {name: x.double().to(device).requires_grad_(grad) for name, x in rounded.items()}
     given = {name: x.to(device).requires_grad_(grad) for name, x in rounded.items()}
     wanted = results(lambda x: case.ours(x, "reference"), exact)
     found = results(lambda x: case.ours(x, "triton"), given)
-    return {
+    errors = {
         name: ((found[name].double() - x).abs().max() / x.abs().max().clamp(min=1e-30)).item()
         for name, x in wanted.items()
     }
+    return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
 
 
 # --- timing ---------------------------------------------------------------------------------------------------------
@@ -407,27 +432,41 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
+        self.other = torch.randn(1 << 26, device=device) if self.cuda else torch.empty(0)  # 256 MB, to be read between
 
     def __call__(self, call: Callable[[], Any]) -> float:
-        if self.cuda:
-            import triton.testing
+        if not self.cuda:
+            start = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - start)
+        for _ in range(3):
+            call()
+        first = self._events(call, 3)
+        return statistics.median(self._events(call, max(5, min(50, int(60 / max(statistics.median(first), 1e-3))))))
 
-            return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
+    def _events(self, call: Callable[[], Any], times: int) -> list[float]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+        for start, end in pairs:
+            self.other.sum()  # reading leaves nothing to be written back while the call is timed
+            torch.cuda._sleep(PAUSE)
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
 def ceilings(clock: Clock, device: str) -> dict[str, float]:
     """Bytes a second of a large copy, and multiply-accumulates a second of a large product in bfloat16."""
     numbers = 1 << (29 if clock.cuda else 16)
-    a = torch.zeros(numbers, dtype=torch.bfloat16, device=device)
+    a = torch.randn(numbers, dtype=torch.bfloat16, device=device)  # zeros would be faster: they take less power
     b = torch.empty_like(a)
     copy = 4 * numbers / (clock(lambda: b.copy_(a)) / 1e3)
     size = 8192 if clock.cuda else 64
     a = torch.randn(size, size, device=device).bfloat16()
     product = size**3 / (clock(lambda: a @ a) / 1e3)
-    return {"copy_bytes_per_s": copy, "bf16_products_per_s": product}
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if clock.cuda else 1
+    return {"copy_bytes_per_s": copy, "bf16_products_per_s": product, "special_functions_per_s": EXPS * processors}
 
 
 def floor(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, float]:
@@ -436,7 +475,7 @@ def floor(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, floa
     for at in (0, 1):
         each = [case.moved(shape)[at] / most["copy_bytes_per_s"]]
         if case.exps:
-            each.append(case.exps(shape)[at] / EXPS)
+            each.append(case.exps(shape)[at] / most["special_functions_per_s"])
         if case.products:
             each.append(case.products(shape)[at] / most["bf16_products_per_s"])
         out.append(1e3 * max(each))
@@ -447,43 +486,56 @@ def both_passes(call: Call, leaves: Leaves, cotangents: list[Tensor]) -> None:
     torch.autograd.grad(tensors(call(leaves)), [*leaves.values()], cotangents, allow_unused=True)
 
 
-def timed(case: Case, shape: Shape, device: str, clock: Clock) -> Iterator[dict[str, Any]]:
-    """One record a candidate: medians of three turns."""
-    drawn = {n: x.to(device, torch.bfloat16 if n in case.narrow else None) for n, x in case.draw(shape).items()}
-    candidates: dict[str, Any] = {OURS: (dict, lambda x: case.ours(x, "triton"))}
-    if case.torch_form:
-        candidates[AS_TORCH] = (dict, lambda x: case.ours(x, "torch"))
+def timed(
+    case: Case, shape: Shape, device: str, clock: Clock, candidates: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """One record a candidate: medians of three turns. What fails is a record too."""
+    given = {n: x.to(device, torch.bfloat16 if n in case.narrow else None) for n, x in drawn(case, shape).items()}
     ready: dict[str, tuple[Callable[[], Any], ...]] = {}
-    for name, (change, call) in {**candidates, **case.peers}.items():
-        try:
-            leaves = {key: x.detach().clone().requires_grad_() for key, x in change(drawn).items()}
-            cotangents = [torch.ones_like(x) for x in tensors(call(leaves))]
-            ahead = torch.no_grad()(lambda call=call, leaves=leaves: call(leaves))
-            whole = lambda call=call, leaves=leaves, ones=cotangents: both_passes(call, leaves, ones)  # noqa: E731
-            ahead()
-            if not case.forward_only:
-                whole()
-            ready[name] = (ahead,) if case.forward_only else (ahead, whole)
-        except Exception as error:  # a peer that is absent or fails is a line in the table, not the end of it
-            if name == OURS:
-                raise
-            why = "not installed" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            yield {"candidate": name, "left_out": why.splitlines()[0][:120]}
-    runs: dict[str, list[list[float]]] = {name: [[], []] for name in ready}
-    for _ in range(3):
-        for name, passes in ready.items():
-            for at, run in enumerate(passes):
-                runs[name][at].append(clock(run))
+    runs: dict[str, list[list[float]]] = {}
+    for turn in range(4):
+        for name, (change, call) in candidates.items():
+            try:
+                if turn == 0:
+                    ready[name] = _passes(case, {key: x.detach().clone() for key, x in change(given).items()}, call)
+                    runs[name] = [[] for _ in ready[name]]
+                elif name in ready:
+                    for at, run in enumerate(ready[name]):
+                        runs[name][at].append(clock(run))
+            except Exception as error:  # a peer that is absent or fails is a line in the table, not the end of it
+                ready.pop(name, None)
+                absent = isinstance(error, ModuleNotFoundError)
+                yield {"candidate": name, "left_out": "not installed" if absent else said(error)}
     for name, passes in ready.items():
-        medians = [statistics.median(each) for each in runs[name] if each]
         record: dict[str, Any] = {"candidate": name, "left_out": None, "peak_mb": None}
-        record |= dict(zip(("forward_ms", "both_ms"), medians, strict=False))
+        record |= dict(zip(("forward_ms", "both_ms"), map(statistics.median, runs[name]), strict=False))
         if clock.cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             passes[-1]()
             record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         yield record
+
+
+def own(case: Case) -> dict[str, Any]:
+    out: dict[str, Any] = {OURS: (dict, lambda x: case.ours(x, "triton"))}
+    return out | ({AS_TORCH: (dict, lambda x: case.ours(x, "torch"))} if case.torch_form else {})
+
+
+def _passes(case: Case, leaves: Leaves, call: Call) -> tuple[Callable[[], Any], ...]:
+    """Forward, and forward with backward; both have run once."""
+    leaves = {key: x.requires_grad_() for key, x in leaves.items()}
+    cotangents = [torch.randn_like(x) for x in tensors(call(leaves))]
+    ahead = torch.no_grad()(lambda: call(leaves))
+    ahead()
+    if case.forward_only:
+        return (ahead,)
+    both_passes(call, leaves, cotangents)
+    return ahead, lambda: both_passes(call, leaves, cotangents)
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}".rstrip(": ")
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
@@ -515,7 +567,9 @@ def table(told: dict[str, Any]) -> str:
                      f"{'ok' if r['ok'] else '**wrong**: ' + r['worst']} |")
     lines += ["", "## Times", "", "Milliseconds; in brackets, ours: times the floor; others: times ours."]
     for key in dict.fromkeys(r["case"] for r in told["times"]):
-        mine = [r for r in told["times"] if r["case"] == key]
+        found = [r for r in told["times"] if r["case"] == key]
+        order = [json.dumps(r["shape"]) for r in found]
+        mine = sorted(found, key=lambda r: order.index(json.dumps(r["shape"])))  # ours of a shape, then its peers
         lines += ["", f"### {CASES[key].about}", ""]
         lines += ["| | | forward | forward + backward | peak MB |", "|---|---|---|---|---|"]
         for r in mine:
@@ -523,13 +577,13 @@ def table(told: dict[str, Any]) -> str:
             if r["left_out"]:
                 lines.append(f"| {shape} | {r['candidate']} | {r['left_out']} | | |")
                 continue
-            ours = next(o for o in mine if o["shape"] == r["shape"] and o["candidate"] == OURS)
+            ours: dict[str, Any] = next((o for o in mine if o["shape"] == r["shape"] and o["candidate"] == OURS), {})
             cells = []
             for field, least in (("forward_ms", r["floor_ms"][0]), ("both_ms", r["floor_ms"][1])):
                 if field not in r:
                     cells.append("")
                     continue
-                beside = r[field] / least if r is ours else r[field] / ours[field]
+                beside = r[field] / (least if r is ours else ours.get(field, math.nan))
                 cells.append(f"{r[field]:.3f} ({beside:.2f} x)")
             peak = "" if r["peak_mb"] is None else f"{r['peak_mb']:,.0f}"
             lines.append(f"| {shape} | {r['candidate']} | {' | '.join(cells)} | {peak} |")
@@ -557,9 +611,11 @@ def main() -> int:
         print(f"no case is called that; there are {', '.join(CASES)}", file=sys.stderr)
         return 2
     device = "cpu" if options.rehearse else "cuda"
-    with use_autotune("on" if options.tune else "off"):
-        told = run(chosen, device, options)
+    os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # what it would find, the checks here find
+    os.environ.setdefault("SEQBLOCKS_AUTOTUNE_SECONDS", "4")
+    told = run(chosen, device, options)
     wrong = [f"{r['case']} in {r['dtype']}" for r in told["checks"] if not r["ok"]]
+    wrong += [f"{r['case']} {r['shape']}" for r in told["times"] if r["candidate"] == OURS and r["left_out"]]
     if wrong:
         print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
@@ -573,7 +629,7 @@ def checks(key: str, device: str) -> Iterator[dict[str, Any]]:
         try:
             errors = check(case, dtype, device, case.small if device == "cuda" else rehearsed(case.small))
         except Exception as error:  # the table says so, and the others are still checked
-            record |= {"ok": False, "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            record |= {"ok": False, "failed": said(error)}
         else:
             worst = max(errors, key=errors.__getitem__)
             record |= {"ok": errors[worst] <= BARS[dtype], "worst": worst} | {
@@ -585,7 +641,7 @@ def checks(key: str, device: str) -> Iterator[dict[str, Any]]:
 
 
 def rehearsed(shape: Shape) -> Shape:
-    return {name: min(size, 2 if name == "B" else 8) for name, size in shape.items()}
+    return {name: min(size, {"B": 2, "D": 32}.get(name, 8)) for name, size in shape.items()}
 
 
 def run(chosen: list[str], device: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -605,21 +661,19 @@ def run(chosen: list[str], device: str, options: argparse.Namespace) -> dict[str
     for key in chosen:
         told["checks"] += checks(key, device)
         keep()
-    for key in chosen:
-        for shape in CASES[key].shapes:
-            if options.rehearse:
-                shape = rehearsed(shape)
-            if time.monotonic() > end:
-                told["left_out"].append(f"{key} {shape}")
-                continue
-            try:
-                for record in timed(CASES[key], shape, device, clock):
-                    record |= {"case": key, "shape": shape, "floor_ms": floor(CASES[key], shape, told["ceilings"])}
-                    print(json.dumps(record), file=sys.stderr)
-                    told["times"].append(record)
-            except Exception as error:
-                told["left_out"].append(f"{key} {shape} ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
-            keep()
+    for peers in (False, True):
+        for key, asked in [(name, shape) for name in chosen for shape in CASES[name].shapes]:
+            shape = rehearsed(asked) if options.rehearse else asked
+            candidates = CASES[key].peers if peers else own(CASES[key])
+            if candidates and time.monotonic() > end:
+                told["left_out"].append(f"{key} {shape}" + (" of peers" if peers else ""))
+            elif candidates:
+                with use_autotune("on" if options.tune and not peers else "off"):
+                    for record in timed(CASES[key], shape, device, clock, candidates):
+                        record |= {"case": key, "shape": shape, "floor_ms": floor(CASES[key], shape, told["ceilings"])}
+                        print(json.dumps(record), file=sys.stderr)
+                        told["times"].append(record)
+                keep()
     print(page)
     return told
 

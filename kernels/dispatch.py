@@ -147,6 +147,11 @@ def computed_in(*inputs: torch.Tensor | None) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
+def nothing(like: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """`like`, which is empty, as a result of all inputs: then each has a gradient, of zeros."""
+    return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
+
+
 def why(op: str, **facts: Any) -> list[Verdict]:
     """For each form, in the order `auto` asks: whether it can run on these facts, and the reason."""
     return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]

@@ -35,8 +35,9 @@ TILES = 4  # that a program of the backward pass goes through, so that parts are
 def _normalised(value, live, D, eps):
     """(x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
     centred = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / D + eps)
-    return tl.where(live, centred * scale[:, None], 0.0), scale  # a dead row has no variance
+    spread = tl.sum(centred * centred, 1) / D + eps
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # none in a row that is not there, if eps is 0
+    return centred * scale[:, None], scale
 
 
 @jit

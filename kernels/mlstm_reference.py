@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
 
 
 class MLSTMState(NamedTuple):
@@ -81,7 +81,7 @@ def _scan(
                         eps=eps, input_gate=input_gate, normalize=normalize)
         outputs.append(h)
     if not outputs:
-        return v.new_empty(v.shape), state
+        return nothing(v, q, k, i, f, v), state
     return torch.stack(outputs[::-1] if reverse else outputs, 1).to(v.dtype), state
 
 

@@ -37,6 +37,7 @@ from seqblocks.kernels.dispatch import always, register, without_autocast
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
+LEAST = -1e3  # a log f below it counts as this: nothing gets through either way
 
 
 class Gates(NamedTuple):
@@ -89,7 +90,8 @@ def _prepare(
     """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token."""
     B, S, H = i.shape
     log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
-    log_f = _to_scan(F.logsigmoid(f), L, reverse)
+    # a gate that lets nothing through must not be infinite: sums over a chunk are subtracted
+    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST), L, reverse)
     segment = unbroken = sees = None
     if resets is None:
         b = log_f.cumsum(2)

@@ -100,7 +100,8 @@ def _chunk_gates(
     raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
     log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
     # beyond S nothing is written and nothing forgotten: the last place is like the last token
-    log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
+    # and a gate that lets nothing through must not be infinite: sums are subtracted
+    log_f = tl.where(live, tl.maximum(log_sigmoid(raw_f), -1e3), 0.0)
     if not EXP:
         log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))

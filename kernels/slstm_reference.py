@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
 
 
 class SLSTMState(NamedTuple):
@@ -57,7 +57,7 @@ def run(
             state = cell(gates[:, t], recurrent, bias, state)
             outputs.append(state.y)
     if not outputs:
-        return gates.new_empty(gates.shape[0], 0, *gates.shape[3:]), state
+        return nothing(gates[:, :, 0], gates, recurrent, bias), state
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqblocks.kernels import slstm_reference
 from seqblocks.kernels.dispatch import always, register, without_autocast
 from seqblocks.kernels.slstm_reference import SLSTMState, stacked
 
@@ -157,7 +158,7 @@ def run(
     """The scan, as `slstm_reference.run`."""
     gates = stacked(inputs, state)
     if gates.shape[1] == 0:
-        return gates.new_empty(gates.shape[0], 0, *gates.shape[3:]), state
+        return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
     y, c, n, m, _ = _slstm(gates, recurrent, bias, *state, resets, reverse)
     last = 0 if reverse else gates.shape[1] - 1
     return y, SLSTMState(y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m)))

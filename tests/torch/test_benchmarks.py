@@ -126,6 +126,21 @@ def test_the_gpu_benchmark_sees_what_is_wrong(gpu: ModuleType) -> None:
     assert gpu.check(wrong, torch.float32, "cpu", shape)["output 0"] > 5e-3
 
 
+def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: ModuleType) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is for Linux")
+    case = gpu.CASES["mlstm"]
+    shape = {"B": 1, "S": 8, "H": 1, "DK": 8, "DV": 8}
+
+    def swapped(x: dict[str, torch.Tensor], backend: str) -> torch.Tensor:
+        turned = {**x, "q": x["k"], "k": x["q"]} if backend == "triton" else x
+        return torch.as_tensor(case.ours(turned, "reference"))
+
+    assert gpu.check(case._replace(ours=swapped), torch.float32, "cpu", shape)["output 0"] > 1e-2
+    nothing = case._replace(ours=lambda x, b: case.ours(x, "reference") * (float("nan") if b == "triton" else 1))
+    assert gpu.check(nothing, torch.float32, "cpu", shape)["output 0"] == float("inf")
+
+
 def test_without_a_device_it_says_so(root: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")

@@ -99,7 +99,8 @@ def test_a_step_may_begin_another_sequence() -> None:
 
 def test_a_summary_of_what_was_built() -> None:
     proven = seqblocks.load_model("mlstm_small")
-    assert seqblocks.summarise(seqblocks.build_model(proven, device="meta")).params == seqblocks.summarise(proven).params
+    built = seqblocks.build_model(proven, device="meta")
+    assert seqblocks.summarise(built).params == seqblocks.summarise(proven).params
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
