@@ -1,11 +1,12 @@
 """The depthwise causal convolution in Triton: one launch forward, one backward.
 
-A program owns a tile of BT tokens and BD channels; the taps are shifted loads, which the cache serves. Bias and SiLU
-are part of it. Windows reach into the carried state and stop at resets by index: nothing is joined, padded or flipped.
+A program owns BD channels of a run of T tokens and walks it in the order of the scan, with the last K - 1 inputs in
+registers: every number is read and converted once. Bias and SiLU are part of it. Before its run a program walks K - 1
+tokens, or those of the carried state, without writing; a reset empties what it holds. Nothing is joined or flipped.
 
-The backward pass goes by inputs: token s meets the outputs at lags 0 .. K-1, whose values before the SiLU are made
-again. That is K^2 multiplications instead of K, and in return x, dy and dx are all that is moved. The weight's gradient
-is stored in parts, one for each tile of tokens, and added afterwards in an order that does not vary.
+The backward pass walks the same way, makes the values before the SiLU again, and keeps the gradients of the last K - 1
+inputs until no later output adds to them: x and dy are read and dx is written, once. Gradients of weight and bias are
+stored in parts, one for each run, and added afterwards in an order that does not vary.
 """
 
 from __future__ import annotations
@@ -22,137 +23,273 @@ from seqblocks.kernels.dispatch import nothing, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
-TAPS = 8  # at most: the backward pass is unrolled to TAPS^2
-AXES = {"BT": (8, 16, 32, 64, 128), "BD": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
+TAPS = 8  # at most: windows are registers
+AXES = {"T": (16, 32, 64, 128), "BD": (64, 128, 256, 512), "STEPS": (1, 2, 4, 8), "num_warps": (1, 2, 4)}  # for tuning
+WARPS = 4096  # of all programs together, at least, if runs of 8 tokens or more allow it
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S].   Token -1 is the newest
-# of the state; in reverse it is token S.   t, s [BT] and d [BD] are indices, xb, xs strides of x over batch and tokens.
+# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S]; xb, xs strides of x over
+# batch and tokens.   p counts tokens in the order of the scan; those of the state are -(K-1) .. -1, the newest last.
 
 
 @jit
 @no_type_check
-def _input(x, state, b, s, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):
-    """[BT, BD] in float32, zero where there is nothing."""
-    live = (d < D)[None, :]
-    value = tl.load(
-        x + b * xb + s[:, None] * xs + d[None, :], (s >= 0)[:, None] & (s < S)[:, None] & live, 0.0
-    ).to(tl.float32)
-    if K > 1:
-        place = S + K - 2 - s if REVERSE else s + K - 1  # in the state, oldest first
-        before = (place >= 0) & (place < K - 1) & ((s >= S) if REVERSE else (s < 0))
-        value += tl.load(
-            state + (b * (K - 1) + place[:, None]) * D + d[None, :], before[:, None] & live, 0.0
-        ).to(tl.float32)
+def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, REVERSE: tl.constexpr):
+    """Token p, as it is stored; zero where there is none. EDGE: it may be one of the state."""
+    t = S - 1 - p if REVERSE else p
+    value = tl.load(x + b * xb + t * xs + d, d < tl.where((p >= 0) & (p < S), D, 0), 0.0)
+    if EDGE:
+        past = d < tl.where((p < 0) & (p > -K), D, 0)
+        old = tl.load(state + (b * (K - 1) + p + K - 1) * D + d, past, 0.0)
+        value = tl.where(p < 0, old.to(tl.float32), value.to(tl.float32))
     return value
 
 
 @jit
 @no_type_check
-def _marked(resets, b, t, S):
-    return tl.load(resets + b * S + t, (t >= 0) & (t < S), 0) != 0
+def _marked(resets, b, p, S, REVERSE: tl.constexpr):
+    t = S - 1 - p if REVERSE else p
+    return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0) != 0
 
 
 @jit
 @no_type_check
-def _convolved(
-    x, w, bias, state, resets, b, t, d, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr
-):
-    """[BT, BD]: the sum over taps at tokens t."""
-    y = _input(x, state, b, t, d, S, D, xb, xs, K, REVERSE)
-    y *= tl.load(w + d * K + K - 1, d < D, 0.0).to(tl.float32)[None, :]
-    if resets is not None:
-        cut = _marked(resets, b, t, S)
-    for lag in tl.static_range(1, K):
-        s = t + lag if REVERSE else t - lag
-        value = _input(x, state, b, s, d, S, D, xb, xs, K, REVERSE)
-        if resets is not None:
-            value = tl.where(cut[:, None], 0.0, value)
-            cut = cut | _marked(resets, b, s, S)
-        y += tl.load(w + d * K + K - 1 - lag, d < D, 0.0).to(tl.float32)[None, :] * value
+def _blank(x, COUNT: tl.constexpr):
+    """A tuple of zeros like x."""
+    out = ()
+    for _ in tl.static_range(COUNT):
+        out = out + (x * 0.0,)
+    return out
+
+
+@jit
+@no_type_check
+def _emptied(window, mark, COUNT: tl.constexpr):
+    """A tuple of zeros if a sequence begins, else the window."""
+    out = ()
+    for at in tl.static_range(COUNT):
+        out = out + (tl.where(mark, 0.0, window[at]),)
+    return out
+
+
+@jit
+@no_type_check
+def _pushed(window, value, COUNT: tl.constexpr, FROM: tl.constexpr):
+    """The newest first, then of the window from there on; COUNT in all."""
+    out = ()
+    if COUNT > 0:
+        out = (value,)
+    for at in tl.static_range(COUNT - 1):
+        out = out + (window[FROM + at],)
+    return out
+
+
+@jit
+@no_type_check
+def _taps(w, d, live, K: tl.constexpr):
+    """By lag, in float32."""
+    out = ()
+    for lag in tl.static_range(K):
+        out = out + (tl.load(w + d * K + K - 1 - lag, live, 0.0).to(tl.float32),)
+    return out
+
+
+@jit
+@no_type_check
+def _offset(bias, d, live, like):
+    out = like * 0.0
     if bias is not None:
-        y += tl.load(bias + d, d < D, 0.0).to(tl.float32)[None, :]
-    return y
+        out = tl.load(bias + d, live, 0.0).to(tl.float32)
+    return out
+
+
+@jit
+@no_type_check
+def _behind(x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):
+    """What is in the window before token p: the K - 1 tokens behind it."""
+    window = _blank(taps[0], K - 1)
+    for j in tl.static_range(K - 1):
+        at = p - (K - 1) + j
+        if resets is not None:
+            window = _emptied(window, _marked(resets, b, at, S, REVERSE), K - 1)
+        window = _pushed(window, _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE), K - 1, 0)
+    return window
+
+
+@jit
+@no_type_check
+def _convolved(taps, offset, value, window, K: tl.constexpr):
+    out = offset + taps[0] * value
+    for lag in tl.static_range(1, K):
+        out += taps[lag] * window[lag - 1]
+    return out
 
 
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _conv(
     x, w, bias, state, resets, y, S, D, xb, xs,
-    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BD: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    tiles = tl.cdiv(S, BT)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    t = (tl.program_id(0) % tiles).to(tl.int64) * BT + tl.arange(0, BT)
+    runs = tl.cdiv(S, T)
+    b = (tl.program_id(0) // runs).to(tl.int64)
+    first = (tl.program_id(0) % runs).to(tl.int64) * T
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    out = _convolved(x, w, bias, state, resets, b, t, d, S, D, xb, xs, K, REVERSE)
+    live = d < D
+    taps = _taps(w, d, live, K)
+    offset = _offset(bias, d, live, taps[0])
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    for i in range(0, T, STEPS):
+        values, marks = (), ()
+        for j in tl.static_range(STEPS):  # loads that do not wait for one another
+            values = values + (_read(x, state, d, b, first + i + j, S, D, xb, xs, K, False, REVERSE),)
+            if resets is not None:
+                marks = marks + (_marked(resets, b, first + i + j, S, REVERSE),)
+        for j in tl.static_range(STEPS):
+            p = first + i + j
+            value = values[j].to(tl.float32)
+            if resets is not None:
+                window = _emptied(window, marks[j], K - 1)
+            out = _convolved(taps, offset, value, window, K)
+            window = _pushed(window, value, K - 1, 0)
+            if SILU:
+                out = out / (1.0 + exp(-out))
+            t = S - 1 - p if REVERSE else p
+            tl.store(y + (b * S + t) * D + d, out.to(y.dtype.element_ty), d < tl.where(p < S, D, 0))
+
+
+@jit
+@no_type_check
+def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.constexpr):
+    """Of what went into the SiLU."""
+    out = grad.to(tl.float32)
     if SILU:
-        out = out / (1.0 + exp(-out))
-    tl.store(
-        y + (b * S + t)[:, None] * D + d[None, :], out.to(y.dtype.element_ty), (t < S)[:, None] & (d < D)[None, :]
-    )
+        before = _convolved(taps, offset, value, window, K)
+        gate = 1.0 / (1.0 + exp(-before))
+        out *= gate * (1.0 + before * (1.0 - gate))
+    return out
+
+
+@jit
+@no_type_check
+def _spread(waiting, reaches, taps, g, K: tl.constexpr, CUT: tl.constexpr):
+    """Gradients of the token at hand and of the K - 1 before it, with what the output at hand adds."""
+    out = (taps[0] * g,)
+    for lag in tl.static_range(1, K):
+        part = taps[lag] * g
+        if CUT:
+            part = tl.where(reaches[lag - 1], part, 0.0)
+        out = out + (waiting[lag - 1] + part,)
+    return out
+
+
+@jit
+@no_type_check
+def _reaching(reaches, mark, COUNT: tl.constexpr):
+    """Whether each lag is still of the token's own sequence."""
+    out = ()
+    if COUNT > 0:
+        out = (mark == 0,)
+    for at in tl.static_range(COUNT - 1):
+        out = out + (reaches[at] & (mark == 0),)
+    return out
+
+
+@jit
+@no_type_check
+def _write(dx, dstate, value, b, p, first, S, D, d, K: tl.constexpr, REVERSE: tl.constexpr):
+    """The gradient of token p, which may be one of the state."""
+    t = S - 1 - p if REVERSE else p
+    own = d < tl.where((p >= first) & (p >= 0) & (p < S), D, 0)
+    tl.store(dx + (b * S + t) * D + d, value.to(dx.dtype.element_ty), own)
+    if p < 0:
+        to = dstate + (b * (K - 1) + p + K - 1) * D + d
+        tl.store(to, value.to(dstate.dtype.element_ty), d < tl.where(p >= first, D, 0))
 
 
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _conv_backward(
     dy, x, w, bias, state, resets, dx, dstate, dw, dbias, S, D, gb, gs, xb, xs,
-    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BD: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """Parts: dw [tiles, K, D], dbias [tiles, D]. Rows of the tiles are the tokens and those of the state."""
-    tiles = tl.cdiv(S + K - 1, BT)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    s = (tl.program_id(0) % tiles).to(tl.int64) * BT + tl.arange(0, BT)
-    if not REVERSE:
-        s -= K - 1
+    """Parts: dw [programs, K, D], dbias [programs, D]. Runs divide the tokens of the state and of x."""
+    runs = tl.cdiv(S + K - 1, T)
+    b = (tl.program_id(0) // runs).to(tl.int64)
+    first = (tl.program_id(0) % runs).to(tl.int64) * T - (K - 1)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    live = (d < D)[None, :]
-    value = _input(x, state, b, s, d, S, D, xb, xs, K, REVERSE)
-    grad = tl.zeros((BT, BD), tl.float32)
-    cut = s < -K  # nothing yet
+    live = d < D
+    taps = _taps(w, d, live, K)
+    offset = _offset(bias, d, live, taps[0])
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    waiting = _blank(taps[0], K - 1)
+    reaches = ()
+    for lag in tl.static_range(1, K):
+        reaches = reaches + (first == first,)
+    sums = _blank(taps[0], K)
+    total = taps[0] * 0.0
+    for i in range(0, T, STEPS):
+        values, grads, marks = (), (), ()
+        for j in tl.static_range(STEPS):
+            at = first + i + j
+            values = values + (_read(x, state, d, b, at, S, D, xb, xs, K, K > 1, REVERSE),)
+            grads = grads + (_read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE),)
+            if resets is not None:
+                marks = marks + (_marked(resets, b, at, S, REVERSE).to(tl.int32),)
+        for j in tl.static_range(STEPS):
+            value = values[j].to(tl.float32)
+            if resets is not None:
+                window = _emptied(window, marks[j] != 0, K - 1)
+                reaches = _reaching(reaches, marks[j], K - 1)
+            g = _pre_gradient(grads[j], taps, offset, value, window, SILU, K)
+            total += g
+            added = (sums[0] + g * value,)
+            for lag in tl.static_range(1, K):
+                added = added + (sums[lag] + g * window[lag - 1],)
+            sums = added
+            spread = _spread(waiting, reaches, taps, g, K, resets is not None)
+            waiting = _pushed(spread, spread[0], K - 1, 1)
+            window = _pushed(window, value, K - 1, 0)
+            _write(dx, dstate, spread[K - 1], b, first + i + j - (K - 1), first, S, D, d, K, REVERSE)
+    for j in tl.static_range(K - 1):  # outputs behind the run, as far as they see into it
+        at = first + T + j
+        value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
+        grad = _read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE)
+        if resets is not None:
+            mark = _marked(resets, b, at, S, REVERSE).to(tl.int32)
+            window = _emptied(window, mark != 0, K - 1)
+            reaches = _reaching(reaches, mark, K - 1)
+        g = _pre_gradient(grad, taps, offset, value, window, SILU, K)
+        spread = _spread(waiting, reaches, taps, g, K, resets is not None)
+        waiting = _pushed(spread, spread[0], K - 1, 1)
+        window = _pushed(window, value, K - 1, 0)
+        _write(dx, dstate, spread[K - 1], b, at - (K - 1), first, S, D, d, K, REVERSE)
     part = tl.program_id(0).to(tl.int64)
     for lag in tl.static_range(K):
-        t = s - lag if REVERSE else s + lag
-        g = tl.load(
-            dy + b * gb + t[:, None] * gs + d[None, :], (t >= 0)[:, None] & (t < S)[:, None] & live, 0.0
-        ).to(tl.float32)
-        if SILU:
-            before = _convolved(x, w, bias, state, resets, b, t, d, S, D, xb, xs, K, REVERSE)
-            gate = 1.0 / (1.0 + exp(-before))
-            g *= gate * (1.0 + before * (1.0 - gate))
-        if lag == 0:
-            if bias is not None:
-                tl.store(dbias + part * D + d, tl.sum(g, 0), d < D)
-        elif resets is not None:
-            cut = cut | _marked(resets, b, t, S)
-            g = tl.where(cut[:, None], 0.0, g)
-        grad += tl.load(w + d * K + K - 1 - lag, d < D, 0.0).to(tl.float32)[None, :] * g
-        tl.store(dw + (part * K + K - 1 - lag) * D + d, tl.sum(g * value, 0), d < D)
-    inside = ((s >= 0) & (s < S))[:, None] & live
-    tl.store(dx + (b * S + s)[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), inside)
-    if K > 1:
-        place = S + K - 2 - s if REVERSE else s + K - 1
-        before = (place >= 0) & (place < K - 1) & ((s >= S) if REVERSE else (s < 0))
-        tl.store(
-            dstate + (b * (K - 1) + place[:, None]) * D + d[None, :],
-            grad.to(dstate.dtype.element_ty), before[:, None] & live,
-        )
+        tl.store(dw + (part * K + K - 1 - lag) * D + d, sums[lag], live)
+    if bias is not None:
+        tl.store(dbias + part * D + d, total, live)
 
 
 # ------------------------------------------------------------------------------
 # Launching
 
 
-def tiles(length: int, width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Tokens and channels of a program, and its warps.
+def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+    """Tokens of a run, channels of a program, tokens loaded ahead, warps.
 
-    Backward, half as many elements a thread leave room for K^2 taps. AMD's compiler takes twice the registers for an
-    element, so that the same number of warps is right although they are twice as wide.
+    A thread has as many channels as it reads at once (16 bytes), half of that backward, where it holds more of each.
+    Runs are long, because each begins with K - 1 tokens that are read once more, unless too few are under way then.
     """
-    BD = min(common.power_of_two(width), 64)
-    BT = min(common.power_of_two(length), 2048 // BD)
-    return {"BT": BT, "BD": BD, "num_warps": common.warps(BT * BD, 8 if backward else 16)}
+    each = 16 // dtype.itemsize // (2 if backward else 1)
+    BD = min(max(32, common.power_of_two(width)), 32 * each)
+    T = min(64, max(8, common.power_of_two(length)))
+    while T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
+        T //= 2
+    return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
 
 
 def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Any:
@@ -174,13 +311,13 @@ def _op(
     K = weight.shape[-1]
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        _conv[batch * up(S, tile["BT"]), up(D, tile["BD"])](
+        _conv[batch * up(S, tile["T"]), up(D, tile["BD"])](
             x, weight, bias, state, resets, y, S, D, *x.stride()[:2], SILU=silu, REVERSE=reverse, K=K, **tile,
         )
         return (y,)
 
     with common.on(x):
-        _launch("forward", x, K, tiles(S, D, False, common.arch(x)), go)
+        _launch("forward", x, K, tiles(S, D, batch, x.dtype, False), go)
     return y
 
 
@@ -202,7 +339,7 @@ def _op_backward(
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        programs = batch * up(S + K - 1, tile["BT"])
+        programs = batch * up(S + K - 1, tile["T"])
         dw = x.new_empty(programs, K, D, dtype=torch.float32)
         dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
         _conv_backward[programs, up(D, tile["BD"])](
@@ -212,7 +349,7 @@ def _op_backward(
         return dw, dbias, dx, dstate
 
     with common.on(x):
-        dw, dbias, *_ = _launch("backward", x, K, tiles(S + K - 1, D, True, common.arch(x)), go)
+        dw, dbias, *_ = _launch("backward", x, K, tiles(S + K - 1, D, batch, x.dtype, True), go)
     dweight = dw.sum(0).t().contiguous().to(weight.dtype)
     return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
 
@@ -263,8 +400,10 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-def _tiles(arch: str, width: int, length: int = 1 << 20, **facts: Any) -> dict[str, dict[str, int]]:
-    return {way: tiles(length, width, way == "backward", arch) for way in ("forward", "backward")}
+def _tiles(
+    arch: str, width: int, length: int = 1 << 20, dtype: torch.dtype = torch.bfloat16, **facts: Any
+) -> dict[str, dict[str, int]]:
+    return {way: tiles(length, width, 1, dtype, way == "backward") for way in ("forward", "backward")}
 
 
 def _example(width: int, taps: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:

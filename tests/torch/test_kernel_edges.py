@@ -129,7 +129,7 @@ def test_a_forget_gate_that_lets_nothing_through(backend: str, gate: str) -> Non
     x |= {name: torch.randn(1, 40, 1, generator=generator) for name in "if"}
     x["f"][0, 7], x["f"][0, 20], x["f"][0, 33] = -torch.inf, -1e6, -300.0
     found = [
-        kernels.mlstm(**{n: t.to(dtype) for n, t in x.items()}, input_gate=gate, backend=form).double()  # type: ignore
+        kernels.mlstm(**{n: t.to(dtype) for n, t in x.items()}, input_gate=gate, backend=form).double()  # type: ignore[arg-type,union-attr]
         for form, dtype in ((backend, torch.float32), ("reference", torch.float64))
     ]
     torch.testing.assert_close(*found, rtol=0.0, atol=5e-4 * found[1].abs().max().item())

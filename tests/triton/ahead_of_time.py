@@ -40,7 +40,7 @@ from seqblocks.kernels import (
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BB", "L", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps")
+SHOWN = ("BB", "L", "T", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps")
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
 }
@@ -139,7 +139,7 @@ def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
 
 def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", **change: Any) -> None:
     x = torch.zeros(2, 256, 384, dtype=dtype, requires_grad=True)
-    weight, bias = torch.zeros(384, 1, taps, requires_grad=True), torch.zeros(384, requires_grad=True)
+    weight, bias = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((384, 1, taps), (384,)))
     given: dict[str, Any] = {"state": x.new_zeros(2, taps - 1, 384), "resets": None, "reverse": False}
     causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
 
