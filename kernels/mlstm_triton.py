@@ -732,6 +732,7 @@ def _step(
 
 
 AXES = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}  # for tuning
+WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
 
@@ -747,15 +748,16 @@ def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
     return {"L": BT * (1 if states < tokens else 2 if states < 8 * tokens else 4), "BT": BT}
 
 
-def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str) -> dict[str, int]:
+def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1 << 20) -> dict[str, int]:
     """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines.
 
     A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
-    of those it writes. Programs that walk over chunks are few, and the more the better, unless heads are wide.
+    of those it writes. Programs that walk over chunks are few: those are wide where heads (of all sequences together)
+    and tiles leave several for each multiprocessor.
     """
     most = 64 if narrow else 32
     own = {"query_gradients": "BK", "key_gradients": "BK"}.get(kernel, "BV")
-    wide = narrow and (dk * dv >= 1 << 16 if kernel.startswith("state") else True)
+    wide = narrow and (heads * dk * dv >= WALKERS * 2 * most**2 if kernel.startswith("state") else True)
     if arch.startswith("sm_8") and kernel != "outputs":
         wide = False  # these would spill
     columns = {
@@ -839,7 +841,7 @@ class _Plan:
 
     def launch(self, kernel: str, x: Tensor, go: tuning.Go) -> Sequence[Tensor]:
         about = (self.DK, self.DV, x.dtype, common.power_of_two(self.S), common.power_of_two(self.N))
-        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x))
+        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), self.N)
         return tuning.launch(f"mlstm.{kernel}", about, x, static, AXES, go)
 
 

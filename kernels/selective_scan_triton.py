@@ -24,7 +24,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, register
 from seqblocks.kernels.self_check import normal
-from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, softplus, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
@@ -34,40 +34,129 @@ AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: u, dt, z, y [B, S, E]; A [E, N]; B, C [B, S, G, N] or [E, N]; h0, last [B, E, N];
-# between [B, chunks, E, N]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
+# between [B, chunks, N, E]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
 
 
-@jit
+@jit(do_not_specialize=["S", "K", "L", "one"])  # one compiled kernel for all lengths
 @no_type_check
-def _softplus(x):
-    """log(1 + e^x) = max(x, 0) + 2 artanh(r), r = v / (2 + v), v = e^-|x|.
-
-    r is at most 1/3, so the series to r^13 is exact to 1.4e-8, for steps next to zero too.
-    """
-    v = exp(-tl.abs(x))
-    r = v / (2.0 + v)
-    q = r * r
-    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13))))))
-    return tl.maximum(x, 0.0) + 2.0 * r * series
-
-
-@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
-@no_type_check
-def _scan(
-    u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
-    S, E, N, W, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
-    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    CHUNK: tl.constexpr, STEPS: tl.constexpr,
+def _ends(
+    x, dt, A, w, z, bias, resets, ends, sums, broken,
+    S, K, L, E, N, W, one, xb, xs, db, ds, wb, ws, wg, zb, zs,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
+    """What each segment leaves to the next if it starts from nothing: of states (x is u, w is B), or, BACK, to the one
+    before of gradients (x is dy, w is C); the sum of its steps, and whether a sequence begins in it."""
     blocks = tl.cdiv(W, BE)
-    b = tl.program_id(0).to(tl.int64)
+    b = (tl.program_id(0) // K).to(tl.int64)
+    first = tl.program_id(0) % K * L
+    end = min(S, first + L)
     group = tl.program_id(1) // blocks
     within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
     live = within < W
     e = group * W + within
     n = tl.arange(0, BN)
-    own = live[:, None] & (n < N)[None, :]
-    at = e[:, None] * N + n[None, :]
+    own = (n < N)[:, None] & live[None, :]
+    at = n[:, None] * one + e[None, :] * N
+    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
+    if bias is not None:
+        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+    if ws is None:
+        weights = tl.load(w + at, own, 0.0).to(tl.float32)
+    h = tl.zeros((BN, BE), tl.float32)
+    total = tl.zeros((BE,), tl.float32)
+    breaks = 0
+    for i in range(first, end, STEPS):
+        xs_, dts, zs_, ws_, fresh = (), (), (), (), ()
+        for j in tl.static_range(STEPS):
+            p = first + end - 1 - i - j if BACK else i + j
+            t = (S - 1 - p if REVERSE else p) + tl.cast(0, tl.int64)
+            there = within < tl.where(i + j < end, W, 0)
+            xs_ = xs_ + (tl.load(x + b * xb + t * xs + e, there, 0.0),)
+            dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+            if z is not None:
+                zs_ = zs_ + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+            if ws is not None:
+                known = n < tl.where(i + j < end, N, 0)
+                ws_ = ws_ + (tl.load(w + b * wb + t * ws + group * wg + n, known, 0.0),)
+            if resets is not None:
+                fresh = fresh + (tl.load(resets + b * S + t, i + j < end, 0).to(tl.int32),)
+        for j in tl.static_range(STEPS):
+            step = dts[j].to(tl.float32)
+            if bias is not None:
+                step += shift
+            if SOFTPLUS:
+                step = softplus(step)
+            step = tl.where(i + j < end, step, 0.0)
+            value = xs_[j].to(tl.float32)
+            if z is not None:
+                gate = zs_[j].to(tl.float32)
+                value *= gate / (1.0 + exp(-gate))
+            if ws is not None:
+                weights = ws_[j].to(tl.float32)[:, None]
+            decay = tl.exp2(step[None, :] * rate)
+            if BACK:
+                h = decay * (h + value[None, :] * weights)
+                if resets is not None:
+                    h = tl.where(fresh[j] != 0, 0.0, h)
+            else:
+                if resets is not None:
+                    h = tl.where(fresh[j] != 0, 0.0, h)
+                h = decay * h + (step * value)[None, :] * weights
+            if resets is not None:
+                breaks += fresh[j]
+            total += step
+    to = tl.program_id(0).to(tl.int64)
+    tl.store(ends + to * E * N + n[:, None] * E + e[None, :] * one, h, own)
+    tl.store(sums + to * E + e, total, live)
+    if resets is not None:
+        tl.store(broken + to, breaks)
+
+
+@jit(do_not_specialize=["K", "one"])
+@no_type_check
+def _carry(
+    given, A, ends, sums, broken, starts, K, E, N, one, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr
+):
+    """What each segment starts from, `given` [B, E, N] the first of them (BACK: the last), and so on."""
+    b = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    n = tl.arange(0, BN)
+    own = (n < N)[:, None] & (e < E)[None, :]
+    at = n[:, None] * one + e[None, :] * N
+    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
+    h = tl.load(given + b * E * N + at, own, 0.0)
+    for i in range(K):
+        k = b * K + (K - 1 - i if BACK else i)
+        cell = k * E * N + n[:, None] * E + e[None, :] * one
+        tl.store(starts + cell, h, own)
+        kept = tl.exp2(tl.load(sums + k * E + e, e < E, 0.0)[None, :] * rate) * h
+        if broken is not None:
+            kept = tl.where(tl.load(broken + k) > 0, 0.0, kept)
+        h = kept + tl.load(ends + cell, own, 0.0)
+
+
+@jit(do_not_specialize=["S", "K", "L", "one", "hn", "he"])
+@no_type_check
+def _scan(
+    u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
+    S, K, L, E, N, W, one, hn, he, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CHUNK: tl.constexpr, STEPS: tl.constexpr,
+):
+    """h0 [B K, E, N], by strides hn, he: what each of the K segments of L tokens starts from."""
+    blocks = tl.cdiv(W, BE)
+    b = (tl.program_id(0) // K).to(tl.int64)
+    begin = tl.program_id(0) % K * L
+    end = min(S, begin + L)
+    group = tl.program_id(1) // blocks
+    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    live = within < W
+    e = group * W + within
+    n = tl.arange(0, BN)
+    own = (n < N)[:, None] & live[None, :]
+    # that `one` is 1 the compiler must not know: it would give neighbouring states to neighbouring threads
+    at = n[:, None] * one + e[None, :] * N
     rate = tl.load(A + at, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
     if bias is not None:
         shift = tl.load(bias + e, live, 0.0).to(tl.float32)
@@ -77,17 +166,18 @@ def _scan(
         writes = tl.load(B + at, own, 0.0).to(tl.float32)
     if Cs is None:
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
-    h = tl.load(h0 + b * E * N + at, own, 0.0)
+    h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + n[:, None] * hn + e[None, :] * he, own, 0.0)
 
-    for first in range(0, S, CHUNK):
+    for first in range(begin, end, CHUNK):
         if between is not None:
-            tl.store(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + at, h, own)
-        for i in range(first, min(first + CHUNK, S), STEPS):
+            to = between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + n[:, None] * E + e[None, :] * one
+            tl.store(to, h, own)
+        for i in range(first, min(first + CHUNK, end), STEPS):
             xs, dts, gates, Bts, Cts, fresh = (), (), (), (), (), ()
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < S, W, 0)
-                known = n < tl.where(i + j < S, N, 0)
+                there = within < tl.where(i + j < end, W, 0)
+                known = n < tl.where(i + j < end, N, 0)
                 xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
                 dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
                 if z is not None:
@@ -97,7 +187,7 @@ def _scan(
                 if Cs is not None:
                     Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end, 0),)
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 x = xs[j].to(tl.float32)
@@ -105,37 +195,41 @@ def _scan(
                 if bias is not None:
                     step += shift
                 if SOFTPLUS:
-                    step = _softplus(step)
-                step = tl.where(i + j < S, step, 0.0)  # a step of nothing leaves the state as it is
+                    step = softplus(step)
+                step = tl.where(i + j < end, step, 0.0)  # a step of nothing leaves the state as it is
                 if resets is not None:
                     h = tl.where(fresh[j] != 0, 0.0, h)
                 if Bs is not None:
-                    writes = Bts[j].to(tl.float32)[None, :]
+                    writes = Bts[j].to(tl.float32)[:, None]
                 if Cs is not None:
-                    reads = Cts[j].to(tl.float32)[None, :]
-                h = tl.exp2(step[:, None] * rate) * h + (step * x)[:, None] * writes
-                out = tl.sum(h * reads, 1)
+                    reads = Cts[j].to(tl.float32)[:, None]
+                h = tl.exp2(step[None, :] * rate) * h + (step * x)[None, :] * writes
+                out = tl.sum(h * reads, 0)
                 if D is not None:
                     out += skip * x
                 if z is not None:
                     gate = gates[j].to(tl.float32)
                     out *= gate / (1.0 + exp(-gate))
-                tl.store(y + (b * S + t) * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < S, W, 0))
-    tl.store(last + b * E * N + at, h, own)
+                tl.store(y + (b * S + t) * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
+    if end == S:
+        tl.store(last + b * E * N + at, h, own)
 
 
-@jit(do_not_specialize=["S"])
+@jit(do_not_specialize=["S", "K", "L", "one", "hn", "he"])
 @no_type_check
 def _scan_backward(
     dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
     du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-    S, E, N, W, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    S, K, L, E, N, W, one, hn, he, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """Parts: dA [B, E, N], dD, dbias [B, E]; dB, dC [blocks, B, S, G, N], or [B, E, N] if constant. gb, gs: of dy."""
+    """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant. gb, gs: of dy.
+    dlast [B K, E, N], by strides hn, he: what comes to each segment from the one behind it."""
     blocks = tl.cdiv(W, BE)
-    b = tl.program_id(0).to(tl.int64)
+    b = (tl.program_id(0) // K).to(tl.int64)
+    begin = tl.program_id(0) % K * L
+    end_ = min(S, begin + L)
     block = tl.program_id(1) % blocks
     group = tl.program_id(1) // blocks
     within = block * BE + tl.arange(0, BE)
@@ -159,35 +253,38 @@ def _scan_backward(
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
         dC_sum = tl.zeros((BE, BN), tl.float32)
     dA_sum = tl.zeros((BE, BN), tl.float32)
-    carry = tl.load(dlast + b * E * N + at, own, 0.0)  # the gradient of the state, as it comes from later tokens
+    mine = tl.program_id(0).to(tl.int64)
+    # the gradient of the state, as it comes from later tokens
+    carry = tl.load(dlast + mine * E * N + n[None, :] * hn + e[:, None] * he, own, 0.0)
     chunks = tl.cdiv(S, CHUNK)
-    program = b * tl.num_programs(1) + tl.program_id(1)
+    here = tl.cdiv(end_ - begin, CHUNK)
+    program = mine * tl.num_programs(1) + tl.program_id(1)
     cell = tl.arange(0, BE)[:, None] * BN + n[None, :]
     cells = scratch + program * CHUNK * BE * BN + cell
-    part = ((block * tl.num_programs(0) + b) * S) * (tl.num_programs(1) // blocks) * N  # of dB and dC
+    part = ((block * (tl.num_programs(0) // K) + b) * S) * (tl.num_programs(1) // blocks) * N  # of dB and dC
 
-    for k in range(chunks):
-        first = (chunks - 1 - k) * CHUNK
-        end = min(first + CHUNK, S)
-        h = tl.load(between + (b * chunks + first // CHUNK) * E * N + at, own, 0.0)
+    for k in range(here):
+        first = begin + (here - 1 - k) * CHUNK
+        end = min(first + CHUNK, end_)
+        h = tl.load(between + (b * chunks + first // CHUNK) * E * N + n[None, :] * E + e[:, None] * one, own, 0.0)
         for i in range(first, end, STEPS):
             xs, dts, Bts, fresh = (), (), (), ()
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < S, W, 0)
-                known = n < tl.where(i + j < S, N, 0)
+                there = within < tl.where(i + j < end_, W, 0)
+                known = n < tl.where(i + j < end_, N, 0)
                 xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
                 dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
                 if Bs is not None:
                     Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end_, 0),)
             for j in tl.static_range(STEPS):
                 step = dts[j].to(tl.float32)
                 if bias is not None:
                     step += shift
                 if SOFTPLUS:
-                    step = _softplus(step)
+                    step = softplus(step)
                 if resets is not None:
                     h = tl.where(fresh[j] != 0, 0.0, h)
                 if Bs is not None:
@@ -201,8 +298,8 @@ def _scan_backward(
             xs, dts, gates, gys, Bts, Cts, fresh, hs = (), (), (), (), (), (), (), ()
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < S, W, 0)
-                known = n < tl.where(i + j < S, N, 0)
+                there = within < tl.where(i + j < end_, W, 0)
+                known = n < tl.where(i + j < end_, N, 0)
                 xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
                 dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
                 gys = gys + (tl.load(dy + b * gb + t * gs + e, there, 0.0),)
@@ -213,20 +310,20 @@ def _scan_backward(
                 if Cs is not None:
                     Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < S, 0),)
+                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end_, 0),)
                 hs = hs + (tl.load(cells + (i + j - first) * BE * BN),)
             for j in tl.static_range(STEPS - 1, -1, -1):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < S, W, 0)
-                known = n < tl.where(i + j < S, N, 0)
+                there = within < tl.where(i + j < end_, W, 0)
+                known = n < tl.where(i + j < end_, N, 0)
                 x = xs[j].to(tl.float32)
                 raw = dts[j].to(tl.float32)
                 if bias is not None:
                     raw += shift
                 step = raw
                 if SOFTPLUS:
-                    step = _softplus(raw)
-                step = tl.where(i + j < S, step, 0.0)
+                    step = softplus(raw)
+                step = tl.where(i + j < end_, step, 0.0)
                 if Bs is not None:
                     writes = Bts[j].to(tl.float32)[None, :]
                 if Cs is not None:
@@ -274,38 +371,45 @@ def _scan_backward(
                     carry = tl.where(fresh[j] != 0, 0.0, carry)
         tl.debug_barrier()  # the next chunk writes over them
 
-    mine = b * E * N + at
-    tl.store(dh0 + mine, carry, own)
-    tl.store(dA + mine, dA_sum, own)
+    if begin == 0:
+        tl.store(dh0 + b * E * N + at, carry, own)
+    tl.store(dA + mine * E * N + at, dA_sum, own)
     if Bs is None:
-        tl.store(dB + mine, dB_sum, own)
+        tl.store(dB + mine * E * N + at, dB_sum, own)
     if Cs is None:
-        tl.store(dC + mine, dC_sum, own)
+        tl.store(dC + mine * E * N + at, dC_sum, own)
     if D is not None:
-        tl.store(dD + b * E + e, dD_sum, live)
+        tl.store(dD + mine * E + e, dD_sum, live)
     if bias is not None:
-        tl.store(dbias + b * E + e, dbias_sum, live)
+        tl.store(dbias + mine * E + e, dbias_sum, live)
 
 
 # ------------------------------------------------------------------------------
 # Launching
 
 
-def tiles(states: int, width: int, backward: bool, arch: str, rows: int = 1 << 20) -> dict[str, int]:
-    """Channels and states of a program, and its warps; `rows` are the sequences times the groups of `width` channels.
+def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
+    """Channels and states of a program, and its warps.
 
-    Eight states a thread. Forward, channels never meet, so many warps share B and C; where programs are too few to give
-    every scheduler of a large GPU a warp, a thread has fewer states, because the time then is that of one token after
-    the other. Backward, dB and dC are sums over channels: up to 32 states a program is one warp, which adds without
-    waiting for others.
+    Forward, one warp, of which each thread has 16 states and, up to 16, a channel of its own: nothing but the sum over
+    more states crosses threads. Backward, eight states a thread; dB and dC are sums over channels, and up to 32 states a
+    program is one warp, which adds without waiting for others.
     """
     BN = common.power_of_two(states)
-    BE = min(common.power_of_two(width), max(8, min(32, 256 // BN) if backward else min(64, 512 // BN)))
     lanes = common.lanes(arch)
-    num_warps, most = (common.warps(BE * BN, each, lanes) for each in (8, 8 if backward else 2))
-    while num_warps < most and rows * up(width, BE) * num_warps < SCHEDULERS:
-        num_warps *= 2
+    each = max(8, min(32, 256 // BN)) if backward else max(1, min(2 * lanes, 16 * lanes // BN))
+    BE = min(common.power_of_two(width), each)
+    num_warps = common.warps(BE * BN, 8, lanes) if backward else 1
     return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": num_warps}
+
+
+def segments(warps: int, S: int) -> int:
+    """Into how many parts a sequence is cut: one where there is a warp for every other scheduler of a large GPU.
+
+    With fewer the time is that of one token after another, which is what segments are for; they take each exponential
+    once more. None is shorter than 128 tokens.
+    """
+    return 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
@@ -335,6 +439,39 @@ def _launch(way: str, u: Tensor, A: Tensor, groups: int, tile: tuning.Tile, go: 
     return tuning.launch(f"selective_scan.{way}", about, u, tile, AXES, go)
 
 
+class _Cut:
+    """The segments of a launch."""
+
+    def __init__(self, u: Tensor, A: Tensor, groups: int, W: int, tile: tuning.Tile, K: int = 0) -> None:
+        self.batch, self.S, self.E = u.shape
+        self.N, self.W, self.tile = A.shape[1], W, tile
+        programs = groups * up(W, tile["BE"])
+        K = K or segments(self.batch * programs * tile["num_warps"], self.S)
+        self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
+        self.K = up(self.S, self.L)
+        self.grid = (self.batch * self.K, programs)
+
+    def starts(
+        self, given: Tensor, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
+        resets: Tensor | None, softplus: bool, reverse: bool, back: bool,
+    ) -> Tensor:
+        """[B K, N, E]: two launches, see `_ends` and `_carry`."""
+        ends, starts = (A.new_empty(self.batch * self.K, self.N, self.E) for _ in range(2))
+        sums = A.new_empty(self.batch * self.K, self.E)
+        broken = None if resets is None else A.new_empty(self.batch * self.K, dtype=torch.int32)
+        _ends[self.grid](
+            x, dt, A, w, z, bias, resets, ends, sums, broken,
+            self.S, self.K, self.L, self.E, self.N, self.W, 1, *_strides(x, dt, w, z),
+            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, **self.tile,
+        )
+        tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
+        _carry[self.batch, up(self.E, tile["BE"])](
+            given, A, ends, sums, broken, starts, self.K, self.E, self.N, 1, BACK=back,
+            num_warps=common.warps(tile["BE"] * tile["BN"], 16), **tile,
+        )
+        return starts
+
+
 @torch.library.custom_op("seqblocks::selective_scan_triton", mutates_args=())
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
@@ -347,15 +484,19 @@ def _op(
     h0 = h0.contiguous()
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        _scan[u.shape[0], groups * up(W, tile["BE"])](
-            u, dt, A, B, C, D, z, bias, h0, resets, y, last, between if keep else None,
-            S, E, N, W, *_strides(u, dt, B, C, z),
+        cut = _Cut(u, A, groups, W, tile)
+        starts, hn, he = h0, 1, N
+        if cut.K > 1:
+            starts, hn, he = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False), E, 1
+        _scan[cut.grid](
+            u, dt, A, B, C, D, z, bias, starts, resets, y, last, between if keep else None,
+            S, cut.K, cut.L, E, N, W, 1, hn, he, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
         return y, last
 
     with common.on(u):
-        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u), u.shape[0] * groups), go)
+        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u)), go)
     return y, last, between
 
 
@@ -379,25 +520,31 @@ def _op_backward(
     def parts(*shape: int, of: Tensor | None = A) -> Tensor:
         return A.new_empty(shape if of is not None else 0)
 
-    dA, dh0 = parts(batch, E, N), parts(batch, E, N)
-    dD, dbias = (parts(batch, E, of=x) for x in (D, bias))
+    dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = u.new_empty(0) if z is None else z.new_empty(z.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        blocks = up(W, tile["BE"])
-        dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(batch, E, N) for x in (B, C))
-        scratch = parts(batch * groups * blocks, CHUNK, tile["BE"], tile["BN"])
-        _scan_backward[batch, groups * blocks](
-            dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
+        cut = _Cut(u, A, groups, W, tile)
+        ends, hn, he = dlast, 1, N
+        if cut.K > 1:
+            # which is a walk like the forward one, and is launched like it
+            ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), cut.K)
+            ends, hn, he = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True), E, 1
+        rows, blocks = batch * cut.K, cut.grid[1] // groups
+        dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
+        dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(rows, E, N) for x in (B, C))
+        scratch = parts(rows * groups * blocks, CHUNK, tile["BE"], tile["BN"])
+        _scan_backward[cut.grid](
+            dy, ends, u, dt, A, B, C, D, z, bias, between, resets, scratch,
             du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-            S, E, N, W, *_strides(dy, u, dt, B, C, z),
+            S, cut.K, cut.L, E, N, W, 1, hn, he, *_strides(dy, u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
-        return dB, dC, du, ddt, dA, dh0
+        return dA, dB, dC, dD, dbias, du, ddt, dh0
 
     with common.on(u):
-        dB, dC, *_ = _launch("backward", u, A, groups, tiles(N, W, True, common.arch(u)), go)
+        dA, dB, dC, dD, dbias, *_ = _launch("backward", u, A, groups, tiles(N, W, True, common.arch(u)), go)
     sums = [x.sum(0).to(like.dtype) if like is not None else x for x, like in ((dA, A), (dB, B), (dC, C), (dD, D))]
     return [du, ddt, *sums, dz, dbias.sum(0).to(bias.dtype) if bias is not None else dbias, dh0]
 

@@ -144,6 +144,13 @@ def log_sigmoid(x):
 
 @jit
 @no_type_check
+def softplus(x):
+    """log(1 + e^x), as exact as log_sigmoid, for values next to zero too."""
+    return -log_sigmoid(-x)
+
+
+@jit
+@no_type_check
 def sigmoid(x):
     """1 / (1 + e^-x), of an exponential that cannot overflow."""
     v = exp(-tl.abs(x))

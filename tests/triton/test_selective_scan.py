@@ -43,6 +43,29 @@ def test_any_length(S: int, reverse: bool) -> None:
     check(tensors(batch=2 if S < 33 else 1, S=S), reverse=reverse, resets=compare.resets(2 if S < 33 else 1, S))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [(), (5, 40, 64), (33,)])
+def test_segments(reverse: bool, reset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in three parts at once, the last one shorter; a new sequence may begin in some of them."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 3)
+    marks = torch.zeros(1, 70, dtype=torch.bool)
+    marks[:, list(reset)] = True
+    check(tensors(batch=1, S=70), reverse=reverse, resets=marks if reset else None)
+
+
+@pytest.mark.parametrize("shape", [{"constant": "BC"}, {"groups": 2}, {"bare": True}])
+def test_segments_of_other_kinds(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    check(tensors(batch=2, S=40, **shape))
+
+
+def test_sequences_are_cut_where_programs_are_few() -> None:
+    assert selective_scan_triton.segments(2048, 1 << 15) == 1
+    assert selective_scan_triton.segments(128, 1 << 15) == 9
+    assert selective_scan_triton.segments(1, 1000) == 7
+    assert selective_scan_triton.segments(1, 100) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("S", [63, 64, 130])
 def test_longer(S: int) -> None:
