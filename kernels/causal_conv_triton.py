@@ -55,12 +55,18 @@ def _marked(resets, b, p, S, REVERSE: tl.constexpr):
 
 @jit
 @no_type_check
-def _blank(x, COUNT: tl.constexpr):
-    """A tuple of zeros like x."""
+def _all(value, COUNT: tl.constexpr):
     out = ()
     for _ in tl.static_range(COUNT):
-        out = out + (x * 0.0,)
+        out = out + (value,)
     return out
+
+
+@jit
+@no_type_check
+def _blank(x, COUNT: tl.constexpr):
+    """A tuple of zeros like x."""
+    return _all(x * 0.0, COUNT)
 
 
 @jit
@@ -226,9 +232,7 @@ def _conv_backward(
     offset = _offset(bias, d, live, taps[0])
     window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
     waiting = _blank(taps[0], K - 1)
-    reaches = ()
-    for lag in tl.static_range(1, K):
-        reaches = reaches + (first == first,)
+    reaches = _all(first == first, K - 1)
     sums = _blank(taps[0], K)
     total = taps[0] * 0.0
     for i in range(0, T, STEPS):

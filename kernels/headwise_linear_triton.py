@@ -22,6 +22,8 @@ from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
+MOST = 4  # tiles of tokens that a program of the backward pass goes through, unless blocks are wide: it would spill
+PROGRAMS = 64  # by tokens alone, at least, or it goes through one
 AXES = {"BT": (8, 16, 32, 64, 128), "BC": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
 
 
@@ -59,20 +61,32 @@ def _linear(x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexp
 @jit(do_not_specialize=["R"])
 @no_type_check
 def _linear_backward(
-    dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+    dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Parts: dw [tiles of tokens, G, O, I]. A program has the same places among the channels of x and of dy."""
-    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    """Parts: dw [programs, G, O, I]. A program has the same places among the channels of x and of dy.
+
+    It goes through several tiles of tokens before it adds up what its threads have: that is a third of the work.
+    """
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    grad = _product(dy, w, r, c, R, G * I, gs, I, O, 1, I, BT, BC)
-    inside = (r < R)[:, None] & (c < G * I)[None, :]
-    tl.store(dx + r[:, None] * (G * I) + c[None, :], grad.to(dx.dtype.element_ty), inside)
-    live = (r < R)[:, None] & (c < G * O)[None, :]
-    g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
+    sums = ()
+    for _ in tl.static_range(I):
+        sums = sums + (tl.zeros((BT, BC), tl.float32),)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
+        grad = _product(dy, w, r, c, R, G * I, gs, I, O, 1, I, BT, BC)
+        inside = (r < R)[:, None] & (c < G * I)[None, :]
+        tl.store(dx + r[:, None] * (G * I) + c[None, :], grad.to(dx.dtype.element_ty), inside)
+        live = (r < R)[:, None] & (c < G * O)[None, :]
+        g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
+        added = ()
+        for i in tl.static_range(I):
+            value = tl.load(x + r[:, None] * xs + (c // O * I + i)[None, :], live, 0.0).to(tl.float32)
+            added = added + (sums[i] + g * value,)
+        sums = added
     part = dw + (tl.program_id(0).to(tl.int64) * (G * O) + c) * I
     for i in tl.static_range(I):
-        value = tl.load(x + r[:, None] * xs + (c // O * I + i)[None, :], live, 0.0).to(tl.float32)
-        tl.store(part + i, tl.sum(g * value, 0), c < G * O)
+        tl.store(part + i, tl.sum(sums[i], 0), c < G * O)
 
 
 # ------------------------------------------------------------------------------
@@ -124,10 +138,11 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     dx = x.new_empty(x.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        rows = up(x.shape[0], tile["BT"])
+        many = MOST if I <= 8 and x.shape[0] >= PROGRAMS * MOST * tile["BT"] else 1
+        rows = up(x.shape[0], tile["BT"] * many)
         dw = x.new_empty(rows, G, O, I, dtype=torch.float32)
         _linear_backward[rows, up(width, tile["BC"])](
-            dy, x, weight, dx, dw, x.shape[0], G, dy.stride(0), x.stride(0), I=I, O=O, **tile
+            dy, x, weight, dx, dw, x.shape[0], G, dy.stride(0), x.stride(0), I=I, O=O, TILES=many, **tile
         )
         return dx, dw
 

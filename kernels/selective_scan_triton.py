@@ -224,8 +224,10 @@ def _scan_backward(
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant. gb, gs: of dy.
-    dlast [B K, E, N], by strides hn, he: what comes to each segment from the one behind it."""
+    """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
+
+    gb, gs: strides of dy. dlast [B K, E, N], by strides hn, he: what comes to each segment from the one behind it.
+    """
     blocks = tl.cdiv(W, BE)
     b = (tl.program_id(0) // K).to(tl.int64)
     begin = tl.program_id(0) % K * L
@@ -391,16 +393,18 @@ def _scan_backward(
 def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
     """Channels and states of a program, and its warps.
 
-    Forward, one warp, of which each thread has 16 states and, up to 16, a channel of its own: nothing but the sum over
-    more states crosses threads. Backward, eight states a thread; dB and dC are sums over channels, and up to 32 states a
-    program is one warp, which adds without waiting for others.
+    Forward, one warp and 16 states a thread, which up to 16 states are a channel of its own: nothing but the sum over
+    more states crosses threads. Backward, dB and dC are sums over channels, and up to 32 states a program is one warp,
+    which adds without waiting for others; 16 states a thread there spill on most devices, or need too many registers.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
-    each = max(8, min(32, 256 // BN)) if backward else max(1, min(2 * lanes, 16 * lanes // BN))
-    BE = min(common.power_of_two(width), each)
-    num_warps = common.warps(BE * BN, 8, lanes) if backward else 1
-    return {"BE": BE, "BN": BN, "STEPS": 2 if backward else 4, "num_warps": num_warps}
+    each = 16 if not backward or (arch.startswith("sm_9") and BN <= 16) else 8
+    most = each * lanes // BN
+    BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
+    num_warps = common.warps(BE * BN, each, lanes) if backward else 1
+    steps = (1 if each == 16 or arch.startswith("sm_8") else 2) if backward else (4 if BN <= 16 else 2)
+    return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
 
 
 def segments(warps: int, S: int) -> int:

@@ -380,10 +380,12 @@ def tiles(width: int, narrow: bool, backward: bool, arch: str) -> dict[str, int]
     """
     BD = max(16, common.power_of_two(width))
     most = {"sm_80": (128, 32), "sm_90": (128, 64)}.get(arch, (16, 16))[0 if narrow else 1]
-    if most >= BD:
-        warps = 8 if (64 if narrow else 32) < BD else 4
-        return {"BB": ROWS, "BD": BD, "WHOLE": 1, "num_warps": warps, "num_stages": 1 if backward and BD > 64 else 2}
-    return {"BB": ROWS, "BD": min(BD, 64 if narrow else 32), "WHOLE": 0, "num_warps": 4, "num_stages": 2}
+    whole = most >= BD
+    BD = BD if whole else min(BD, 64 if narrow else 32)
+    # a token waits for the one before it, so it is shared by many threads: four channels each, as far as they fit
+    warps = max(1, min(16 if whole and not backward else 8, ROWS * BD // (4 * common.lanes(arch))))
+    stages = 1 if whole and backward and BD > 64 else 2
+    return {"BB": ROWS, "BD": BD, "WHOLE": int(whole), "num_warps": warps, "num_stages": stages}
 
 
 class _Plan:

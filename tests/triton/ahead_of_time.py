@@ -9,7 +9,8 @@ the types, constants and alignments that triton would derive from the arguments.
     python -m tests.triton.ahead_of_time --names            what they are called
 
 A line has the case, the kernel, the architecture, the launch, the registers of a thread, the bytes that a thread keeps
-in local memory (what it spills and what it indexes), and the bytes of shared memory of a program.
+in local memory (what it spills and what it indexes), the bytes of shared memory of a program, and the machine's
+instructions, loops once: where no device times anything, a kernel that grows is seen here.
 """
 
 from __future__ import annotations
@@ -98,20 +99,26 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target:
 
 
 def usage(binary: Any) -> dict[str, int]:
-    """Registers of a thread, bytes it spills or keeps in local memory, bytes of shared memory of a program."""
+    """Registers of a thread, bytes it spills or keeps in local memory, shared bytes of a program, instructions."""
     shared = binary.metadata.shared
     if "amdgcn" in binary.asm:
         text = binary.asm["amdgcn"]
         found = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in (
             "vgpr_count", "agpr_count", "private_segment_fixed_size")}
-        return {"registers": found["vgpr_count"], "local": found["private_segment_fixed_size"], "shared": shared}
+        count = len(re.findall(r"^\t(?:v|s|ds|global|buffer|flat)_", text, re.MULTILINE))
+        used = {"registers": found["vgpr_count"], "local": found["private_segment_fixed_size"]}
+        return {**used, "shared": shared, "instructions": count}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+        text, code = (
+            subprocess.run([tools / tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return {"registers": int(registers), "local": int(stack), "shared": shared}
+    count = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?!NOP)\S", code, re.MULTILINE))
+    return {"registers": int(registers), "local": int(stack), "shared": shared, "instructions": count}
 
 
 # ------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def usage(binary: Any) -> dict[str, int]:
 
 
 def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
-    batch, seq, width = change.pop("batch", 64), 64, 256
+    batch, seq, width = change.pop("batch", 64), change.pop("seq", 64), 256
     shared = (batch, seq, states)
 
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -155,14 +162,15 @@ def head_norm(width: int, dtype: torch.dtype, behind: bool = False) -> None:
 
 
 def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
-    x, w = torch.zeros(100, 64 * I, dtype=dtype, requires_grad=True), torch.zeros(64, O, I, requires_grad=True)
+    x = torch.zeros(1 << 13, 64 * I, dtype=dtype, requires_grad=True)
+    w = torch.zeros(64, O, I, dtype=dtype, requires_grad=True)
     headwise_linear_triton.run(x, w).sum().backward()
 
 
 def mlstm(width: int, dtype: torch.dtype, **change: Any) -> None:
-    seq = change.pop("seq", 256)
-    q, k, v = (torch.zeros(2, seq, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
-    i, f = (torch.zeros(2, seq, 4, requires_grad=True) for _ in range(2))
+    batch, seq = change.pop("batch", 2), change.pop("seq", 256)
+    q, k, v = (torch.zeros(batch, seq, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    i, f = (torch.zeros(batch, seq, 4, requires_grad=True) for _ in range(2))
     given: dict[str, Any] = {"reverse": False, "chunk_size": None, "eps": 1e-6, "input_gate": "exp"}
     marks = torch.zeros(2, seq, dtype=torch.bool) if change.pop("resets", False) else None
     h, last = mlstm_triton.run(q, k, v, i, f, None, marks, **given | change, normalize=True, return_state=True)
@@ -203,7 +211,9 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for states in (1, 16, 64, 256):
         yield f"selective_scan N={states} bf16", scan, lambda n=states: selective_scan(n, torch.bfloat16)
     yield "selective_scan N=16 fp32", scan, lambda: selective_scan(16, torch.float32)
-    yield "selective_scan N=16 bf16 few sequences", scan, lambda: selective_scan(16, torch.bfloat16, batch=1)
+    marks = torch.zeros(1, 1024, dtype=torch.bool)
+    yield "selective_scan N=16 bf16 segments resets", scan, lambda: selective_scan(
+        16, torch.bfloat16, batch=1, seq=1024, resets=marks)
     marks = torch.zeros(64, 64, dtype=torch.bool)
     yield "selective_scan N=16 bf16 reverse resets", scan, lambda: selective_scan(
         16, torch.bfloat16, reverse=True, resets=marks)
@@ -233,6 +243,7 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
         128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
     yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, seq=2048, resets=True)
+    yield "mlstm D=512 bf16 many heads", mlstm_triton, lambda: mlstm(512, torch.bfloat16, batch=4)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
     for width in (32, 64, 128, 256):
         yield f"slstm D={width} bf16", slstm_triton, lambda n=width: slstm(n, torch.bfloat16)
@@ -256,7 +267,7 @@ def rows(words: list[str]) -> Iterator[str]:
                 found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
                 yield " | ".join([f"{name:<44}", f"{kernel:<16}", f"{arch:<6}", f"{tile:<32}", *(
-                    f"{found[key]:>6}" for key in ("registers", "local", "shared"))])
+                    f"{found[key]:>6}" for key in ("registers", "local", "shared", "instructions"))])
 
 
 def main(words: list[str]) -> None:

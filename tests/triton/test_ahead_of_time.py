@@ -35,7 +35,8 @@ def hold(lines: list[str]) -> None:
     assert len(lines) > 1
     for line in lines[1:]:
         _, _, arch, _, *numbers = (cell.strip() for cell in line.split("|"))
-        registers, local, shared = map(int, numbers)
+        registers, local, shared, instructions = map(int, numbers)
+        assert instructions > 10, line
         assert local <= LOCAL, line
         assert shared <= SHARED[arch], line
         assert registers <= REGISTERS[arch], line

@@ -97,6 +97,15 @@ def test_headwise_linear_with_any_blocks(blocks: tuple[int, int, int]) -> None:
     compare.check(headwise_linear, given, bar)
 
 
+@pytest.mark.parametrize("S", [8, 15, 16, 19])
+def test_headwise_linear_by_several_tiles(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are many tokens: a program of the backward pass goes through four tiles, some without a token."""
+    monkeypatch.setattr(headwise_linear_triton, "PROGRAMS", 1)
+    monkeypatch.setattr(headwise_linear_triton, "tiles", lambda *a: {"BT": 4, "BC": 8, "num_warps": 1})
+    given, bar = linear(2, S)
+    compare.check(headwise_linear, given, bar)
+
+
 CALLS: dict[str, Any] = {
     "head_norm": (head_norm, head_norm_triton, norm(2, 7, 24), {"heads": 3}),
     "headwise_linear": (headwise_linear, headwise_linear_triton, linear(2, 7), {}),
