@@ -192,6 +192,17 @@ def _gates(
                 tl.store(m_out + n, m)
 
 
+@jit
+@no_type_check
+def _row_sums(x, weight, DOT: tl.constexpr):
+    """Of x [BK, BT] times weight [BT], over tokens: a product where dots are of bfloat16, since threads then add nothing
+    for one another; as x is an operand already, it is rounded once."""
+    if DOT == tl.bfloat16:
+        columns = (weight[:, None] + tl.zeros((1, 16), tl.float32)).to(DOT)
+        return tl.sum(tl.dot(x.to(DOT), columns), 1) * 0.0625
+    return tl.sum(x * weight[None, :], 1)
+
+
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _states(
@@ -229,7 +240,7 @@ def _states(
         keep = tl.load(gates + 2 * plane + end)
         state *= keep
         total *= keep
-        for part in range(L // BT):
+        for part in tl.static_range(L // BT):
             tile = c * (L // BT) + part
             live = j < S - tile * BT
             here = place + tile * BT
@@ -241,7 +252,7 @@ def _states(
             rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
             values = _tile(rows, sign * j * vs, dv, live, is_v)
             state += tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
-            total += tl.sum(keys, 1)
+            total += _row_sums(keys, tl.zeros((BT,), tl.float32) + 1.0, DOT)
     if C_out is not None:
         tl.store(C_out + wide * DK * DV + cell, state, own)
         tl.store(n_out + wide * DK + dk, total, first)
@@ -423,7 +434,7 @@ def _state_gradients(
         keep = tl.load(gates + 2 * plane + place + c * L + L - 1)
         grad *= keep
         total *= keep
-        for part in range(L // BT):
+        for part in tl.static_range(L // BT):
             tile = c * (L // BT) + part
             live = j < S - tile * BT
             here = place + tile * BT
@@ -432,9 +443,11 @@ def _state_gradients(
             queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
             rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
             outs = _tile(rows, sign * j * gs, dv, live, is_v)
-            read = queries * tl.load(factors + here + j)[None, :]
+            inverse = tl.load(factors + here + j)
+            read = queries * inverse[None, :]
             grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
-            total += tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
+            each = tl.load(factors + plane + here + j) / tl.where(inverse > 0.0, inverse, 1.0)
+            total += _row_sums(read, each, DOT)
         flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
         flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
         tl.store(parts + c * tiles, flow)
@@ -757,14 +770,19 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     """
     most = 64 if narrow else 32
     own = {"query_gradients": "BK", "key_gradients": "BK"}.get(kernel, "BV")
-    wide = narrow and (heads * dk * dv >= WALKERS * 2 * most**2 if kernel.startswith("state") else True)
+    wide = narrow and kernel != "state_gradients"
+    if kernel == "states":
+        wide = wide and heads * dk * dv >= WALKERS * 2 * most**2
     if arch.startswith("sm_8") and kernel != "outputs":
         wide = False  # these would spill
     columns = {
         name: max(16, min(2 * most if wide and name == own else most, common.power_of_two(n)))
         for name, n in (("BK", dk), ("BV", dv))
     }
-    return {**columns, "num_warps": 4, "num_stages": 2 if wide else 3}
+    ahead = 2 if wide or kernel.startswith("state") else 3  # those load all tiles of the next chunk
+    if kernel == "state_gradients" and arch.startswith("gfx"):
+        ahead = 1  # more would take registers of the second half
+    return {**columns, "num_warps": 4, "num_stages": ahead}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
