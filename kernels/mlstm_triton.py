@@ -195,9 +195,11 @@ def _gates(
 @jit
 @no_type_check
 def _row_sums(x, weight, DOT: tl.constexpr):
-    """Of x [BK, BT] times weight [BT], over tokens: a product where dots are of bfloat16, since threads then add nothing
-    for one another; as x is an operand already, it is rounded once."""
-    if DOT == tl.bfloat16:
+    """Of x [BK, BT] times weight [BT], over tokens.
+
+    A product where dots are of bfloat16, since threads then add nothing for one another; x is an operand already.
+    """
+    if DOT == tl.bfloat16:  # noqa: SIM300  # ruff takes the types of triton for constants
         columns = (weight[:, None] + tl.zeros((1, 16), tl.float32)).to(DOT)
         return tl.sum(tl.dot(x.to(DOT), columns), 1) * 0.0625
     return tl.sum(x * weight[None, :], 1)

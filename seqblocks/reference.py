@@ -136,7 +136,8 @@ blocks:                                     # verbs of your own
       - residual: {steps: [layer_norm, {swiglu: {hidden: hidden}}]}
 
 model:
-  input: {tokens: 256}                      # or {features: 64}, or {image: {size: 224, channels: 3}}
+  input: {tokens: 256}                      # or {features: 64}, or {image: {size: 224, channels: 3}}; length: 40 or
+                                            # grid: [5, 8] beside the first two, where a step must know them
   steps:
     - embed: {features: dim}
     - repeat:
@@ -163,10 +164,11 @@ so a call with a comma is quoted there: `{features: "round_up(2 * dim, 64)"}`; i
 ## Steps
 
 A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. Verbs are primitives, combinators
-and blocks; all are written alike. Every step may have
+and blocks; all are written alike. What a bundled block takes, `seqblocks ops mlstm_block` tells. Every step may have
 
-- `from: name`: the wire it reads, instead of the output of the step before. `input` is what the enclosing list of steps
-  was given. Some verbs take a list, and join the wires along the features.
+- `from: name` (or `x: name`): the wire it reads, instead of the output of the step before. `input` is what the enclosing
+  list of steps was given. Some verbs take a list, and join the wires along the features. What one step reads has one number
+  of tokens.
 - `as: name`: a name for its output. `as: [a, b]` cuts the features into equal parts, `as: {a: 96, b: dim}` into parts of
   these widths.
 - `name: name`: its namespace, see below.
@@ -194,8 +196,9 @@ is decided by what the argument takes: a legal word means itself, anything else 
 ## Overrides
 
 `--set dim=96` (or `set={"dim": 96}` in Python) replaces a value by its name: an entry of `let`, `blocks.NAME.ARGUMENT` for
-a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4`. `input.image.size=[64, 64]` works
-likewise. An override that changes something switches `expect:` off.
+a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4`; inside a `pattern` its word is part of
+the path, not the layer's number: `model.blocks.m.mlstm_block.heads=8`. `input.image.size=[64, 64]` works likewise. Defaults of
+files in `use:` are not changed from outside: give the argument where the block is used. An override that changes something switches `expect:` off.
 
 ## expect
 
