@@ -363,7 +363,11 @@ class _Reader:
             return Diagnostic("E101", f"not YAML: {problem}", Span(self.source, 1, 1, 1, 1))
         line, column = mark.line + 1, mark.column + 1
         span = Span(self.source, line, column, line, column + 1)
-        notes, hint = [], None
+        if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
+            start = error.context_mark  # type: ignore[attr-defined]
+            at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
+            return Diagnostic("E101", "not YAML: the quote that opens here is not closed", at)
+        notes, hint = [], self.slip(line)
         unclosed = next((o for o in reversed(self.stack) if o.flow), None)
         if unclosed:
             bracket = "{" if unclosed.mapping else "["
@@ -373,6 +377,25 @@ class _Reader:
         if "\t" in text[:column]:
             hint = "indent with spaces: YAML does not allow tabs"
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
+
+    def slip(self, line: int) -> str | None:
+        """What is most likely wrong where a block ends too early: a hint, from this line and those above it."""
+        here = self.source.line(line)
+        above: list[tuple[int, str]] = []  # with ever less indentation, the nearest first
+        for number in range(line - 1, 0, -1):
+            text = self.source.line(number)
+            if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
+                above.append((number, text))
+        for number, text in [(line, here), *above[:1]]:
+            if re.match(r"\s*-[^\s-]", text):
+                return f"a space is missing behind the '-' in line {number}"
+        beside = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
+        if beside and here.lstrip().startswith("- ") and not beside[1].lstrip().startswith("-"):
+            return f"line {beside[0]} stands among the items of a list: it needs '- ' in front"
+        if not beside and above and here.strip():
+            known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
+            return f"this line is indented by {_indent(here)} spaces, and those above by {known}"
+        return None
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
         text = self.source.text
@@ -386,6 +409,10 @@ class _Reader:
             if text
             else Diagnostic("E101", f"not YAML: {error.reason}", span)
         )
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
 
 
 def _place(before: str) -> tuple[int, int]:

@@ -298,7 +298,10 @@ class Scope:
             case Mapping(entries=entries) if entries:
                 verb, span, node = next(iter(item))
                 others = [key for key in entries if key != verb]
+                steps = [other for other in others if is_verb(other)]
                 hint = f"indent {listing(others)} below `{verb}:`" if is_verb(verb) else "one verb a step"
+                if steps and is_verb(verb):
+                    hint = f"put '- ' before {listing(steps)}: that is a step of its own"
                 message = f"a step is one verb with its arguments, not {len(entries)} keys"
                 self.fault(Fault("E204", message, found=listing(entries), hint=hint), entries[others[0]][0])
                 return None
