@@ -166,7 +166,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # the backward pass runs outside of it
+        with dispatch.without_autocast(x.device.type):  # the backward pass runs outside of it
             return _convolve(x, weight, None, 0)
 
     @staticmethod

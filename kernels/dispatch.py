@@ -70,6 +70,13 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast narrows matrix products to here, if it does."""
+    if _autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 @torch.compiler.assume_constant_result  # older compilers cannot look into it
 def _autocast_available(device: str) -> bool:
     return torch.amp.is_autocast_available(device)

@@ -29,8 +29,8 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
     device, dtype = x.device.type, dispatch.computed_in(x, weight)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if dtype != torch.float64:
+        dtype = dispatch.autocast_dtype(device) or dtype
     run = dispatch.choose("headwise_linear", backend, device=device, dtype=dtype, block=tuple(weight.shape))
     y = run(x, weight)
     return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower

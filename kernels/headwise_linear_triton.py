@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import form, register
+from seqblocks.kernels.dispatch import autocast_dtype, form, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
@@ -174,9 +174,9 @@ _op_backward.register_autograd(_refuse)
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
     """As `headwise_linear` without a bias. Under autocast operands are narrowed, like those of a matrix product."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
+    narrow = autocast_dtype(x.device.type)
+    if narrow is not None:
+        x, weight = x.to(narrow), weight.to(narrow)
     G, O, _ = weight.shape
     if x.numel() == 0:
         return form("headwise_linear", "torch")(x, weight)

@@ -37,6 +37,25 @@ AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 
 # between [B, chunks, N, E]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
 
 
+@jit
+@no_type_check
+def _shift(bias, e, live):
+    """What is added to every step, [BE]."""
+    out = live.to(tl.float32) * 0.0
+    if bias is not None:
+        out = tl.load(bias + e, live, 0.0).to(tl.float32)
+    return out
+
+
+@jit
+@no_type_check
+def _step(dt, shift, SOFTPLUS: tl.constexpr):
+    step = dt.to(tl.float32) + shift
+    if SOFTPLUS:
+        step = softplus(step)
+    return step
+
+
 @jit(do_not_specialize=["S", "K", "L", "one"])  # one compiled kernel for all lengths
 @no_type_check
 def _ends(
@@ -59,8 +78,7 @@ def _ends(
     own = (n < N)[:, None] & live[None, :]
     at = n[:, None] * one + e[None, :] * N
     rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
-    if bias is not None:
-        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+    shift = _shift(bias, e, live)
     if ws is None:
         weights = tl.load(w + at, own, 0.0).to(tl.float32)
     h = tl.zeros((BN, BE), tl.float32)
@@ -82,11 +100,7 @@ def _ends(
             if resets is not None:
                 fresh = fresh + (tl.load(resets + b * S + t, i + j < end, 0).to(tl.int32),)
         for j in tl.static_range(STEPS):
-            step = dts[j].to(tl.float32)
-            if bias is not None:
-                step += shift
-            if SOFTPLUS:
-                step = softplus(step)
+            step = _step(dts[j], shift, SOFTPLUS)
             step = tl.where(i + j < end, step, 0.0)
             value = xs_[j].to(tl.float32)
             if z is not None:
@@ -158,8 +172,7 @@ def _scan(
     # that `one` is 1 the compiler must not know: it would give neighbouring states to neighbouring threads
     at = n[:, None] * one + e[None, :] * N
     rate = tl.load(A + at, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
-    if bias is not None:
-        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
+    shift = _shift(bias, e, live)
     if D is not None:
         skip = tl.load(D + e, live, 0.0).to(tl.float32)
     if Bs is None:
@@ -191,11 +204,7 @@ def _scan(
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 x = xs[j].to(tl.float32)
-                step = dts[j].to(tl.float32)
-                if bias is not None:
-                    step += shift
-                if SOFTPLUS:
-                    step = softplus(step)
+                step = _step(dts[j], shift, SOFTPLUS)
                 step = tl.where(i + j < end, step, 0.0)  # a step of nothing leaves the state as it is
                 if resets is not None:
                     h = tl.where(fresh[j] != 0, 0.0, h)
@@ -242,8 +251,8 @@ def _scan_backward(
     at = e[:, None] * N + n[None, :]
     a = tl.load(A + at, own, 0.0)
     rate = a * 1.4426950408889634
+    shift = _shift(bias, e, live)
     if bias is not None:
-        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
         dbias_sum = tl.zeros((BE,), tl.float32)
     if D is not None:
         skip = tl.load(D + e, live, 0.0).to(tl.float32)
@@ -282,11 +291,7 @@ def _scan_backward(
                 if resets is not None:
                     fresh = fresh + (tl.load(resets + b * S + t, i + j < end_, 0),)
             for j in tl.static_range(STEPS):
-                step = dts[j].to(tl.float32)
-                if bias is not None:
-                    step += shift
-                if SOFTPLUS:
-                    step = softplus(step)
+                step = _step(dts[j], shift, SOFTPLUS)
                 if resets is not None:
                     h = tl.where(fresh[j] != 0, 0.0, h)
                 if Bs is not None:
@@ -319,9 +324,7 @@ def _scan_backward(
                 there = within < tl.where(i + j < end_, W, 0)
                 known = n < tl.where(i + j < end_, N, 0)
                 x = xs[j].to(tl.float32)
-                raw = dts[j].to(tl.float32)
-                if bias is not None:
-                    raw += shift
+                raw = dts[j].to(tl.float32) + shift
                 step = raw
                 if SOFTPLUS:
                     step = softplus(raw)

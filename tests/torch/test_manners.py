@@ -117,3 +117,18 @@ def test_kernels_need_torch_alone(root: Path) -> None:
         "assert kernels.fallbacks() == {}\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+@pytest.mark.parametrize("name", ["mlstm_small", "mamba_small", "vil_digits", "vim_tiny", "hybrid_small"])
+def test_a_model_without_storage_runs(name: str) -> None:
+    """On the meta device shapes flow and nothing is computed: what tools ask that count or shard a model."""
+    model = seqblocks.build(name, device="meta")
+    wire = model.graph.input
+    if wire.kind == "image":
+        x = torch.zeros(2, wire.features, *(wire.grid or ()), device="meta")
+    else:
+        x = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    y = model(x)
+    assert y.device.type == "meta"
+    assert y.shape[0] == 2
+    assert y.shape[-1] == model.graph.output.features

@@ -201,3 +201,42 @@ def test_a_mode_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQBLOCKS_AUTOTUNE", "yes")
     with pytest.raises(BackendError, match="'yes'"):
         tuning.autotune_mode()
+
+
+@pytest.mark.parametrize("record", ['{"a": {"BT": 0}}', '{"a": {"BT": null}}', '{"a": {"BT": 1e400}}', "[" * 100_000])
+def test_a_record_of_no_launch(record: str, somewhere: Path) -> None:
+    somewhere.parent.mkdir()
+    somewhere.write_text(record)
+    with pytest.warns(UserWarning, match="is not a record of tuned kernels"):
+        assert tuning._shelf.get("a") is None
+
+
+def test_a_record_of_other_numbers_changes_none_that_the_kernel_lacks(
+    somewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that another version wrote."""
+    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device",))
+    somewhere.parent.mkdir()
+    somewhere.write_text('{"op.way|a device": {"BT": 4, "BQ": 9}}')
+    with use_autotune("cached"):
+        found: list[Any] = []
+        x: Any = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+        tuning.launch("op.way", (), x, {"BT": 2, "num_warps": 1}, {}, lambda tile: found.append(tile) or [])
+    assert found == [{"BT": 4, "num_warps": 1}]
+
+
+def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQBLOCKS_AUTOTUNE_SECONDS", "20s")
+    with pytest.raises(BackendError, match="'20s' is no number of seconds"):
+        tuning.search({"BT": 1}, {}, lambda tile: [], lambda call: 1.0)
+
+
+def test_no_home_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEQBLOCKS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert shelf.folder().name == "seqblocks"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SEQBLOCKS_CACHE", "~/mine")
+    assert shelf.folder() == tmp_path / "mine"
+    tuning._shelf.keep("a", {"BT": 1})
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["tiles.json"]
