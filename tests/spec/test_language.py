@@ -268,6 +268,15 @@ def test_overrides_replace_values_by_name() -> None:
     assert base.overridden == ()
 
 
+def test_overrides_do_not_reach_into_other_files() -> None:
+    text = "seqblocks: 1\nuse: [xlstm]\nmodel: {input: {features: 8}, steps: [{mlstm_block: {dim: 8}}]}\n"
+    with pytest.raises(SpecError, match="the defaults of a file in `use:` stay as they are"):
+        check.load_text(text, set={"blocks.mlstm_block.kernel": 7})
+    assert check.load_text(text, set={"model.mlstm_block.kernel": 7})[1] is not None
+    with pytest.raises(SpecError, match="an override is a value, and null is none"):
+        check.load_text(text, set={"model.mlstm_block.kernel": None})
+
+
 def test_overrides_reach_a_blocks_defaults_and_a_steps_words() -> None:
     head = "blocks:\n  b:\n    args: {k: 2, act: none}\n    steps: [{causal_conv: {kernel: k, activation: act}}]"
     made = model("b", head, set={"blocks.b.k": 5, "blocks.b.act": "silu"})
