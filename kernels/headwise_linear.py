@@ -16,8 +16,8 @@ TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fas
 def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block lie side by side.
 
-    The torch form joins small blocks to tiles padded with zeros: an inf or nan may then spread to other blocks of
-    its tile. The Triton form has first derivatives only.
+    The torch form, and the Triton form in bfloat16 and float16, join small blocks to tiles padded with zeros: an inf or
+    nan may then spread to other blocks of its tile. The Triton form has first derivatives only.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if weight.dim() != 3 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[2]:

@@ -1,10 +1,12 @@
-"""The block-diagonal map in Triton, for blocks so small that matrix units would multiply mostly zeros.
+"""The block-diagonal map in Triton, for blocks of few channels: two ways, one launch forward and one backward in each.
 
-A program owns a tile of BT tokens and BC output channels, and sums over the I inputs of each channel's block: I loads
-that the cache serves, so that what moves is x and y. One launch forward, one backward: the input's gradient is the same
-map by the transposed blocks, the weight's is stored in parts, one for each tile of tokens, and added afterwards.
+Of 16-bit numbers a program takes as many blocks as 64 channels hold as one matrix with zeros around them, and leaves it
+to the matrix units: most of their products are of zeros, and still what moves sets the time. Otherwise a program owns a
+tile of BT tokens and BC output channels, and sums over the I inputs of each channel's block: I loads that the cache
+serves.
 
-Products are summed in float32.
+Backward, the input's gradient is the same map by the transposed blocks; the weight's is stored in parts, one for
+several tiles of tokens, and added afterwards. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ BLOCK = 16  # channels into or out of a block, at most: from there on matrix uni
 MOST = 4  # tiles of tokens that a program of the backward pass goes through, unless blocks are wide: it would spill
 PROGRAMS = 64  # by tokens alone, at least, or it goes through one
 AXES = {"BT": (8, 16, 32, 64, 128), "BC": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
+DOT_AXES = {"BT": (32, 64, 128), "TILES": (1, 2, 4, 8), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 
 
 # ------------------------------------------------------------------------------
@@ -89,8 +92,81 @@ def _linear_backward(
         tl.store(part + i, tl.sum(sums[i], 0), c < G * O)
 
 
+# As many blocks as 64 channels hold are one matrix with zeros around them: of 16-bit numbers that is what matrix units
+# are for, however few of their products count.
+
+
+@jit
+@no_type_check
+def _matrix(w, g, G, down, across, P: tl.constexpr, Q: tl.constexpr, SP: tl.constexpr, SQ: tl.constexpr):
+    """[p, q] of blocks g, g + 1, ... on the diagonal: w[block P Q + p SP + q SQ], p and q within the block."""
+    block = down // P
+    own = (block[:, None] == (across // Q)[None, :]) & (g + block < G)[:, None]
+    at = (g + block) * (P * Q) + down % P * SP
+    return tl.load(w + at[:, None] + (across % Q * SQ)[None, :], own, 0.0)
+
+
+@jit
+@no_type_check
+def _rows(x, r, c, R, C, xs):
+    return tl.load(x + r[:, None] * xs + c[None, :], (r < R)[:, None] & (c < C)[None, :], 0.0)
+
+
+@jit(do_not_specialize=["R"])
+@no_type_check
+def _linear_dot(
+    x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BLOCKS: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BT: tl.constexpr, TILES: tl.constexpr,
+):
+    g = tl.program_id(1) * BLOCKS
+    i, o = tl.arange(0, BI), tl.arange(0, BO)
+    inputs, outputs = tl.minimum(g + BLOCKS, G) * I, tl.minimum(g + BLOCKS, G) * O
+    matrix = _matrix(w, g, G, i, o, I, O, 1, I)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
+        out = tl.dot(_rows(x, r, g * I + i, R, inputs, xs), matrix)
+        to = y + r[:, None] * (G * O) + (g * O + o)[None, :]
+        tl.store(to, out.to(y.dtype.element_ty), (r < R)[:, None] & (g * O + o < outputs)[None, :])
+
+
+@jit(do_not_specialize=["R"])
+@no_type_check
+def _linear_dot_backward(
+    dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BLOCKS: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, BT: tl.constexpr, TILES: tl.constexpr,
+):
+    """Parts: dw [programs, G, O, I], of whose whole product only the blocks on the diagonal are kept."""
+    g = tl.program_id(1) * BLOCKS
+    i, o = tl.arange(0, BI), tl.arange(0, BO)
+    inputs, outputs = tl.minimum(g + BLOCKS, G) * I, tl.minimum(g + BLOCKS, G) * O
+    matrix = _matrix(w, g, G, o, i, O, I, I, 1)
+    part = tl.zeros((BO, BI), tl.float32)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
+        grads = _rows(dy, r, g * O + o, R, outputs, gs)
+        out = tl.dot(grads, matrix)
+        to = dx + r[:, None] * (G * I) + (g * I + i)[None, :]
+        tl.store(to, out.to(dx.dtype.element_ty), (r < R)[:, None] & (g * I + i < inputs)[None, :])
+        turned = tl.load(
+            dy + r[None, :] * gs + (g * O + o)[:, None], (r < R)[None, :] & (g * O + o < outputs)[:, None], 0.0
+        )
+        part += tl.dot(turned, _rows(x, r, g * I + i, R, inputs, xs))
+    own = ((o // O)[:, None] == (i // I)[None, :]) & (g * O + o < outputs)[:, None] & (o < BLOCKS * O)[:, None]
+    to = dw + ((tl.program_id(0).to(tl.int64) * G + g + o // O) * O + o % O)[:, None] * I + (i % I)[None, :]
+    tl.store(to, part, own)
+
+
 # ------------------------------------------------------------------------------
 # Launching
+
+
+def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
+    """Blocks that make one matrix, its sides, tokens of a product, and products that a program makes."""
+    G, O, I = blocks
+    many = max(1, min(G, 64 // max(O, I)))
+    BI, BO = (max(16, common.power_of_two(many * n)) for n in (I, O))
+    TILES = MOST if rows >= PROGRAMS * MOST * 64 else 1
+    return {"BLOCKS": many, "BI": BI, "BO": BO, "BT": 64, "TILES": TILES, "num_warps": 4, "num_stages": 2}
 
 
 def tiles(width: int, arch: str) -> dict[str, int]:
@@ -100,9 +176,14 @@ def tiles(width: int, arch: str) -> dict[str, int]:
     return {"BT": BT, "BC": BC, "num_warps": common.warps(BT * BC, 8)}
 
 
+def _narrow(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def _launch(way: str, x: Tensor, weight: Tensor, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
     about = (*weight.shape, x.dtype, common.power_of_two(x.shape[0]))
-    return tuning.launch(f"headwise_linear.{way}", about, x, tile, AXES, go)
+    axes = DOT_AXES if "TILES" in tile else AXES
+    return tuning.launch(f"headwise_linear.{way}", about, x, tile, axes, go)
 
 
 @torch.library.custom_op("seqblocks::headwise_linear_triton", mutates_args=())
@@ -111,15 +192,20 @@ def _op(x: Tensor, weight: Tensor) -> Tensor:
     G, O, I = weight.shape
     x, weight = lined(x), weight.contiguous()
     y = _op_fake(x, weight)
+    R = x.shape[0]
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        _linear[up(x.shape[0], tile["BT"]), up(G * O, tile["BC"])](
-            x, weight, y, x.shape[0], G, x.stride(0), I=I, O=O, **tile
-        )
+        if "TILES" in tile:
+            _linear_dot[up(R, tile["BT"] * tile["TILES"]), up(G, tile["BLOCKS"])](
+                x, weight, y, R, G, x.stride(0), I=I, O=O, **tile
+            )
+        else:
+            _linear[up(R, tile["BT"]), up(G * O, tile["BC"])](x, weight, y, R, G, x.stride(0), I=I, O=O, **tile)
         return (y,)
 
     with common.on(x):
-        _launch("forward", x, weight, tiles(G * O, common.arch(x)), go)
+        tile = dot_tiles((G, O, I), R) if _narrow(x, weight) else tiles(G * O, common.arch(x))
+        _launch("forward", x, weight, tile, go)
     return y
 
 
@@ -134,20 +220,24 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     """Gradients of x and weight."""
     G, O, I = weight.shape
     dy, x, weight = lined(dy), lined(x), weight.contiguous()
-    width = G * max(O, I)
+    R, width = x.shape[0], G * max(O, I)
     dx = x.new_empty(x.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        many = MOST if I <= 8 and x.shape[0] >= PROGRAMS * MOST * tile["BT"] else 1
-        rows = up(x.shape[0], tile["BT"] * many)
-        dw = x.new_empty(rows, G, O, I, dtype=torch.float32)
-        _linear_backward[rows, up(width, tile["BC"])](
-            dy, x, weight, dx, dw, x.shape[0], G, dy.stride(0), x.stride(0), I=I, O=O, TILES=many, **tile
-        )
+        many = tile.get("TILES") or (MOST if I <= 8 and PROGRAMS * MOST * tile["BT"] <= R else 1)
+        programs = up(R, tile["BT"] * many)
+        dw = x.new_empty(programs, G, O, I, dtype=torch.float32)
+        given = (dy, x, weight, dx, dw, R, G, dy.stride(0), x.stride(0))
+        if "TILES" in tile:
+            _linear_dot_backward[programs, up(G, tile["BLOCKS"])](*given, I=I, O=O, **tile)
+        else:
+            _linear_backward[programs, up(width, tile["BC"])](*given, I=I, O=O, TILES=many, **tile)
         return dx, dw
 
+    narrow = _narrow(x, weight) and dy.dtype == x.dtype
     with common.on(x):
-        dw = _launch("backward", x, weight, tiles(width, common.arch(x)), go)[1]
+        tile = dot_tiles((G, O, I), R) if narrow else tiles(width, common.arch(x))
+        dw = _launch("backward", x, weight, tile, go)[1]
     return dx, dw.sum(0).to(weight.dtype)
 
 
@@ -191,8 +281,12 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-def _tiles(arch: str, block: tuple[int, int, int], **facts: Any) -> dict[str, dict[str, int]]:
+def _tiles(
+    arch: str, block: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
+) -> dict[str, dict[str, int]]:
     G, O, I = block
+    if dtype != torch.float32:
+        return dict.fromkeys(("forward", "backward"), dot_tiles(block, 1 << 20))
     return {"forward": tiles(G * O, arch), "backward": tiles(G * max(O, I), arch)}
 
 

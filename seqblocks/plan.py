@@ -67,7 +67,7 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
         verdicts = dispatch.why(kernel, device=device, dtype=dtype, **facts)
         can = [verdict.form for verdict in verdicts if verdict.can and backend in ("auto", verdict.form)]
         form = can[0] if can else None
-        tiles = dispatch.tiles(kernel, form, arch, **facts) if form else {}
+        tiles = dispatch.tiles(kernel, form, arch, dtype=dtype, **facts) if form else {}
         found[key] = Step([name], node.verb, kernel, form, verdicts, tiles)
     return [*found.values()]
 

@@ -41,7 +41,9 @@ from seqblocks.kernels import (
 )
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHOWN = ("BB", "L", "T", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps")
+SHOWN = (
+    "BB", "L", "T", "BLOCKS", "BI", "BO", "TILES", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps",
+)
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
 }
@@ -233,8 +235,9 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
         yield f"head_norm D={width} bf16 skip gate", head_norm_triton, lambda n=width: head_norm(
             n, torch.bfloat16, True)
     for O, I in ((4, 4), (3, 5), (16, 16)):
-        yield f"headwise_linear O={O} I={I} bf16", headwise_linear_triton, lambda o=O, i=I: headwise_linear(
-            o, i, torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"headwise_linear O={O} I={I} {TYPES[dtype]}", headwise_linear_triton, (
+                lambda o=O, i=I, dtype=dtype: headwise_linear(o, i, dtype))
     yield "mlstm D=16 bf16", mlstm_triton, lambda: mlstm(16, torch.bfloat16)
     yield "mlstm D=64 bf16", mlstm_triton, lambda: mlstm(64, torch.bfloat16)
     yield "mlstm D=128 bf16", mlstm_triton, lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number

@@ -97,6 +97,22 @@ def test_headwise_linear_with_any_blocks(blocks: tuple[int, int, int]) -> None:
     compare.check(headwise_linear, given, bar)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "blocks", [(1, 1, 1), (5, 2, 3), (2, 3, 2), (40, 4, 4), (17, 4, 8), (5, 16, 16), (7, 13, 5)], ids=str
+)
+def test_headwise_linear_as_one_matrix(blocks: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Of 16-bit numbers as many blocks as 64 channels hold; some are left over."""
+    given, bar = linear(2, 5, **dict(zip("GOI", blocks, strict=True)))
+    compare.check(headwise_linear, given, bar, narrow=("x", "weight"), dtype=dtype)
+
+
+def test_headwise_linear_as_one_matrix_over_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headwise_linear_triton, "PROGRAMS", 1)
+    given, bar = linear(2, 150)
+    compare.check(headwise_linear, given, bar, narrow=("x", "weight"), dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("S", [8, 15, 16, 19])
 def test_headwise_linear_by_several_tiles(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where there are many tokens: a program of the backward pass goes through four tiles, some without a token."""
