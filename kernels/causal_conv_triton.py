@@ -20,7 +20,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import nothing, register
-from seqblocks.kernels.self_check import normal
+from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
 TAPS = 8  # at most: windows are registers
@@ -291,7 +291,7 @@ def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: boo
     each = 16 // dtype.itemsize // (2 if backward else 1)
     BD = min(max(32, common.power_of_two(width)), 32 * each)
     T = min(64, max(8, common.power_of_two(length)))
-    while T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
+    while not large() and T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
         T //= 2
     return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
 
@@ -305,7 +305,7 @@ def _launch(way: str, x: Tensor, K: int, tile: tuning.Tile, go: tuning.Go) -> Se
     return tuning.launch(f"causal_conv.{way}", about, x, tile, AXES, go)
 
 
-@torch.library.custom_op("seqblocks::causal_conv_triton", mutates_args=())
+@common.custom_op("seqblocks::causal_conv_triton")
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
 ) -> Tensor:
@@ -330,7 +330,7 @@ def _op_fake(x, weight, bias, state, resets, silu, reverse):  # type: ignore[no-
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
-@torch.library.custom_op("seqblocks::causal_conv_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::causal_conv_triton_backward")
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool,
     reverse: bool,
@@ -354,7 +354,7 @@ def _op_backward(
 
     with common.on(x):
         dw, dbias, *_ = _launch("backward", x, K, tiles(S + K - 1, D, batch, x.dtype, True), go)
-    dweight = dw.sum(0).t().contiguous().to(weight.dtype)
+    dweight = dw.sum(0).t().to(weight.dtype).reshape(-1).view(weight.shape)  # of one tap too, strides are as said
     return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
 
 

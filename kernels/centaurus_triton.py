@@ -315,7 +315,7 @@ class _Plan:
         return parts.sum(0)
 
 
-@torch.library.custom_op("seqblocks::centaurus_triton", mutates_args=())
+@common.custom_op("seqblocks::centaurus_triton")
 def _op(
     u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor, resets: Tensor | None,
     reverse: bool,
@@ -334,7 +334,7 @@ def _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse):  # type: ignore
     return u.new_empty(*u.shape[:2], p_re.shape[0]), state.new_empty(state.shape)
 
 
-@torch.library.custom_op("seqblocks::centaurus_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::centaurus_triton_backward")
 def _op_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor,
     resets: Tensor | None, reverse: bool,

@@ -140,7 +140,9 @@ def requested(backend: str | None = None) -> str:
 
 @torch.compiler.assume_constant_result
 def _surroundings(watched: str | None) -> str:
-    return _asked.get() or os.environ.get(VARIABLE) or "auto"
+    # threads of a backward pass, which may compute something again, have contexts of their own
+    inherited = watched if torch._C._current_graph_task_id() != -1 else None
+    return _asked.get() or inherited or os.environ.get(VARIABLE) or "auto"
 
 
 def form(op: str, name: str) -> Callable[..., Any]:

@@ -163,7 +163,7 @@ def _launch(way: str, x: Tensor, heads: int, behind: str, go: tuning.Go) -> Sequ
     return tuning.launch(f"head_norm.{way}", about, x, tile, AXES, go)
 
 
-@torch.library.custom_op("seqblocks::head_norm_triton", mutates_args=())
+@common.custom_op("seqblocks::head_norm_triton")
 def _op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None,
     gate: Tensor | None, heads: int, eps: float, activation: str,
@@ -191,7 +191,7 @@ def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation): 
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.custom_op("seqblocks::head_norm_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::head_norm_triton_backward")
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
     skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str,

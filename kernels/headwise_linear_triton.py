@@ -20,7 +20,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import autocast_dtype, form, register
-from seqblocks.kernels.self_check import normal
+from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
@@ -165,7 +165,7 @@ def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
     G, O, I = blocks
     many = max(1, min(G, 64 // max(O, I)))
     BI, BO = (max(16, common.power_of_two(many * n)) for n in (I, O))
-    TILES = MOST if rows >= PROGRAMS * MOST * 64 else 1
+    TILES = MOST if large() or rows >= PROGRAMS * MOST * 64 else 1
     return {"BLOCKS": many, "BI": BI, "BO": BO, "BT": 64, "TILES": TILES, "num_warps": 4, "num_stages": 2}
 
 
@@ -186,7 +186,7 @@ def _launch(way: str, x: Tensor, weight: Tensor, tile: tuning.Tile, go: tuning.G
     return tuning.launch(f"headwise_linear.{way}", about, x, tile, axes, go)
 
 
-@torch.library.custom_op("seqblocks::headwise_linear_triton", mutates_args=())
+@common.custom_op("seqblocks::headwise_linear_triton")
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
     G, O, I = weight.shape
@@ -215,7 +215,7 @@ def _op_fake(x, weight):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], width, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
-@torch.library.custom_op("seqblocks::headwise_linear_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::headwise_linear_triton_backward")
 def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     G, O, I = weight.shape
@@ -224,7 +224,7 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     dx = x.new_empty(x.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        many = tile.get("TILES") or (MOST if I <= 8 and PROGRAMS * MOST * tile["BT"] <= R else 1)
+        many = tile.get("TILES") or (MOST if I <= 8 and (large() or PROGRAMS * MOST * tile["BT"] <= R) else 1)
         programs = up(R, tile["BT"] * many)
         dw = x.new_empty(programs, G, O, I, dtype=torch.float32)
         given = (dy, x, weight, dx, dw, R, G, dy.stride(0), x.stride(0))

@@ -32,7 +32,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, register
 from seqblocks.kernels.mlstm_reference import MLSTMState
-from seqblocks.kernels.self_check import normal
+from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid, tl, up
 
 # ------------------------------------------------------------------------------
@@ -192,19 +192,6 @@ def _gates(
                 tl.store(m_out + n, m)
 
 
-@jit
-@no_type_check
-def _row_sums(x, weight, DOT: tl.constexpr):
-    """Of x [BK, BT] times weight [BT], over tokens.
-
-    A product where dots are of bfloat16, since threads then add nothing for one another; x is an operand already.
-    """
-    if DOT == tl.bfloat16:  # noqa: SIM300  # ruff takes the types of triton for constants
-        columns = (weight[:, None] + tl.zeros((1, 16), tl.float32)).to(DOT)
-        return tl.sum(tl.dot(x.to(DOT), columns), 1) * 0.0625
-    return tl.sum(x * weight[None, :], 1)
-
-
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _states(
@@ -254,7 +241,7 @@ def _states(
             rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
             values = _tile(rows, sign * j * vs, dv, live, is_v)
             state += tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
-            total += _row_sums(keys, tl.zeros((BT,), tl.float32) + 1.0, DOT)
+            total += tl.sum(keys, 1)
     if C_out is not None:
         tl.store(C_out + wide * DK * DV + cell, state, own)
         tl.store(n_out + wide * DK + dk, total, first)
@@ -283,7 +270,7 @@ def _reach(gates, segments, plane, reading, written, t, s, j, log_scale):
     sees = s[None, :] <= t[:, None]
     if segments is not None:
         sees = sees & (tl.load(segments + written + j)[None, :] == tl.load(segments + reading + j)[:, None])
-    log = tl.load(gates + written + j)[None, :] - (tl.load(gates + plane + reading + j) - log_scale)[:, None]
+    log = tl.load(gates + written + j)[None, :] - tl.load(gates + plane + reading + j)[:, None] + log_scale
     return tl.exp2(tl.where(sees, log, float("-inf")))
 
 
@@ -294,7 +281,7 @@ def _reached(gates, segments, plane, reading, written, t, s, j, log_scale):
     seen = s[:, None] <= t[None, :]
     if segments is not None:
         seen = seen & (tl.load(segments + reading + j)[None, :] == tl.load(segments + written + j)[:, None])
-    log = tl.load(gates + written + j)[:, None] - (tl.load(gates + plane + reading + j) - log_scale)[None, :]
+    log = tl.load(gates + written + j)[:, None] - tl.load(gates + plane + reading + j)[None, :] + log_scale
     return tl.exp2(tl.where(seen, log, float("-inf")))
 
 
@@ -445,11 +432,9 @@ def _state_gradients(
             queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
             rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
             outs = _tile(rows, sign * j * gs, dv, live, is_v)
-            inverse = tl.load(factors + here + j)
-            read = queries * inverse[None, :]
+            read = queries * tl.load(factors + here + j)[None, :]
             grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
-            each = tl.load(factors + plane + here + j) / tl.where(inverse > 0.0, inverse, 1.0)
-            total += _row_sums(read, each, DOT)
+            total += tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
         flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
         flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
         tl.store(parts + c * tiles, flow)
@@ -861,7 +846,8 @@ class _Plan:
 
     def launch(self, kernel: str, x: Tensor, go: tuning.Go) -> Sequence[Tensor]:
         about = (self.DK, self.DV, x.dtype, common.power_of_two(self.S), common.power_of_two(self.N))
-        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), self.N)
+        heads = 1 << 20 if large() else self.N
+        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), heads)
         return tuning.launch(f"mlstm.{kernel}", about, x, static, AXES, go)
 
 
@@ -871,12 +857,12 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
-    far = 2**31 // 64  # within a tile of tokens offsets are of 32 bits
+    far = 2**31 // 256  # within a tile of tokens offsets are of 32 bits
     near = [lined(x) if x.stride(1) < far else x.contiguous() for x in lines]
     return near + [None if x is None else x.contiguous() for x in whole]
 
 
-@torch.library.custom_op("seqblocks::mlstm_triton", mutates_args=())
+@common.custom_op("seqblocks::mlstm_triton")
 def _op(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
@@ -918,7 +904,7 @@ def _op_fake(  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), *state, gates, segments
 
 
-@torch.library.custom_op("seqblocks::mlstm_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::mlstm_triton_backward")
 def _op_backward(
     dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
@@ -1028,7 +1014,7 @@ _op.register_autograd(_differentiate, setup_context=_save)
 _op_backward.register_autograd(_refuse)
 
 
-@torch.library.custom_op("seqblocks::mlstm_step_triton", mutates_args=())
+@common.custom_op("seqblocks::mlstm_step_triton")
 def _step_op(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,

@@ -23,7 +23,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, register
-from seqblocks.kernels.self_check import normal
+from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, softplus, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
@@ -416,6 +416,8 @@ def segments(warps: int, S: int) -> int:
     With fewer the time is that of one token after another, which is what segments are for; they take each exponential
     once more. None is shorter than 128 tokens.
     """
+    if large():  # so that these are tried too
+        return 3
     return 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
 
 
@@ -479,7 +481,7 @@ class _Cut:
         return starts
 
 
-@torch.library.custom_op("seqblocks::selective_scan_triton", mutates_args=())
+@common.custom_op("seqblocks::selective_scan_triton")
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
@@ -513,7 +515,7 @@ def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  
     return u.new_empty(u.shape), h0.new_empty(h0.shape), h0.new_empty(u.shape[0], chunks, *A.shape)
 
 
-@torch.library.custom_op("seqblocks::selective_scan_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::selective_scan_triton_backward")
 def _op_backward(
     dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
@@ -529,7 +531,7 @@ def _op_backward(
 
     dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
-    dz = u.new_empty(0) if z is None else z.new_empty(z.shape)
+    dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)

@@ -404,7 +404,7 @@ class _Plan:
         self.all |= {"PRECISION": "ieee" if narrow or dtypes == {torch.float32} else "tf32", **self.tile}
 
 
-@torch.library.custom_op("seqblocks::slstm_triton", mutates_args=())
+@common.custom_op("seqblocks::slstm_triton")
 def _op(
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
     y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, keep: bool,
@@ -445,7 +445,7 @@ def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep)
     return i.new_empty(i.shape), *last, *kept
 
 
-@torch.library.custom_op("seqblocks::slstm_triton_backward", mutates_args=())
+@common.custom_op("seqblocks::slstm_triton_backward")
 def _op_backward(
     dy: Tensor, dy1: Tensor, dc1: Tensor, dn1: Tensor, dm1: Tensor,
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,

@@ -137,6 +137,8 @@ def _takes_call(child: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result
 def _hands_on(kind: type[nn.Module]) -> bool:
+    if kind.forward is nn.Module.forward:  # it calls another way, as what torch.compile makes of a module does
+        return True
     parameters = inspect.signature(kind.forward).parameters
     return "call" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

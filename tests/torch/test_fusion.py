@@ -204,6 +204,16 @@ def test_an_ordinary_module_may_stand_in_a_steps_place() -> None:
         scan.step(torch.zeros(1, dtype=torch.long))
 
 
+def test_a_compiled_step_is_called_as_it_was() -> None:
+    made, x = tail(), torch.randn(2, 5, 8)
+    before = made(x)
+    torch._dynamo.reset()
+    for step in ("linear", "norm"):
+        made._modules[step] = torch.compile(made.get_submodule(step), backend="eager")
+    with torch.no_grad():  # torch's compiler looks at .grad of what is no leaf, and warns of itself
+        torch.testing.assert_close(made(x), before)
+
+
 class Second(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
         return v

@@ -190,9 +190,9 @@ def test_compile_and_export(name: str) -> None:
 
 def test_the_registration_is_sound() -> None:
     x, w, b = (torch.randn(*s, requires_grad=True) for s in ((5, 12), (12,), (12,)))
-    torch.library.opcheck(head_norm_triton._op, (x, w, b, None, None, None, 3, 1e-5, "none"))
-    torch.library.opcheck(head_norm_triton._op, (x, None, None, x, w, x, 3, 1e-5, "silu"))
-    torch.library.opcheck(headwise_linear_triton._op, (x, torch.randn(3, 2, 4, requires_grad=True)))
+    torch.library.opcheck(head_norm_triton._op.traced, (x, w, b, None, None, None, 3, 1e-5, "none"))
+    torch.library.opcheck(head_norm_triton._op.traced, (x, None, None, x, w, x, 3, 1e-5, "silu"))
+    torch.library.opcheck(headwise_linear_triton._op.traced, (x, torch.randn(3, 2, 4, requires_grad=True)))
 
 
 def test_autocast_does_what_it_does_to_the_torch_forms() -> None:

@@ -196,10 +196,10 @@ def test_pieces_with_the_state_carried_are_the_whole(reverse):
 def test_registered_as_torch_wants_it(with_resets):
     x = [y.float().requires_grad_() for y in inputs(1, 9, 1, 4, 4, state=True).values()]
     marks = torch.zeros(1, 9, dtype=torch.uint8) if with_resets else None
-    torch.library.opcheck(mlstm_triton._op, (*x, marks, False, 1e-6, "exp", True, True))
+    torch.library.opcheck(mlstm_triton._op.traced, (*x, marks, False, 1e-6, "exp", True, True))
     token = [y[:, :1].detach() for y in x[:5]] + [y.detach() for y in x[5:]]
     marks = None if marks is None else marks[:, :1]
-    torch.library.opcheck(mlstm_triton._step_op, (*token, marks, 1e-6, "exp", True, True))
+    torch.library.opcheck(mlstm_triton._step_op.traced, (*token, marks, 1e-6, "exp", True, True))
 
 
 def test_compile_and_export_at_any_length():

@@ -240,7 +240,7 @@ def test_the_registration_is_sound() -> None:
     given = {k: v.float().requires_grad_() for k, v in tensors(S=3).items()}
     order = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "state")
     args = [given[k].detach().unsqueeze(2).requires_grad_() if k in "BC" else given[k] for k in order]
-    torch.library.opcheck(selective_scan_triton._op, (*args, None, True, False, True))
+    torch.library.opcheck(selective_scan_triton._op.traced, (*args, None, True, False, True))
 
 
 def test_autocast_changes_nothing() -> None:

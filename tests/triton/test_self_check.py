@@ -196,6 +196,22 @@ def test_the_callers_context_is_none_of_the_checks(
     assert kept[0] == ""
 
 
+def test_nothing_is_checked_within_a_backward_pass(a_device: list[str]) -> None:
+    """Its own backward would wait for the one under way, on a device for ever."""
+    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
+    told: list[str] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        told.append(self_check.verdict("headwise_linear", example("headwise_linear"), facts))
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert told == [""]
+    assert a_device == []
+
+
 def test_dispatch_steps_around_it_and_says_so(a_device: list[str]) -> None:
     facts = {"device": "cuda", "dtype": torch.float32, **FACTS["headwise_linear"]}
     with pytest.warns(UserWarning, match="not used here"):

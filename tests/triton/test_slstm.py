@@ -130,7 +130,7 @@ def arguments(**change: Any) -> list[Any]:
 
 @pytest.mark.parametrize("marks", [None, torch.zeros(2, 3, dtype=torch.uint8)])
 def test_the_registration_is_sound(marks):
-    torch.library.opcheck(slstm_triton._op, (*arguments(), marks, False, True))
+    torch.library.opcheck(slstm_triton._op.traced, (*arguments(), marks, False, True))
 
 
 def test_kept_only_for_a_gradient_and_made_when_nobody_announced_one(monkeypatch):
