@@ -13,7 +13,7 @@ import torch
 
 from seqblocks import kernels
 from seqblocks.errors import BackendError
-from seqblocks.kernels import dispatch, self_check, shelf
+from seqblocks.kernels import dispatch, selective_scan_triton, self_check, shelf
 from tests.triton.compare import interpreted
 
 CPU = {"device": "cpu", "dtype": torch.float32}
@@ -70,6 +70,18 @@ def test_a_wrong_one_is_told_apart(wrong: Callable[..., Any], told: str) -> None
     assert told in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
 
 
+
+
+@interpreted
+def test_launches_of_large_calls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example is too short for segments, and still they are found to be wrong."""
+
+    def nothing(cut: Any, *args: Any) -> torch.Tensor:
+        return torch.zeros(cut.batch * cut.K, cut.N, cut.E)
+
+    monkeypatch.setattr(selective_scan_triton._Cut, "starts", nothing)
+    facts = {**CPU, **FACTS["selective_scan"], "resets": False}
+    assert "is off by" in self_check.fault(example("selective_scan"), facts)
 
 
 def test_one_that_does_not_run_is_told_too() -> None:
