@@ -39,6 +39,18 @@ AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 
 
 @jit
 @no_type_check
+def _mine(S, K, L, W, BE: tl.constexpr):
+    """Of this program: the sequence, the first token and the end, the group and the block of channels in it, which of the
+    channels there are, and where they are among all."""
+    blocks = tl.cdiv(W, BE)
+    begin = tl.program_id(0) % K * L
+    group = tl.program_id(1) // blocks
+    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    return (tl.program_id(0) // K).to(tl.int64), begin, min(S, begin + L), group, within, group * W + within
+
+
+@jit
+@no_type_check
 def _shift(bias, e, live):
     """What is added to every step, [BE]."""
     out = live.to(tl.float32) * 0.0
@@ -66,19 +78,21 @@ def _ends(
 ):
     """What each segment leaves to the next if it starts from nothing: of states (x is u, w is B), or, BACK, to the one
     before of gradients (x is dy, w is C); the sum of its steps, and whether a sequence begins in it."""
-    blocks = tl.cdiv(W, BE)
-    b = (tl.program_id(0) // K).to(tl.int64)
-    first = tl.program_id(0) % K * L
-    end = min(S, first + L)
-    group = tl.program_id(1) // blocks
-    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    b, first, end, group, within, e = _mine(S, K, L, W, BE)
     live = within < W
-    e = group * W + within
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
     at = n[:, None] * one + e[None, :] * N
     rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
     shift = _shift(bias, e, live)
+    x += b * xb
+    dt += b * db
+    if z is not None:
+        z += b * zb
+    if resets is not None:
+        resets += b * S
+    if ws is not None:
+        w += b * wb + group * wg
     if ws is None:
         weights = tl.load(w + at, own, 0.0).to(tl.float32)
     h = tl.zeros((BN, BE), tl.float32)
@@ -90,15 +104,15 @@ def _ends(
             p = first + end - 1 - i - j if BACK else i + j
             t = (S - 1 - p if REVERSE else p) + tl.cast(0, tl.int64)
             there = within < tl.where(i + j < end, W, 0)
-            xs_ = xs_ + (tl.load(x + b * xb + t * xs + e, there, 0.0),)
-            dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+            xs_ = xs_ + (tl.load(x + t * xs + e, there, 0.0),)
+            dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
             if z is not None:
-                zs_ = zs_ + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+                zs_ = zs_ + (tl.load(z + t * zs + e, there, 0.0),)
             if ws is not None:
                 known = n < tl.where(i + j < end, N, 0)
-                ws_ = ws_ + (tl.load(w + b * wb + t * ws + group * wg + n, known, 0.0),)
+                ws_ = ws_ + (tl.load(w + t * ws + n, known, 0.0),)
             if resets is not None:
-                fresh = fresh + (tl.load(resets + b * S + t, i + j < end, 0).to(tl.int32),)
+                fresh = fresh + (tl.load(resets + t, i + j < end, 0).to(tl.int32),)
         for j in tl.static_range(STEPS):
             step = _step(dts[j], shift, SOFTPLUS)
             step = tl.where(i + j < end, step, 0.0)
@@ -159,14 +173,8 @@ def _scan(
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
     """h0 [B K, E, N], by strides hn, he: what each of the K segments of L tokens starts from."""
-    blocks = tl.cdiv(W, BE)
-    b = (tl.program_id(0) // K).to(tl.int64)
-    begin = tl.program_id(0) % K * L
-    end = min(S, begin + L)
-    group = tl.program_id(1) // blocks
-    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    b, begin, end, group, within, e = _mine(S, K, L, W, BE)
     live = within < W
-    e = group * W + within
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
     # that `one` is 1 the compiler must not know: it would give neighbouring states to neighbouring threads
@@ -179,6 +187,17 @@ def _scan(
         writes = tl.load(B + at, own, 0.0).to(tl.float32)
     if Cs is None:
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
+    u += b * ub
+    dt += b * db
+    if z is not None:
+        z += b * zb
+    if resets is not None:
+        resets += b * S
+    if Bs is not None:
+        B += b * Bb + group * Bg
+    if Cs is not None:
+        C += b * Cb + group * Cg
+    y += b * S * E
     h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + n[:, None] * hn + e[None, :] * he, own, 0.0)
 
     for first in range(begin, end, CHUNK):
@@ -191,16 +210,16 @@ def _scan(
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 there = within < tl.where(i + j < end, W, 0)
                 known = n < tl.where(i + j < end, N, 0)
-                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
                 if z is not None:
-                    gates = gates + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+                    gates = gates + (tl.load(z + t * zs + e, there, 0.0),)
                 if Bs is not None:
-                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
                 if Cs is not None:
-                    Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
+                    Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end, 0),)
+                    fresh = fresh + (tl.load(resets + t, i + j < end, 0),)
             for j in tl.static_range(STEPS):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 x = xs[j].to(tl.float32)
@@ -219,7 +238,7 @@ def _scan(
                 if z is not None:
                     gate = gates[j].to(tl.float32)
                     out *= gate / (1.0 + exp(-gate))
-                tl.store(y + (b * S + t) * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
+                tl.store(y + t * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
     if end == S:
         tl.store(last + b * E * N + at, h, own)
 
@@ -237,20 +256,14 @@ def _scan_backward(
 
     gb, gs: strides of dy. dlast [B K, E, N], by strides hn, he: what comes to each segment from the one behind it.
     """
-    blocks = tl.cdiv(W, BE)
-    b = (tl.program_id(0) // K).to(tl.int64)
-    begin = tl.program_id(0) % K * L
-    end_ = min(S, begin + L)
-    block = tl.program_id(1) % blocks
-    group = tl.program_id(1) // blocks
-    within = block * BE + tl.arange(0, BE)
+    b, begin, end_, group, within, e = _mine(S, K, L, W, BE)
+    groups = tl.num_programs(1) // tl.cdiv(W, BE)
+    block = tl.program_id(1) % tl.cdiv(W, BE)
     live = within < W
-    e = group * W + within
     n = tl.arange(0, BN)
     own = live[:, None] & (n < N)[None, :]
     at = e[:, None] * N + n[None, :]
-    a = tl.load(A + at, own, 0.0)
-    rate = a * 1.4426950408889634
+    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
     shift = _shift(bias, e, live)
     if bias is not None:
         dbias_sum = tl.zeros((BE,), tl.float32)
@@ -272,7 +285,26 @@ def _scan_backward(
     program = mine * tl.num_programs(1) + tl.program_id(1)
     cell = tl.arange(0, BE)[:, None] * BN + n[None, :]
     cells = scratch + program * CHUNK * BE * BN + cell
-    part = ((block * (tl.num_programs(0) // K) + b) * S) * (tl.num_programs(1) // blocks) * N  # of dB and dC
+    part = ((block * (tl.num_programs(0) // K) + b) * S * groups + group) * N  # of dB and dC
+    u += b * ub
+    dt += b * db
+    if z is not None:
+        z += b * zb
+    if resets is not None:
+        resets += b * S
+    if Bs is not None:
+        B += b * Bb + group * Bg
+    if Cs is not None:
+        C += b * Cb + group * Cg
+    if Bs is not None:
+        dB += part
+    if Cs is not None:
+        dC += part
+    dy += b * gb
+    du += b * S * E
+    ddt += b * S * E
+    if z is not None:
+        dz += b * S * E
 
     for k in range(here):
         first = begin + (here - 1 - k) * CHUNK
@@ -284,19 +316,20 @@ def _scan_backward(
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 there = within < tl.where(i + j < end_, W, 0)
                 known = n < tl.where(i + j < end_, N, 0)
-                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
+                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
                 if Bs is not None:
-                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end_, 0),)
+                    fresh = fresh + (tl.load(resets + t, i + j < end_, 0),)
             for j in tl.static_range(STEPS):
                 step = _step(dts[j], shift, SOFTPLUS)
-                if resets is not None:
-                    h = tl.where(fresh[j] != 0, 0.0, h)
+                step = tl.where(i + j < end_, step, 0.0)
                 if Bs is not None:
                     writes = Bts[j].to(tl.float32)[None, :]
-                tl.store(cells + (i + j - first) * BE * BN, h)  # as the token finds it
+                tl.store(cells + (i + j - first) * BE * BN, h)  # as the token before left it
+                if resets is not None:
+                    h = tl.where(fresh[j] != 0, 0.0, h)
                 h = tl.exp2(step[:, None] * rate) * h + (step * xs[j].to(tl.float32))[:, None] * writes
         tl.debug_barrier()  # other threads read these states back
 
@@ -307,17 +340,17 @@ def _scan_backward(
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
                 there = within < tl.where(i + j < end_, W, 0)
                 known = n < tl.where(i + j < end_, N, 0)
-                xs = xs + (tl.load(u + b * ub + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + b * db + t * ds + e, there, 0.0),)
-                gys = gys + (tl.load(dy + b * gb + t * gs + e, there, 0.0),)
+                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
+                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
+                gys = gys + (tl.load(dy + t * gs + e, there, 0.0),)
                 if z is not None:
-                    gates = gates + (tl.load(z + b * zb + t * zs + e, there, 0.0),)
+                    gates = gates + (tl.load(z + t * zs + e, there, 0.0),)
                 if Bs is not None:
-                    Bts = Bts + (tl.load(B + b * Bb + t * Bs + group * Bg + n, known, 0.0),)
+                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
                 if Cs is not None:
-                    Cts = Cts + (tl.load(C + b * Cb + t * Cs + group * Cg + n, known, 0.0),)
+                    Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
                 if resets is not None:
-                    fresh = fresh + (tl.load(resets + b * S + t, i + j < end_, 0),)
+                    fresh = fresh + (tl.load(resets + t, i + j < end_, 0),)
                 hs = hs + (tl.load(cells + (i + j - first) * BE * BN),)
             for j in tl.static_range(STEPS - 1, -1, -1):
                 t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
@@ -334,8 +367,6 @@ def _scan_backward(
                 if Cs is not None:
                     reads = Cts[j].to(tl.float32)[None, :]
                 decay = tl.exp2(step[:, None] * rate)
-                kept = decay * hs[j]
-                h = kept + (step * x)[:, None] * writes
                 g = gys[j].to(tl.float32)
                 if z is not None:
                     gate = gates[j].to(tl.float32)
@@ -344,36 +375,37 @@ def _scan_backward(
                     if D is not None:
                         out += skip * x
                     dgate = g * out * open_ * (1.0 + gate * (1.0 - open_))
-                    tl.store(dz + (b * S + t) * E + e, dgate.to(dz.dtype.element_ty), there)
+                    tl.store(dz + t * E + e, dgate.to(dz.dtype.element_ty), there)
                     g *= gate * open_
                 grad = g[:, None] * reads + carry  # of the state after this token
                 through = tl.sum(grad * writes, 1)
-                p = grad * kept
+                carry = decay * grad
+                if resets is not None:
+                    carry = tl.where(fresh[j] != 0, 0.0, carry)
+                p = carry * hs[j]
                 dx = through * step
                 if D is not None:
                     dx += skip * g
                     dD_sum += g * x
-                tl.store(du + (b * S + t) * E + e, dx.to(du.dtype.element_ty), there)
-                dstep = through * x + tl.sum(p * a, 1)
+                tl.store(du + t * E + e, dx.to(du.dtype.element_ty), there)
+                dstep = through * x + tl.sum(p * rate, 1) * 0.6931471805599453
                 if SOFTPLUS:
                     dstep *= 1.0 / (1.0 + exp(-raw))
                 if bias is not None:
                     dbias_sum += tl.where(there, dstep, 0.0)
-                tl.store(ddt + (b * S + t) * E + e, dstep.to(ddt.dtype.element_ty), there)
+                tl.store(ddt + t * E + e, dstep.to(ddt.dtype.element_ty), there)
                 dA_sum += p * step[:, None]
                 if Bs is not None:
                     row = tl.sum(grad * (step * x)[:, None], 0)
-                    tl.store(dB + part + (t * (tl.num_programs(1) // blocks) + group) * N + n, row, known)
+                    tl.store(dB + t * (groups * N) + n, row, known)
                 else:
                     dB_sum += grad * (step * x)[:, None]
                 if Cs is not None:
                     row = tl.sum(h * g[:, None], 0)
-                    tl.store(dC + part + (t * (tl.num_programs(1) // blocks) + group) * N + n, row, known)
+                    tl.store(dC + t * (groups * N) + n, row, known)
                 else:
                     dC_sum += h * g[:, None]
-                carry = decay * grad
-                if resets is not None:
-                    carry = tl.where(fresh[j] != 0, 0.0, carry)
+                h = hs[j]
         tl.debug_barrier()  # the next chunk writes over them
 
     if begin == 0:
