@@ -87,7 +87,7 @@ def associative_scan(
     _check(leaves, spec, initial, resets)
     facts = leaves[0]
     run = dispatch.choose(
-        "associative_scan", backend, device=facts.device.type, dtype=facts.dtype, resets=resets is not None
+        "associative_scan", backend, device=facts.device, dtype=facts.dtype, resets=resets is not None
     )
     order: Callable[[Tensor], Tensor] = (lambda t: t.flip(1)) if reverse else (lambda t: t)
     leaves = [order(leaf) for leaf in leaves]

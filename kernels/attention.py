@@ -74,7 +74,7 @@ def attention(
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     sequence = _sequences(before, past, resets, B, S, q.device)
     run = dispatch.choose(
-        "attention", backend, device=q.device.type, dtype=q.dtype, window=window, resets=resets is not None
+        "attention", backend, device=q.device, dtype=q.dtype, window=window, resets=resets is not None
     )
     y = run(q, keys, values, sequence, causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
     if not return_state:

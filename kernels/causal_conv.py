@@ -49,7 +49,7 @@ def causal_conv(
     K = weight.shape[-1]
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
     run = dispatch.choose(
-        "causal_conv", backend, device=x.device.type, dtype=torch.promote_types(x.dtype, weight.dtype), taps=K,
+        "causal_conv", backend, device=x.device, dtype=torch.promote_types(x.dtype, weight.dtype), taps=K,
         width=x.shape[2], mixing=mixing, resets=resets is not None, reverse=reverse,
     )
     y = run(x, weight, bias, state, resets, activation, reverse)
@@ -228,5 +228,7 @@ def _check(
 dispatch.register(
     "causal_conv", "reference", _windowed(_reference), dispatch.always("a sum over taps runs wherever torch does")
 )
-dispatch.register("causal_conv", "torch", _windowed(_fast), dispatch.always("torch's own convolution, on any device"))
+dispatch.register(
+    "causal_conv", "torch", _windowed(_fast), dispatch.always("torch's own convolution, on any device"), by_hand=True
+)
 dispatch.load_forms("causal_conv")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import nothing, register
+from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
 
@@ -311,7 +311,7 @@ def _op(
 ) -> Tensor:
     batch, S, D = x.shape
     x, weight, bias, state = _laid_out(x, weight, bias, state)
-    y = _op_fake(x, weight, bias, state, resets, silu, reverse)
+    y, resets = _op_fake(x, weight, bias, state, resets, silu, reverse), common.marks(resets)
     K = weight.shape[-1]
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
@@ -338,7 +338,7 @@ def _op_backward(
     """Gradients of x, weight, bias (empty where there is none) and state."""
     batch, S, D = x.shape
     K = weight.shape[-1]
-    dy = lined(dy)
+    dy, resets = lined(dy), common.marks(resets)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
 
@@ -376,12 +376,8 @@ def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     return dx, dweight, None if bias is None else dbias, dstate, None, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of causal_conv has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("causal_conv", "Triton"))
 
 
 def run(
@@ -391,7 +387,7 @@ def run(
     """y of `causal_conv`, for a depthwise weight."""
     if x.numel() == 0:
         return nothing(x.to(torch.promote_types(x.dtype, weight.dtype)), x, weight, bias)
-    marks = None if resets is None else resets.to(torch.uint8).contiguous()
+    marks = common.marks(resets)
     return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
 
 

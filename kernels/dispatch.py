@@ -25,8 +25,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from seqblocks.kernels import self_check
+from seqblocks.kernels.standing import Standing
 
 FORMS = ("triton", "torch", "reference")  # the order in which `auto` asks
 BACKENDS = ("auto", *FORMS)
@@ -40,13 +42,14 @@ class Form(NamedTuple):
 
     `tiles(arch, **facts)`, where kernels of our own are launched, says how: {"forward": {"num_warps": 4, ...}, ...}.
     `example(**facts)`, for those, is what is tried before they are used (see self_check.py): the op's function, small
-    tensors, and options.
+    tensors, and options. `by_hand`: the derivative is written out, for autograd's reverse mode and nothing else.
     """
 
     run: Callable[..., Any]
     can: Can
     tiles: Callable[..., dict[str, dict[str, int]]] | None = None
     example: self_check.Example | None = None
+    by_hand: bool = False
 
 
 class Verdict(NamedTuple):
@@ -60,6 +63,7 @@ class Verdict(NamedTuple):
 _ops: dict[str, dict[str, Form]] = {}
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("seqblocks_backend", default=None)
 _passed_over: dict[str, dict[str, str]] = {}
+_open: Standing[str] = Standing()
 _last_asked: str | None = None  # torch.compile cannot watch a context variable; it watches this and compiles again
 
 
@@ -94,11 +98,12 @@ def always(reason: str) -> Can:
 def register(
     op: str, form: str, run: Callable[..., Any], can: Can,
     tiles: Callable[..., dict[str, dict[str, int]]] | None = None, example: self_check.Example | None = None,
+    by_hand: bool = False,
 ) -> None:
     """Add (or replace) a form of an op. ValueError for a form name that is not in FORMS."""
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r}; forms are {', '.join(FORMS)}")
-    _ops.setdefault(op, {})[form] = Form(run, can, tiles, example)
+    _ops.setdefault(op, {})[form] = Form(run, can, tiles, example, by_hand or form == "triton")
 
 
 def load_forms(op: str) -> None:
@@ -118,14 +123,14 @@ def ops() -> tuple[str, ...]:
 def use_backend(backend: str) -> Iterator[None]:
     """Within this context, kernels called without `backend=` use this one. Nests; per thread and per task."""
     global _last_asked
-    _check_name(backend, "use_backend")
-    token, before = _asked.set(backend), _last_asked
-    _last_asked = backend
+    token = _asked.set(_check_name(backend, "use_backend"))
     try:
-        yield
+        with _open.hold(backend):
+            _last_asked = _open.newest()
+            yield
     finally:
         _asked.reset(token)
-        _last_asked = before
+        _last_asked = _open.newest()
 
 
 def requested(backend: str | None = None) -> str:
@@ -161,6 +166,15 @@ def nothing(like: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
 
 
+def no_second_derivative(op: str, form: str) -> Callable[..., Any]:
+    """A backward for the backward of a form whose first derivative is written by hand."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"the {form} form of {op} has no second derivative; use backend='reference' for it")
+
+    return refuse
+
+
 def why(op: str, **facts: Any) -> list[Verdict]:
     """For each form, in the order `auto` asks: whether it can run on these facts, and the reason."""
     return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]
@@ -175,10 +189,13 @@ def tiles(op: str, form: str, arch: str, **facts: Any) -> dict[str, dict[str, in
 def choose(op: str, backend: str | None = None, **facts: Any) -> Callable[..., Any]:
     """The function to run. BackendError if the form asked for by name cannot run; it says what is missing.
 
-    A form's `can` is told the backend as the fact `asked`, so that it may probe the machine, or refuse `auto`.
+    A form's `can` is told the backend as the fact `asked`, so that it may probe the machine, or refuse `auto`. A device
+    with an index is told as its kind, and the index apart.
     """
     name = requested(backend)
     facts = {**facts, "asked": name}
+    if isinstance(facts.get("device"), torch.device):
+        facts |= {"device": facts["device"].type, "index": facts["device"].index}
     if name != "auto":
         can, reason = _verdict(op, name, facts)
         if not can:
@@ -200,11 +217,18 @@ def _verdict(op: str, form: str, facts: dict[str, Any]) -> tuple[bool, str]:
     if form not in _ops[op]:
         return False, f"{op} has no {form} form yet"
     can, reason = _ops[op][form].can(**facts)
+    if can and facts.get("asked") and _ops[op][form].by_hand and _transformed():
+        return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
     if can and facts.get("asked") and _ops[op][form].example:
         wrong = _fault(op, form, facts)
         if wrong:
             return False, f"it failed its check on this device: {wrong}"
     return can, reason
+
+
+@torch.compiler.assume_constant_result
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result

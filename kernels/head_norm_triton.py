@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import form, register
+from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
 
@@ -238,12 +238,8 @@ def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     return *(None if p is None else g for p, g in zip(ctx.saved_tensors, grads, strict=True)), None, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of head_norm has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("head_norm", "Triton"))
 
 
 def run(

@@ -28,9 +28,9 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
-    device, dtype = x.device.type, dispatch.computed_in(x, weight)
+    device, dtype = x.device, dispatch.computed_in(x, weight)
     if dtype != torch.float64:
-        dtype = dispatch.autocast_dtype(device) or dtype
+        dtype = dispatch.autocast_dtype(device.type) or dtype
     run = dispatch.choose("headwise_linear", backend, device=device, dtype=dtype, block=tuple(weight.shape))
     y = run(x, weight)
     return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower

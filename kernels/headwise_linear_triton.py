@@ -19,7 +19,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import autocast_dtype, form, register
+from seqblocks.kernels.dispatch import autocast_dtype, form, no_second_derivative, register
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
@@ -254,12 +254,8 @@ def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     return _op_backward(dy, *ctx.saved_tensors)
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of headwise_linear has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("headwise_linear", "Triton"))
 
 
 def run(x: Tensor, weight: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def mlstm(
     if state is not None:
         state = _check_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
     run = dispatch.choose(
-        "mlstm", backend, device=q.device.type, dtype=dispatch.computed_in(q, k, v, i, f),
+        "mlstm", backend, device=q.device, dtype=dispatch.computed_in(q, k, v, i, f),
         head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, resets=resets is not None, reverse=reverse,
     )
     h, last = run(

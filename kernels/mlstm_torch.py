@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import mlstm_reference
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
@@ -517,12 +517,8 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     return *grads[:5], *state, *(None,) * 7
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the torch form of mlstm has no second derivative; use backend='reference' for it")
-
-
 _mlstm.register_autograd(_differentiate, setup_context=_save)
-_mlstm_backward.register_autograd(_refuse)
+_mlstm_backward.register_autograd(no_second_derivative("mlstm", "torch"))
 
 
 def run(
@@ -542,4 +538,4 @@ def run(
     return h, MLSTMState(C, n, m) if return_state else None
 
 
-register("mlstm", "torch", run, always("chunkwise, on any device"))
+register("mlstm", "torch", run, always("chunkwise, on any device"), by_hand=True)

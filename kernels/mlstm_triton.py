@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import form, register
+from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid, tl, up
@@ -811,7 +811,7 @@ class _Plan:
         self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, gates: Tensor,
         segments: Tensor | None, m_out: Tensor | None,
     ) -> None:
-        each, totals = self.chunks > WALKED, None
+        each, totals = (self.chunks > WALKED) != large(), None
         given = {"EXP": self.exp, **self.way}
         if each and self.exp:
             totals = gates.new_empty(3, self.N, self.chunks)
@@ -995,23 +995,23 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     h, C_out, n_out, _, gates, segments = output
     ctx.options, ctx.return_state = inputs[9:13], inputs[13]
     state = (C_out, n_out) if ctx.return_state else (None, None)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, h, *state, gates, segments if resets is not None else None)
     ctx.mark_non_differentiable(gates, segments)
 
 
 def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
-    last = (dC, dn, dm) if ctx.return_state else (None, None, None)
     saved = ctx.saved_tensors
-    grads = _op_backward(dh, *last, *saved, *ctx.options)
+    h, C_out, n_out = saved[8:11]
+    last = (dC, dn, dm)
+    if any(x is not None for x in last):
+        last = common.filled(dC, C_out), common.filled(dn, n_out), common.filled(dm, n_out[..., 0])
+    grads = _op_backward(common.filled(dh, h), *last, *saved, *ctx.options)
     return *(None if x is None else g for x, g in zip(saved[:8], grads, strict=True)), *(None,) * 6
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of mlstm has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("mlstm", "Triton"))
 
 
 @common.custom_op("seqblocks::mlstm_step_triton")
@@ -1055,7 +1055,7 @@ def run(
             normalize=normalize, return_state=return_state,
         )
     C, n, m = (None, None, None) if state is None else state
-    marks = None if resets is None else resets.to(torch.uint8)
+    marks = common.marks(resets)
     tensors, options = (q, k, v, i, f, C, n, m), (eps, input_gate, normalize, return_state)
     if q.shape[1] == 1 and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         h, *last = _step_op(*tensors, marks, *options)

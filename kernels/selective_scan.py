@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.selective_scan_reference import groups_of
 
 __all__ = ["selective_scan"]
 
@@ -37,7 +38,8 @@ def selective_scan(
     """Run the scan over a sequence.
 
     u, dt, z [B, S, E]; A [E, N], real (negative) or complex; B, C [E, N] constant, [B, S, N] per token, or
-    [B, S, G, N] per token and group; D, dt_bias [E]. state [B, E, N]: zeros if not given.
+    [B, S, G, N] per token and group (of B and C one may have fewer groups, which serve several of
+    the other's); D, dt_bias [E]. state [B, E, N]: zeros if not given.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
     reverse: scan from right to left.
 
@@ -47,10 +49,9 @@ def selective_scan(
     """
     _check(u, dt, A, B, C, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
-    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
     run = dispatch.choose(
-        "selective_scan", backend, device=u.device.type, dtype=torch.float64 if double else u.dtype,
-        states=A.shape[1], width=u.shape[2] // groups, complex=any(x.is_complex() for x in (A, B, C)),
+        "selective_scan", backend, device=u.device, dtype=torch.float64 if double else u.dtype,
+        states=A.shape[1], width=u.shape[2] // groups_of(B, C), complex=any(x.is_complex() for x in (A, B, C)),
         resets=resets is not None, reverse=reverse,
     )
     y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
@@ -74,6 +75,9 @@ def _check(
                 f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
                 f"got {list(x.shape)}"
             )
+    if any(x.dim() == 4 and groups_of(B, C) % x.shape[2] for x in (B, C)):
+        raise ValueError(f"selective_scan wants groups of B and C of which one divides the other; "
+                         f"got {B.shape[2]} and {C.shape[2]}")
     if state is not None and state.shape != (batch, E, N):
         raise ValueError(f"selective_scan wants a state [{batch}, {E}, {N}]; got {list(state.shape)}")
     if resets is not None and resets.shape != u.shape[:2]:

@@ -27,7 +27,7 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
         real = torch.float64 if double else torch.float32
         kind = (torch.complex128 if double else torch.complex64) if A.is_complex() else real
-        groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+        groups = groups_of(B, C)
         if any(x.dim() == 2 for x in (B, C)):
             groups = E  # a constant differs from channel to channel
         step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
@@ -36,8 +36,8 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
             u.to(real).unflatten(-1, (groups, -1)),
             (F.softplus(step) if softplus else step).unflatten(-1, (groups, -1)),
             A.to(kind).view(groups, E // groups, N),
-            _per_token(B.to(kind), u.shape, groups),
-            _per_token(C.to(kind), u.shape, groups),
+            per_token(B.to(kind), u.shape, groups),
+            per_token(C.to(kind), u.shape, groups),
             h.view(-1, groups, E // groups, N),
             None if resets is None else resets.bool(),
             reverse,
@@ -52,7 +52,12 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
     return run
 
 
-def _per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
+def groups_of(B: Tensor, C: Tensor) -> int:
+    """As many as the matrix with more of them has; the other's serve several each."""
+    return max(x.shape[2] if x.dim() == 4 else 1 for x in (B, C))
+
+
+def per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
     """[B, S, G, N] from a constant, per-token or grouped matrix."""
     if x.dim() == 2:
         return x.expand(shape[0], shape[1], *x.shape)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import selective_scan_reference
-from seqblocks.kernels.dispatch import register, without_autocast
+from seqblocks.kernels.dispatch import no_second_derivative, register, without_autocast
 from seqblocks.kernels.selective_scan_reference import complete
 
 WORKING_SET = 1 << 20  # elements of one chunk's states
@@ -118,12 +118,8 @@ def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     return *grads, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the torch form of selective_scan has no second derivative; use backend='reference' for it")
-
-
 _scan.register_autograd(_differentiate, setup_context=_save)
-_scan_backward.register_autograd(_refuse)
+_scan_backward.register_autograd(no_second_derivative("selective_scan", "torch"))
 
 
 def run(
@@ -143,4 +139,4 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return True, "chunk by chunk, on any device"
 
 
-register("selective_scan", "torch", complete(run), _can)
+register("selective_scan", "torch", complete(run), _can, by_hand=True)

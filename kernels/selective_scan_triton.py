@@ -22,7 +22,8 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
-from seqblocks.kernels.dispatch import form, register
+from seqblocks.kernels.dispatch import form, no_second_derivative, register
+from seqblocks.kernels.selective_scan_reference import groups_of, per_token
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, softplus, tl, up
 
@@ -40,8 +41,7 @@ AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 
 @jit
 @no_type_check
 def _mine(S, K, L, W, BE: tl.constexpr):
-    """Of this program: the sequence, the first token and the end, the group and the block of channels in it, which of the
-    channels there are, and where they are among all."""
+    """Of this program: its sequence, first token and end, group, and channels within that and among all."""
     blocks = tl.cdiv(W, BE)
     begin = tl.program_id(0) % K * L
     group = tl.program_id(1) // blocks
@@ -455,7 +455,7 @@ def segments(warps: int, S: int) -> int:
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
     """S, E, N, groups, and channels of a group."""
-    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
+    groups = groups_of(B, C)
     return u.shape[1], *A.shape, groups, u.shape[2] // groups
 
 
@@ -522,7 +522,7 @@ def _op(
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
-    h0 = h0.contiguous()
+    h0, resets = h0.contiguous(), common.marks(resets)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
@@ -554,7 +554,7 @@ def _op_backward(
 ) -> list[Tensor]:
     """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
-    dy, dlast = lined(dy), dlast.contiguous()
+    dy, dlast, resets = lined(dy), dlast.contiguous(), common.marks(resets)
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]
 
@@ -600,6 +600,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     *tensors, h0, resets, softplus, reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[2] if output[2].numel() else None, resets, h0)
     ctx.flags = softplus, reverse
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
@@ -607,17 +608,14 @@ def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, between, resets, h0 = ctx.saved_tensors
     if between is None:  # nobody said that a gradient would be asked for
         between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
+    dy, dlast = common.filled(dy, tensors[0]), common.filled(dlast, h0)
     grads = _op_backward(dy, dlast, *tensors, between, resets, *ctx.flags)
     present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
     return *present, None, None, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of selective_scan has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("selective_scan", "Triton"))
 
 
 def run(
@@ -628,13 +626,11 @@ def run(
     h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float()
     if u.numel() == 0:
         return form("selective_scan", "torch")(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
-    groups = next((x.shape[2] for x in (B, C) if x.dim() == 4), 1)
-    B, C = (x.unsqueeze(2).expand(-1, -1, groups, -1) if x.dim() == 3 else x for x in (B, C))
-    marks = None if resets is None else resets.to(torch.uint8).contiguous()
+    B, C = (x if x.dim() == 2 else per_token(x, u.shape, groups_of(B, C)) for x in (B, C))
     keep = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, h0)
     )
-    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, marks, softplus, reverse, keep)
+    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, common.marks(resets), softplus, reverse, keep)
     return y, last
 
 

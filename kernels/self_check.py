@@ -28,11 +28,18 @@ BARS = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]]
 
 # op and facts -> "" if it is sound, else what was wrong
-_shelf = shelf.Shelf("checked.json", "checked kernels", str)
+_shelf = shelf.Shelf("checked.json", "checked kernels", lambda told: _told(told))
 _passing: dict[str, str] = {}  # by the same names, of this process
+_known: dict[tuple[Any, ...], str] = {}  # what either says, by the facts as they come
 _lock = threading.Lock()
 _here = threading.local()  # .checking in the thread that does it
 OFF = ("0", "off", "false", "no")
+
+
+def _told(record: Any) -> str:
+    if not isinstance(record, str):
+        raise ValueError(f"no check says {record!r}")
+    return record
 
 
 class Passing(Exception):
@@ -45,43 +52,60 @@ def verdict(op: str, example: Example, facts: dict[str, Any]) -> str:
         return ""
     if getattr(_here, "checking", False):  # the example's own call
         return ""
-    if torch._C._current_graph_task_id() != -1:  # within a backward pass, which the check's own would wait for
-        return ""
-    about = [f"{key}={value}" for key, value in sorted(facts.items()) if key != "asked"]
-    name = "|".join([op, *about, *shelf.here(op, torch.cuda.current_device())])
-    known = _passing.get(name, _shelf.get(name))
+    index = facts.get("index")
+    index = torch.cuda.current_device() if index is None else index
+    short = (op, index, os.environ.get("SEQBLOCKS_CACHE"), *facts.items())  # the long name takes long to make
+    known = _known.get(short)
     if known is not None:
         return known
-    if torch.cuda.is_current_stream_capturing() or _tracing():
-        return ""
+    about = [f"{key}={value}" for key, value in sorted(facts.items()) if key not in ("asked", "index")]
+    name = "|".join([op, *about, *shelf.here(op, index)])
+    known = _passing.get(name, _shelf.get(name))
+    if known is None:
+        # nor within a backward pass, which the check's own would wait for
+        if torch._C._current_graph_task_id() != -1 or torch.cuda.is_current_stream_capturing() or _tracing():
+            return ""
+        known = _found_out(op, name, example, facts, index)
+    _known[short] = known
+    return known
+
+
+def forget() -> None:
+    """Ask the file again, and the device where that says nothing."""
+    _shelf.forget()
+    _passing.clear()
+    _known.clear()
+
+
+def _found_out(op: str, name: str, example: Example, facts: dict[str, Any], index: int) -> str:
     with _lock:
         known = _passing.get(name, _shelf.get(name))  # another thread may have found out meanwhile
         if known is not None:
             return known
         try:
-            found = _alone(lambda: fault(example, facts))
+            found = _alone(lambda: fault(example, facts), index)
             _shelf.keep(name, found)
         except Passing as error:
             found = _passing[name] = str(error)
     if found:
-        warnings.warn(f"the Triton form of {op} is not used here: {found}", stacklevel=2)
+        warnings.warn(f"the Triton form of {op} is not used here: {found}", stacklevel=3)
     return found
 
 
-def _alone(work: Callable[[], str]) -> str:
+def _alone(work: Callable[[], str], index: int) -> str:
     """In a thread of its own: the caller's autocast, hooks, default device and transforms are none of the check's."""
     results: list[Any] = []
 
-    def run(index: int | None) -> None:
+    def run() -> None:
         _here.checking = True
         try:
-            if index is not None:
+            if torch.cuda.is_available():
                 torch.cuda.set_device(index)
             results.append(work())
         except BaseException as error:
             results.append(error)
 
-    thread = threading.Thread(target=run, args=(torch.cuda.current_device() if torch.cuda.is_available() else None,))
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     if isinstance(results[0], BaseException):
@@ -159,7 +183,7 @@ def _results(
     out = [out] if isinstance(out, Tensor) else [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
     loss = sum((x.double() * normal(*x.shape, seed=9 + at).to(x.device)).sum() for at, x in enumerate(out))
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True)
-    named = {"output" if at == 0 else "last state": x.detach() for at, x in enumerate(out)}
+    named = {"output" if at == 0 else f"last state, part {at},": x.detach() for at, x in enumerate(out)}
     return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 

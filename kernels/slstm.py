@@ -54,7 +54,7 @@ def slstm(
         raise ValueError(f"slstm wants a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
     state = SLSTMState(*(s.to(dtype) for s in state))
     run = dispatch.choose(
-        "slstm", backend, device=i.device.type, dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
+        "slstm", backend, device=i.device, dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
         resets=resets is not None, reverse=reverse,
     )
     y, last = run(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import slstm_reference
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
 from seqblocks.kernels.slstm_reference import SLSTMState, stacked
 
 
@@ -144,12 +144,8 @@ def _differentiate(ctx, dy, dc, dn, dm, _):  # type: ignore[no-untyped-def]
     return *grads, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the torch form of slstm has no second derivative; use backend='reference' for it")
-
-
 _slstm.register_autograd(_differentiate, setup_context=_save)
-_slstm_backward.register_autograd(_refuse)
+_slstm_backward.register_autograd(no_second_derivative("slstm", "torch"))
 
 
 def run(
@@ -164,4 +160,4 @@ def run(
     return y, SLSTMState(y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m)))
 
 
-register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"))
+register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"), by_hand=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, register, without_autocast
+from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.slstm_reference import SLSTMState
 from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoid, tl, up
@@ -416,7 +416,7 @@ def _op(
     i, f, z, o = (lined(x) for x in (i, f, z, o))
     plan = _Plan(i, (f, z, o), H, D, reverse)
     recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (recurrent.to(plan.dot), bias, y0, c0, n0, m0))
-    resets = None if resets is None else resets.contiguous()
+    resets = common.marks(resets)
     if not keep:
         kept = [None] * 3
     sizes = (plan.S, plan.B, D, *(n for x in (i, f, z, o) for n in x.stride()[:2]))
@@ -459,10 +459,10 @@ def _op_backward(
     dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
     di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
-    marks = None if resets is None else resets.contiguous()
+    resets = common.marks(resets)
     whole = (x.contiguous() for x in (recurrent.to(plan.dot), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
-    given = (*whole, marks, states, gates_if, gates_zo)
+    given = (*whole, resets, states, gates_if, gates_zo)
     sizes = (plan.S, plan.B, D, *dy.stride()[:2])
     with common.on(i):
         if plan.whole:
@@ -513,23 +513,21 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     *tensors, reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[0], *(x if x.numel() else None for x in output[5:]))
     ctx.reverse = reverse
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[5:])
 
 
-def _differentiate(ctx, dy, dy1, dc1, dn1, dm1, *_):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, dy, *later):  # type: ignore[no-untyped-def]
     *tensors, y, states, gates_if, gates_zo = ctx.saved_tensors
     if states is None:  # nobody said that a gradient would be asked for
         states, gates_if, gates_zo = _op(*tensors, ctx.reverse, True)[5:]
-    grads = _op_backward(dy, dy1, dc1, dn1, dm1, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
+    last = (common.filled(grad, like) for grad, like in zip(later[:4], tensors[6:10], strict=True))
+    grads = _op_backward(common.filled(dy, y), *last, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
     return *grads, None, None, None
 
 
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of slstm has no second derivative; use backend='reference' for it")
-
-
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("slstm", "Triton"))
 
 
 def run(
@@ -542,7 +540,7 @@ def run(
         return form("slstm", "torch")(gates, recurrent, bias, state, resets, reverse)
     tensors = (*gates, recurrent, bias, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    marks = None if resets is None else resets.to(torch.uint8)
+    marks = common.marks(resets)
     y, *last = _op(*tensors, marks, reverse, keep)[:5]
     return y.unflatten(-1, (H, D)), SLSTMState(*last)
 

@@ -38,18 +38,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can(
-    device: str = "cuda", dtype: torch.dtype = torch.float32, asked: str = "", **facts: Any
+    device: str = "cuda", dtype: torch.dtype = torch.float32, asked: str = "", arch: str = "", index: int | None = None,
+    **facts: Any,
 ) -> tuple[bool, str]:
     """The part of every form's `can` that has nothing to do with its op. What is not said is taken to be no obstacle.
 
-    `asked` is the backend that a call asks for, and empty where `why` only wonders: then nothing is probed.
+    `asked` is the backend that a call asks for, and empty where `why` only wonders: then nothing is probed, but an
+    architecture may be given.
     """
     if MISSING:
         return False, MISSING
     if dtype not in DTYPES:
         return False, f"{str(dtype).removeprefix('torch.')}: the Triton forms compute in float32"
     if device == "cuda":
-        if asked and _too_old():
+        if _too_old(arch or (_arch_at(index) if asked else "")):
             return False, f"needs compute capability {'.'.join(map(str, OLDEST))} or later"
         return True, "compiled for the device"
     if device == "cpu" and INTERPRETED:
@@ -57,16 +59,16 @@ def can(
     return False, f"needs a CUDA or ROCm device, not {device}"
 
 
+def _too_old(arch: str) -> bool:
+    return arch.startswith("sm_") and int(arch[3:].rstrip("af")) < 10 * OLDEST[0] + OLDEST[1]
+
+
 @torch.compiler.assume_constant_result
-def _too_old() -> bool:
-    return _oldest() < OLDEST
-
-
-@cache
-def _oldest() -> tuple[int, int]:
-    if INTERPRETED or torch.version.hip or not torch.cuda.is_available():
-        return OLDEST
-    return min(torch.cuda.get_device_capability(at) for at in range(torch.cuda.device_count()))
+def _arch_at(index: int | None) -> str:
+    """Of a device that a call is on; "" where there is none."""
+    if not torch.cuda.is_available():
+        return ""
+    return _arch(torch.cuda.current_device() if index is None else index)
 
 
 @cache
@@ -92,6 +94,11 @@ def lined(x: Tensor) -> Tensor:
     Ops ask for it themselves, inside: a compiler may hand them other strides than the caller had.
     """
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def marks(resets: Tensor | None) -> Tensor | None:
+    """Resets as kernels read them: a byte a token, side by side. Of marks, themselves."""
+    return None if resets is None else resets.to(torch.uint8).contiguous()
 
 
 def warps(elements: int, each: int, lanes: int = 32) -> int:
@@ -171,6 +178,12 @@ def _watched(args: tuple[Any, ...]) -> bool:
         or torch._C._is_tracing()
         or not all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
     )
+
+
+def filled(grad: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient of an output that the loss may not contain. Autograd's own zeros would be made for every output,
+    for what is only kept for the backward pass too: `ctx.set_materialize_grads(False)` keeps it from that."""
+    return torch.zeros_like(like) if grad is None else grad
 
 
 # ------------------------------------------------------------------------------

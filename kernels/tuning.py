@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import shelf
+from seqblocks.kernels.standing import Standing
 
 MODES = ("off", "cached", "on")
 VARIABLE = "SEQBLOCKS_AUTOTUNE"
@@ -38,7 +39,7 @@ Axes = Mapping[str, Sequence[int]]
 Go = Callable[[Tile], Sequence[Tensor]]
 
 _shelf = shelf.Shelf("tiles.json", "tuned kernels", lambda tile: _tile(tile))
-_mode: str | None = None  # of the process: backward passes run in threads of their own
+_modes: Standing[str] = Standing()  # of the process: backward passes run in threads of their own
 
 
 @contextlib.contextmanager
@@ -47,12 +48,8 @@ def use_autotune(mode: str) -> Iterator[None]:
 
     Raises BackendError for another mode.
     """
-    global _mode
-    before, _mode = _mode, _checked(mode)
-    try:
+    with _modes.hold(_checked(mode)):
         yield
-    finally:
-        _mode = before
 
 
 def _tile(found: Any) -> Tile:
@@ -76,7 +73,7 @@ def _seconds() -> float:
 
 def autotune_mode() -> str:
     """The mode that holds here. BackendError if the environment names none."""
-    return _mode or _checked(os.environ.get(VARIABLE) or "off")
+    return _modes.newest() or _checked(os.environ.get(VARIABLE) or "off")
 
 
 def _checked(mode: str) -> str:

@@ -64,7 +64,7 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
         if key in found:
             found[key].names.append(name)
             continue
-        verdicts = dispatch.why(kernel, device=device, dtype=dtype, **facts)
+        verdicts = dispatch.why(kernel, device=device, dtype=dtype, arch=arch, **facts)
         can = [verdict.form for verdict in verdicts if verdict.can and backend in ("auto", verdict.form)]
         form = can[0] if can else None
         tiles = dispatch.tiles(kernel, form, arch, dtype=dtype, **facts) if form else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -52,6 +54,25 @@ def test_context_ends_with_an_exception(registry):
     with pytest.raises(KeyError), use_backend("reference"):
         raise KeyError
     assert ran() == "triton"
+
+
+def test_contexts_of_threads_may_overlap():
+    """Whichever ends first, the other's holds, and nothing is left behind."""
+    one, other = use_backend("reference"), use_backend("torch")
+    with ThreadPoolExecutor(1) as pool:
+        one.__enter__()
+        pool.submit(other.__enter__).result()
+        one.__exit__(None, None, None)
+        assert dispatch._last_asked == "torch"
+        pool.submit(other.__exit__, None, None, None).result()
+    assert dispatch._last_asked is None
+
+
+def test_a_device_is_told_as_its_kind_and_its_index(registry):
+    told = []
+    dispatch.register("other", "torch", lambda: None, lambda **facts: (told.append(facts) or True, ""))
+    dispatch.choose("other", "torch", device=torch.device("cuda:1"), n=1)
+    assert told == [{"device": "cuda", "index": 1, "n": 1, "asked": "torch"}]
 
 
 def test_by_name_what_cannot_run_is_an_error_with_the_reason(registry):

@@ -163,5 +163,8 @@ def test_compile_export_low_precision_and_empty() -> None:
     assert selective_scan(u[:, :0], dt[:, :0], A, B[:, :0], C[:, :0]).shape == (2, 0, 4)
     with pytest.raises(ValueError, match="selective_scan wants u, dt"):
         selective_scan(u, dt[:, :3], A, B, C)
+    with pytest.raises(ValueError, match="groups of B and C of which one divides the other; got 4 and 3"):
+        selective_scan(u.repeat(1, 1, 3), dt.repeat(1, 1, 3), A.repeat(3, 1), *(x.unsqueeze(2).expand(-1, -1, n, -1)
+                                                                             for x, n in ((B, 4), (C, 3))))
     with pytest.raises(ValueError, match="selective_scan wants B"):
         selective_scan(u, dt, A, B[..., :2], C)

@@ -92,6 +92,13 @@ def test_groups_constants_and_several_programs(shape: dict[str, Any]) -> None:
     check(tensors(**given), reverse=True)
 
 
+@pytest.mark.parametrize(("B", "C"), [(4, 2), (1, 4)])
+def test_one_matrix_may_have_fewer_groups(B: int, C: int) -> None:
+    given = tensors(E=8)
+    given |= {"B": tensors(E=8, groups=B)["B"], "C": tensors(E=8, groups=C)["C"]}
+    check(given)
+
+
 def test_the_bare_scan_takes_steps_as_they_are() -> None:
     given = tensors(bare=True)
     given["dt"] = given["dt"].abs()

@@ -70,6 +70,21 @@ def test_a_wrong_one_is_told_apart(wrong: Callable[..., Any], told: str) -> None
     assert told in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
 
 
+@interpreted
+def test_every_part_of_a_state_is_compared() -> None:
+    """The last of them is not the only one."""
+    right = example("slstm")
+
+    def spoilt(**facts: Any) -> Any:
+        function, *rest = right(**facts)
+
+        def changed(backend: str, **x: Any) -> Any:
+            y, (h, c, n, m) = function(**x, backend=backend)
+            return y, (h, c * 1.1 if backend == "triton" else c, n, m)
+
+        return changed, *rest
+
+    assert "last state, part 2, is off by" in self_check.fault(spoilt, {**CPU, **FACTS["slstm"]})
 
 
 @interpreted
@@ -129,8 +144,7 @@ def a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(self_check, "fault", lambda example, facts: checked.append(facts["dtype"]) or "it is wrong")
-    monkeypatch.setattr(self_check, "_passing", {})
-    self_check._shelf.forget()
+    self_check.forget()
     return checked
 
 
@@ -145,7 +159,7 @@ def test_once_and_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert verdict() == verdict(asked="triton") == "it is wrong"
-        self_check._shelf.forget()  # as another process
+        self_check.forget()  # as another process
         assert verdict() == "it is wrong"
         assert verdict(device="cpu") == ""
         monkeypatch.setenv("SEQBLOCKS_SELF_CHECK", "0")
@@ -179,6 +193,7 @@ def test_the_callers_context_is_none_of_the_checks(
     around: str, a_device: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
+    self_check.forget()
     kept: list[str] = []
     monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", around))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -222,6 +237,36 @@ def test_nothing_is_checked_within_a_backward_pass(a_device: list[str]) -> None:
     y.sum().backward()  # type: ignore[no-untyped-call]
     assert told == [""]
     assert a_device == []
+    with pytest.warns(UserWarning, match="it is wrong"):
+        self_check.verdict("headwise_linear", example("headwise_linear"), facts)
+    (x * 2).sum().backward()  # type: ignore[no-untyped-call]
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert told == ["", "it is wrong"]  # what is known holds there too: a checkpoint computes again by the same form
+
+
+def test_the_device_of_the_tensors_is_checked(a_device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the current one."""
+    monkeypatch.setattr(shelf, "here", lambda op, index: (f"device {index}", "triton 3", "digest"))
+    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
+
+    def verdict(index: int | None) -> str:
+        return self_check.verdict("headwise_linear", example("headwise_linear"), {**facts, "index": index})
+
+    for index in (0, 1):
+        with pytest.warns(UserWarning, match="it is wrong"):
+            verdict(index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verdict(None) == verdict(1) == "it is wrong"
+    assert len(a_device) == 2
+
+
+def test_a_record_that_is_no_text_is_left_out(a_device: list[str], tmp_path: Path) -> None:
+    (tmp_path / "checked.json").write_text('{"a name": null}')
+    with pytest.warns(UserWarning, match="is not a record of checked kernels"):
+        assert self_check._shelf.get("a name") is None
 
 
 def test_dispatch_steps_around_it_and_says_so(a_device: list[str]) -> None:
@@ -257,6 +302,7 @@ def test_a_compiler_causes_the_check_and_an_export_does_not(
     found: list[str] = []
     facts = FACTS["headwise_linear"]
     monkeypatch.undo()
+    self_check.forget()
     monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", how))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
