@@ -87,6 +87,19 @@ def _load(x, rows, columns, is_row, is_column):
     return tl.load(x + rows[:, None] + columns[None, :], is_row[:, None] & is_column[None, :], 0.0)
 
 
+@jit
+@no_type_check
+def _gates(i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d):
+    """Of token t, as they lie there; and whether the sequence goes on with it."""
+    goes_on = (b >= 0).to(tl.float32)[:, None]
+    if resets is not None:
+        goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+    return (
+        _load(i, b * ib + t * js, wide, is_b, is_d), _load(f, b * fb + t * fs, wide, is_b, is_d),
+        _load(z, b * zb + t * zs, wide, is_b, is_d), _load(o, b * ob + t * os, wide, is_b, is_d), goes_on,
+    )
+
+
 @jit(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan(
@@ -118,18 +131,26 @@ def _scan(
     n = tl.load(n0 + cell, here, 0.0)
     m = tl.load(m0 + cell, here, 0.0)
     plane = tl.cast(B, tl.int64) * S * H * D
+    t = tl.cast(S - 1 if REVERSE else 0, tl.int64)
+    next_i, next_f, next_z, next_o, goes_on = _gates(
+        i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
+    )
     for step in range(S):
         t = tl.cast(S - 1 - step if REVERSE else step, tl.int64)
-        xi = _load(i, b * ib + t * js, wide, is_b, is_d).to(tl.float32) + bias_i
-        xf = _load(f, b * fb + t * fs, wide, is_b, is_d).to(tl.float32) + bias_f
-        xz = _load(z, b * zb + t * zs, wide, is_b, is_d).to(tl.float32) + bias_z
-        xo = _load(o, b * ob + t * os, wide, is_b, is_d).to(tl.float32) + bias_o
+        xi = next_i.to(tl.float32) + bias_i
+        xf = next_f.to(tl.float32) + bias_f
+        xz = next_z.to(tl.float32) + bias_z
+        xo = next_o.to(tl.float32) + bias_o
         if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
             out *= goes_on
             c *= goes_on
             n *= goes_on
             m *= goes_on
+        # asked for a token ahead: the memory's answer takes about as long as all the rest of a token
+        next_i, next_f, next_z, next_o, goes_on = _gates(
+            i, f, z, o, resets, t - 1 if REVERSE else t + 1, b, wide, S, ib, js, fb, fs, zb, zs, ob, os,
+            b < tl.where(step + 1 < S, B, 0), is_d,
+        )
         read = out.to(DOT)
         xi += tl.dot(read, to_i, input_precision=PRECISION)
         xf += tl.dot(read, to_f, input_precision=PRECISION)
@@ -169,9 +190,6 @@ def _scan_by_tiles(
     small = tl.cast(B, tl.int64) * H * D
     for step in range(S):
         t = tl.cast(S - 1 - step if REVERSE else step, tl.int64)
-        goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
-        if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
         before = turn + (step % 2) * small
         after = turn + (1 - step % 2) * small
         for first in range(0, D, BD):
@@ -179,6 +197,9 @@ def _scan_by_tiles(
             is_d = d < D
             here = is_b[:, None] & is_d[None, :]
             wide = head * D + d
+            own_i, own_f, own_z, own_o, goes_on = _gates(
+                i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
+            )
             xi = tl.zeros((BB, BD), tl.float32)
             xf = tl.zeros((BB, BD), tl.float32)
             xz = tl.zeros((BB, BD), tl.float32)
@@ -192,14 +213,10 @@ def _scan_by_tiles(
                 xf += tl.dot(read, tl.load(into + D, square, 0.0).to(DOT), input_precision=PRECISION)
                 xz += tl.dot(read, tl.load(into + 2 * D, square, 0.0).to(DOT), input_precision=PRECISION)
                 xo += tl.dot(read, tl.load(into + 3 * D, square, 0.0).to(DOT), input_precision=PRECISION)
-            xi += _load(i, b * ib + t * js, wide, is_b, is_d).to(tl.float32)
-            xf += _load(f, b * fb + t * fs, wide, is_b, is_d).to(tl.float32)
-            xz += _load(z, b * zb + t * zs, wide, is_b, is_d).to(tl.float32)
-            xo += _load(o, b * ob + t * os, wide, is_b, is_d).to(tl.float32)
-            xi += tl.load(bias + wide, is_d, 0.0)[None, :]
-            xf += tl.load(bias + H * D + wide, is_d, 0.0)[None, :]
-            xz += tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
-            xo += tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
+            xi += own_i.to(tl.float32) + tl.load(bias + wide, is_d, 0.0)[None, :]
+            xf += own_f.to(tl.float32) + tl.load(bias + H * D + wide, is_d, 0.0)[None, :]
+            xz += own_z.to(tl.float32) + tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
+            xo += own_o.to(tl.float32) + tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
             cell = row[:, None] + d[None, :]
             c = tl.load(c1 + cell, here, 0.0) * goes_on
             n = tl.load(n1 + cell, here, 0.0) * goes_on
