@@ -21,7 +21,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.self_check import large, normal
-from seqblocks.kernels.triton_common import exp, jit, lined, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
 AXES = {"T": (16, 32, 64, 128), "BD": (64, 128, 256, 512), "STEPS": (1, 2, 4, 8), "num_warps": (1, 2, 4)}  # for tuning
@@ -161,7 +161,7 @@ def _conv(
             out = _convolved(taps, offset, value, window, K)
             window = _pushed(window, value, K - 1, 0)
             if SILU:
-                out = out / (1.0 + exp(-out))
+                out = silu(out)
             t = S - 1 - p if REVERSE else p
             tl.store(y + (b * S + t) * D + d, out.to(y.dtype.element_ty), d < tl.where(p < S, D, 0))
 

@@ -285,6 +285,30 @@ def _reached(gates, segments, plane, reading, written, t, s, j, log_scale):
     return tl.exp2(tl.where(seen, log, float("-inf")))
 
 
+@jit
+@no_type_check
+def _written(gates, segments, plane, here, end, j):
+    """Weights with which the tokens of a tile stand in the state that leaves their chunk, whose last place is `end`."""
+    log = tl.load(gates + here + j) - tl.load(gates + plane + end)
+    if segments is not None:
+        log = tl.where(tl.load(segments + here + j) == tl.load(segments + end), log, float("-inf"))
+    return tl.exp2(log)
+
+
+@jit
+@no_type_check
+def _own_tile(S, L: tl.constexpr, BT: tl.constexpr):
+    """A program's head, its tile among those of the head and within its chunk, the chunk among all, its place in planes
+    and their size, its tokens and which of them there are."""
+    tiles = tl.cdiv(S, L) * (L // BT)
+    tile = tl.program_id(0) % tiles
+    j = tl.arange(0, BT)
+    return (
+        tl.program_id(0) // tiles, tile, tile % (L // BT), (tl.program_id(0) // (L // BT)).to(tl.int64),
+        tl.program_id(0).to(tl.int64) * BT, tl.num_programs(0).to(tl.int64) * BT, j, j < S - tile * BT,
+    )
+
+
 @jit(do_not_specialize=["S"])
 @no_type_check
 def _outputs(
@@ -293,17 +317,9 @@ def _outputs(
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    tiles = tl.cdiv(S, L) * (L // BT)
-    n = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    part = tile % (L // BT)
-    at = (tl.program_id(0) // (L // BT)).to(tl.int64)  # n chunks + c
-    here = tl.program_id(0).to(tl.int64) * BT
-    plane = tl.num_programs(0).to(tl.int64) * BT
+    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     is_v = dv < DV
-    j = tl.arange(0, BT)
-    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
     queries = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
@@ -452,17 +468,9 @@ def _query_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Weights are [t, s]: tokens down, what they read across."""
-    tiles = tl.cdiv(S, L) * (L // BT)
-    n = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    part = tile % (L // BT)
-    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
-    here = tl.program_id(0).to(tl.int64) * BT
-    plane = tl.num_programs(0).to(tl.int64) * BT
+    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
     d = tl.program_id(1) * BK + tl.arange(0, BK)
     is_d = d < DK
-    j = tl.arange(0, BT)
-    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
     grads = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
@@ -504,17 +512,9 @@ def _key_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """Weights are [s, t]: what is read down, by which tokens across."""
-    tiles = tl.cdiv(S, L) * (L // BT)
-    n = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    part = tile % (L // BT)
-    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
-    here = tl.program_id(0).to(tl.int64) * BT
-    plane = tl.num_programs(0).to(tl.int64) * BT
+    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
     d = tl.program_id(1) * BK + tl.arange(0, BK)
     is_d = d < DK
-    j = tl.arange(0, BT)
-    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
     values = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
@@ -524,12 +524,8 @@ def _key_gradients(
         a = _tile(values, sign * j * vs, dv, live, is_v).to(DOT)
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    end = at * L + L - 1
-    write = tl.load(gates + here + j) - tl.load(gates + plane + end)
-    if segments is not None:
-        write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
-    total *= tl.exp2(write)[:, None]
+    total *= _written(gates, segments, plane, here, at * L + L - 1, j)[:, None]
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
@@ -559,17 +555,9 @@ def _value_gradients(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    tiles = tl.cdiv(S, L) * (L // BT)
-    n = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    part = tile % (L // BT)
-    at = (tl.program_id(0) // (L // BT)).to(tl.int64)
-    here = tl.program_id(0).to(tl.int64) * BT
-    plane = tl.num_programs(0).to(tl.int64) * BT
+    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
     d = tl.program_id(1) * BV + tl.arange(0, BV)
     is_d = d < DV
-    j = tl.arange(0, BT)
-    live = j < S - tile * BT
     sign = -1 if REVERSE else 1
     keys = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
     total = tl.zeros((BT, BV), tl.float32)
@@ -579,11 +567,7 @@ def _value_gradients(
         a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    end = at * L + L - 1
-    write = tl.load(gates + here + j) - tl.load(gates + plane + end)
-    if segments is not None:
-        write = tl.where(tl.load(segments + here + j) == tl.load(segments + end), write, float("-inf"))
-    total *= tl.exp2(write)[:, None]
+    total *= _written(gates, segments, plane, here, at * L + L - 1, j)[:, None]
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT

@@ -25,7 +25,7 @@ from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.selective_scan_reference import groups_of, per_token
 from seqblocks.kernels.self_check import large, normal
-from seqblocks.kernels.triton_common import exp, jit, lined, softplus, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, silu, softplus, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
@@ -118,8 +118,7 @@ def _ends(
             step = tl.where(i + j < end, step, 0.0)
             value = xs_[j].to(tl.float32)
             if z is not None:
-                gate = zs_[j].to(tl.float32)
-                value *= gate / (1.0 + exp(-gate))
+                value *= silu(zs_[j].to(tl.float32))
             if ws is not None:
                 weights = ws_[j].to(tl.float32)[:, None]
             decay = tl.exp2(step[None, :] * rate)
@@ -236,8 +235,7 @@ def _scan(
                 if D is not None:
                     out += skip * x
                 if z is not None:
-                    gate = gates[j].to(tl.float32)
-                    out *= gate / (1.0 + exp(-gate))
+                    out *= silu(gates[j].to(tl.float32))
                 tl.store(y + t * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
     if end == S:
         tl.store(last + b * E * N + at, h, own)

@@ -224,6 +224,12 @@ def softplus(x):
 
 @jit
 @no_type_check
+def silu(x):
+    return x / (1.0 + exp(-x))
+
+
+@jit
+@no_type_check
 def sigmoid(x):
     """1 / (1 + e^-x), of an exponential that cannot overflow."""
     v = exp(-tl.abs(x))
