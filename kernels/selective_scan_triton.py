@@ -35,7 +35,7 @@ AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: u, dt, z, y [B, S, E]; A [E, N]; B, C [B, S, G, N] or [E, N]; h0, last [B, E, N];
-# between [B, chunks, N, E]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
+# between [B, chunks, E, N]; resets [B, S].   W = E / G.   xb, xs, xg: strides of x over batch, tokens, groups.
 
 
 @jit
@@ -47,6 +47,13 @@ def _mine(S, K, L, W, BE: tl.constexpr):
     group = tl.program_id(1) // blocks
     within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
     return (tl.program_id(0) // K).to(tl.int64), begin, min(S, begin + L), group, within, group * W + within
+
+
+@jit
+@no_type_check
+def _cell(n, e, N, E, BACK: tl.constexpr):
+    """Places of a sequence's states, [n, e]: channels side by side forward, as threads hold them; BACK, states."""
+    return n[:, None] + e[None, :] * N if BACK else n[:, None] * E + e[None, :]
 
 
 @jit
@@ -68,11 +75,38 @@ def _step(dt, shift, SOFTPLUS: tl.constexpr):
     return step
 
 
-@jit(do_not_specialize=["S", "K", "L", "one"])  # one compiled kernel for all lengths
+@jit
+@no_type_check
+def _tokens(
+    x, dt, z, B, C, dy, resets, i, end, origin, e, n, within, N, W, xs, ds, zs, Bs, Cs, gs,
+    SIGN: tl.constexpr, STEPS: tl.constexpr,
+):
+    """What tokens i to i + STEPS of a walk from `origin` bring, as it lies there: nothing, beyond `end`."""
+    xs_, dts, zs_, Bts, Cts, dys, fresh = (), (), (), (), (), (), ()
+    for j in tl.static_range(STEPS):
+        t = tl.cast(origin + SIGN * (i + j), tl.int64)
+        there = within < tl.where(i + j < end, W, 0)
+        known = n < tl.where(i + j < end, N, 0)
+        xs_ = xs_ + (tl.load(x + t * xs + e, there, 0.0),)
+        dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
+        if z is not None:
+            zs_ = zs_ + (tl.load(z + t * zs + e, there, 0.0),)
+        if Bs is not None:
+            Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
+        if Cs is not None:
+            Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
+        if dy is not None:
+            dys = dys + (tl.load(dy + t * gs + e, there, 0.0),)
+        if resets is not None:
+            fresh = fresh + (tl.load(resets + t, i + j < end, 0).to(tl.int32),)
+    return xs_, dts, zs_, Bts, Cts, dys, fresh
+
+
+@jit(do_not_specialize=["S", "K", "L", "zero"])  # one compiled kernel for all lengths
 @no_type_check
 def _ends(
     x, dt, A, w, z, bias, resets, ends, sums, broken,
-    S, K, L, E, N, W, one, xb, xs, db, ds, wb, ws, wg, zb, zs,
+    S, K, L, E, N, W, zero, xb, xs, db, ds, wb, ws, wg, zb, zs,
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     STEPS: tl.constexpr,
 ):
@@ -82,8 +116,8 @@ def _ends(
     live = within < W
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
-    at = n[:, None] * one + e[None, :] * N
-    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
+    at = n[:, None] + e[None, :] * N
+    rate = tl.load(A + _cell(n, e, N, E, False) + zero, own, 0.0) * 1.4426950408889634
     shift = _shift(bias, e, live)
     x += b * xb
     dt += b * db
@@ -98,21 +132,19 @@ def _ends(
     h = tl.zeros((BN, BE), tl.float32)
     total = tl.zeros((BE,), tl.float32)
     breaks = 0
+    SIGN: tl.constexpr = 1 if REVERSE == BACK else -1
+    origin = first + end - 1 if BACK else 0
+    origin = S - 1 - origin if REVERSE else origin
+    ahead = _tokens(
+        x, dt, z, w, None, None, resets, first, end, origin, e, n, within, N, W, xs, ds, zs, ws, None, None,
+        SIGN, STEPS,
+    )
     for i in range(first, end, STEPS):
-        xs_, dts, zs_, ws_, fresh = (), (), (), (), ()
-        for j in tl.static_range(STEPS):
-            p = first + end - 1 - i - j if BACK else i + j
-            t = (S - 1 - p if REVERSE else p) + tl.cast(0, tl.int64)
-            there = within < tl.where(i + j < end, W, 0)
-            xs_ = xs_ + (tl.load(x + t * xs + e, there, 0.0),)
-            dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
-            if z is not None:
-                zs_ = zs_ + (tl.load(z + t * zs + e, there, 0.0),)
-            if ws is not None:
-                known = n < tl.where(i + j < end, N, 0)
-                ws_ = ws_ + (tl.load(w + t * ws + n, known, 0.0),)
-            if resets is not None:
-                fresh = fresh + (tl.load(resets + t, i + j < end, 0).to(tl.int32),)
+        xs_, dts, zs_, ws_, _, _, fresh = ahead
+        ahead = _tokens(
+            x, dt, z, w, None, None, resets, i + STEPS, end, origin, e, n, within, N, W, xs, ds, zs, ws, None, None,
+            SIGN, STEPS,
+        )
         for j in tl.static_range(STEPS):
             step = _step(dts[j], shift, SOFTPLUS)
             step = tl.where(i + j < end, step, 0.0)
@@ -134,28 +166,30 @@ def _ends(
                 breaks += fresh[j]
             total += step
     to = tl.program_id(0).to(tl.int64)
-    tl.store(ends + to * E * N + n[:, None] * E + e[None, :] * one, h, own)
+    tl.store(ends + to * E * N + _cell(n, e, N, E, BACK), h, own)
     tl.store(sums + to * E + e, total, live)
     if resets is not None:
         tl.store(broken + to, breaks)
 
 
-@jit(do_not_specialize=["K", "one"])
+@jit(do_not_specialize=["K"])
 @no_type_check
 def _carry(
-    given, A, ends, sums, broken, starts, K, E, N, one, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr
+    given, A, ends, sums, broken, starts, K, E, N, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr
 ):
-    """What each segment starts from, `given` [B, E, N] the first of them (BACK: the last), and so on."""
+    """What each segment starts from, `given` [B, E, N] or nothing the first of them (BACK: the last), and so on."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & (e < E)[None, :]
-    at = n[:, None] * one + e[None, :] * N
+    at = n[:, None] + e[None, :] * N
     rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
-    h = tl.load(given + b * E * N + at, own, 0.0)
+    h = tl.zeros((BN, BE), tl.float32)
+    if given is not None:
+        h = tl.load(given + b * E * N + at, own, 0.0)
     for i in range(K):
         k = b * K + (K - 1 - i if BACK else i)
-        cell = k * E * N + n[:, None] * E + e[None, :] * one
+        cell = k * E * N + _cell(n, e, N, E, BACK)
         tl.store(starts + cell, h, own)
         kept = tl.exp2(tl.load(sums + k * E + e, e < E, 0.0)[None, :] * rate) * h
         if broken is not None:
@@ -163,23 +197,53 @@ def _carry(
         h = kept + tl.load(ends + cell, own, 0.0)
 
 
-@jit(do_not_specialize=["S", "K", "L", "one", "hn", "he"])
+@jit
+@no_type_check
+def _advance(
+    h, tokens, i, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E,
+    SOFTPLUS: tl.constexpr, SIGN: tl.constexpr, STEPS: tl.constexpr,
+):
+    """The state after tokens i to i + STEPS, whose y it stores."""
+    xs, dts, gates, Bts, Cts, _, fresh = tokens
+    for j in tl.static_range(STEPS):
+        t = tl.cast(origin + SIGN * (i + j), tl.int64)
+        x = xs[j].to(tl.float32)
+        step = _step(dts[j], shift, SOFTPLUS)
+        step = tl.where(i + j < end, step, 0.0)  # a step of nothing leaves the state as it is
+        if len(fresh) > 0:
+            h = tl.where(fresh[j] != 0, 0.0, h)
+        write = writes if len(Bts) == 0 else Bts[j].to(tl.float32)[:, None]
+        read = reads if len(Cts) == 0 else Cts[j].to(tl.float32)[:, None]
+        h = tl.exp2(step[None, :] * rate) * h + (step * x)[None, :] * write
+        out = tl.sum(h * read, 0)
+        if skip is not None:
+            out += skip * x
+        if len(gates) > 0:
+            out *= silu(gates[j].to(tl.float32))
+        tl.store(y + t * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
+    return h
+
+
+@jit(do_not_specialize=["S", "K", "L", "zero"])
 @no_type_check
 def _scan(
     u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
-    S, K, L, E, N, W, one, hn, he, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    S, K, L, E, N, W, zero, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """h0 [B K, E, N], by strides hn, he: what each of the K segments of L tokens starts from."""
+    """h0 [B K, N, E]: what each of the K segments of L tokens starts from, if not from nothing."""
     b, begin, end, group, within, e = _mine(S, K, L, W, BE)
     live = within < W
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
-    # that `one` is 1 the compiler must not know: it would give neighbouring states to neighbouring threads
-    at = n[:, None] * one + e[None, :] * N
-    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
+    at = n[:, None] + e[None, :] * N
+    # The first tensors of states settle how threads hold them all: a channel each. So A and h0 have channels side by
+    # side, and `zero` keeps from the compiler that it could load them four at a time.
+    along = _cell(n, e, N, E, False) + zero
+    rate = tl.load(A + along, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
     shift = _shift(bias, e, live)
+    skip, writes, reads = None, None, None
     if D is not None:
         skip = tl.load(D + e, live, 0.0).to(tl.float32)
     if Bs is None:
@@ -197,62 +261,51 @@ def _scan(
     if Cs is not None:
         C += b * Cb + group * Cg
     y += b * S * E
-    h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + n[:, None] * hn + e[None, :] * he, own, 0.0)
+    h = tl.zeros((BN, BE), tl.float32)
+    if h0 is not None:
+        h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + along, own, 0.0)
 
-    for first in range(begin, end, CHUNK):
+    origin = S - 1 if REVERSE else 0
+    SIGN: tl.constexpr = -1 if REVERSE else 1
+    this = _tokens(
+        u, dt, z, B, C, None, resets, begin, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None, SIGN, STEPS
+    )
+    for i in range(begin, end, 2 * STEPS):
         if between is not None:
-            to = between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + n[:, None] * E + e[None, :] * one
-            tl.store(to, h, own)
-        for i in range(first, min(first + CHUNK, end), STEPS):
-            xs, dts, gates, Bts, Cts, fresh = (), (), (), (), (), ()
-            for j in tl.static_range(STEPS):
-                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < end, W, 0)
-                known = n < tl.where(i + j < end, N, 0)
-                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
-                if z is not None:
-                    gates = gates + (tl.load(z + t * zs + e, there, 0.0),)
-                if Bs is not None:
-                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
-                if Cs is not None:
-                    Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
-                if resets is not None:
-                    fresh = fresh + (tl.load(resets + t, i + j < end, 0),)
-            for j in tl.static_range(STEPS):
-                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                x = xs[j].to(tl.float32)
-                step = _step(dts[j], shift, SOFTPLUS)
-                step = tl.where(i + j < end, step, 0.0)  # a step of nothing leaves the state as it is
-                if resets is not None:
-                    h = tl.where(fresh[j] != 0, 0.0, h)
-                if Bs is not None:
-                    writes = Bts[j].to(tl.float32)[:, None]
-                if Cs is not None:
-                    reads = Cts[j].to(tl.float32)[:, None]
-                h = tl.exp2(step[None, :] * rate) * h + (step * x)[None, :] * writes
-                out = tl.sum(h * reads, 0)
-                if D is not None:
-                    out += skip * x
-                if z is not None:
-                    out *= silu(gates[j].to(tl.float32))
-                tl.store(y + t * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
+            if i % CHUNK == 0:
+                tl.store(between + (b * tl.cdiv(S, CHUNK) + i // CHUNK) * E * N + along, h, own)
+        # tokens are asked for before those ahead of them are used, in turn, so that nothing need be moved
+        other = _tokens(
+            u, dt, z, B, C, None, resets, i + STEPS, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None,
+            SIGN, STEPS,
+        )
+        h = _advance(
+            h, this, i, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E, SOFTPLUS, SIGN, STEPS
+        )
+        this = _tokens(
+            u, dt, z, B, C, None, resets, i + 2 * STEPS, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None,
+            SIGN, STEPS,
+        )
+        h = _advance(
+            h, other, i + STEPS, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E, SOFTPLUS, SIGN,
+            STEPS,
+        )
     if end == S:
         tl.store(last + b * E * N + at, h, own)
 
 
-@jit(do_not_specialize=["S", "K", "L", "one", "hn", "he"])
+@jit(do_not_specialize=["S", "K", "L"])
 @no_type_check
 def _scan_backward(
     dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
     du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-    S, K, L, E, N, W, one, hn, he, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    S, K, L, E, N, W, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
     """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
 
-    gb, gs: strides of dy. dlast [B K, E, N], by strides hn, he: what comes to each segment from the one behind it.
+    gb, gs: strides of dy. dlast [B K, E, N]: what comes to each segment from the one behind it.
     """
     b, begin, end_, group, within, e = _mine(S, K, L, W, BE)
     groups = tl.num_programs(1) // tl.cdiv(W, BE)
@@ -277,7 +330,9 @@ def _scan_backward(
     dA_sum = tl.zeros((BE, BN), tl.float32)
     mine = tl.program_id(0).to(tl.int64)
     # the gradient of the state, as it comes from later tokens
-    carry = tl.load(dlast + mine * E * N + n[None, :] * hn + e[:, None] * he, own, 0.0)
+    carry = tl.zeros((BE, BN), tl.float32)
+    if dlast is not None:
+        carry = tl.load(dlast + mine * E * N + at, own, 0.0)
     chunks = tl.cdiv(S, CHUNK)
     here = tl.cdiv(end_ - begin, CHUNK)
     program = mine * tl.num_programs(1) + tl.program_id(1)
@@ -304,22 +359,25 @@ def _scan_backward(
     if z is not None:
         dz += b * S * E
 
+    origin = S - 1 if REVERSE else 0
+    SIGN: tl.constexpr = -1 if REVERSE else 1
     for k in range(here):
         first = begin + (here - 1 - k) * CHUNK
         end = min(first + CHUNK, end_)
-        h = tl.load(between + (b * chunks + first // CHUNK) * E * N + n[None, :] * E + e[:, None] * one, own, 0.0)
+        kept = tl.load(between + (b * chunks + first // CHUNK) * E * N + n[None, :] * E + e[:, None], own, 0.0)
+        tl.store(cells, kept)
+        tl.debug_barrier()
+        h = tl.load(cells)  # threads hold it otherwise than they loaded it, and so all that follows
+        ahead = _tokens(
+            u, dt, None, B, None, None, resets, first, end_, origin, e, n, within, N, W, us, ds, None, Bs, None, None,
+            SIGN, STEPS,
+        )
         for i in range(first, end, STEPS):
-            xs, dts, Bts, fresh = (), (), (), ()
-            for j in tl.static_range(STEPS):
-                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < end_, W, 0)
-                known = n < tl.where(i + j < end_, N, 0)
-                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
-                if Bs is not None:
-                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
-                if resets is not None:
-                    fresh = fresh + (tl.load(resets + t, i + j < end_, 0),)
+            xs, dts, _, Bts, _, _, fresh = ahead
+            ahead = _tokens(
+                u, dt, None, B, None, None, resets, i + STEPS, end_, origin, e, n, within, N, W, us, ds, None, Bs,
+                None, None, SIGN, STEPS,
+            )
             for j in tl.static_range(STEPS):
                 step = _step(dts[j], shift, SOFTPLUS)
                 step = tl.where(i + j < end_, step, 0.0)
@@ -331,27 +389,22 @@ def _scan_backward(
                 h = tl.exp2(step[:, None] * rate) * h + (step * xs[j].to(tl.float32))[:, None] * writes
         tl.debug_barrier()  # other threads read these states back
 
+        i = first + (end - first - 1) // STEPS * STEPS
+        ahead = _tokens(
+            u, dt, z, B, C, dy, resets, i, end_, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, gs, SIGN, STEPS
+        )
         for back in range(0, end - first, STEPS):
             i = first + (end - first - 1) // STEPS * STEPS - back
-            xs, dts, gates, gys, Bts, Cts, fresh, hs = (), (), (), (), (), (), (), ()
+            xs, dts, gates, Bts, Cts, gys, fresh = ahead
+            ahead = _tokens(  # where a walk ends, what it asks for is not used
+                u, dt, z, B, C, dy, resets, max(i - STEPS, 0), end_, origin, e, n, within, N, W, us, ds, zs, Bs, Cs,
+                gs, SIGN, STEPS,
+            )
+            hs = ()
             for j in tl.static_range(STEPS):
-                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
-                there = within < tl.where(i + j < end_, W, 0)
-                known = n < tl.where(i + j < end_, N, 0)
-                xs = xs + (tl.load(u + t * us + e, there, 0.0),)
-                dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
-                gys = gys + (tl.load(dy + t * gs + e, there, 0.0),)
-                if z is not None:
-                    gates = gates + (tl.load(z + t * zs + e, there, 0.0),)
-                if Bs is not None:
-                    Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
-                if Cs is not None:
-                    Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
-                if resets is not None:
-                    fresh = fresh + (tl.load(resets + t, i + j < end_, 0),)
                 hs = hs + (tl.load(cells + (i + j - first) * BE * BN),)
             for j in tl.static_range(STEPS - 1, -1, -1):
-                t = (S - 1 - i - j if REVERSE else i + j) + tl.cast(0, tl.int64)
+                t = tl.cast(origin + SIGN * (i + j), tl.int64)
                 there = within < tl.where(i + j < end_, W, 0)
                 known = n < tl.where(i + j < end_, N, 0)
                 x = xs[j].to(tl.float32)
@@ -436,7 +489,7 @@ def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
     most = each * lanes // BN
     BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
     num_warps = common.warps(BE * BN, each, lanes) if backward else 1
-    steps = (1 if each == 16 or arch.startswith("sm_8") else 2) if backward else (4 if BN <= 16 else 2)
+    steps = (1 if each == 16 or arch.startswith("sm_8") else 2) if backward else (2 if BN <= 16 else 1)
     return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
 
 
@@ -491,21 +544,21 @@ class _Cut:
         self.grid = (self.batch * self.K, programs)
 
     def starts(
-        self, given: Tensor, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
+        self, given: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
         resets: Tensor | None, softplus: bool, reverse: bool, back: bool,
     ) -> Tensor:
-        """[B K, N, E]: two launches, see `_ends` and `_carry`."""
-        ends, starts = (A.new_empty(self.batch * self.K, self.N, self.E) for _ in range(2))
+        """[B K, E, N]: two launches, see `_ends` and `_carry`."""
+        ends, starts = (A.new_empty(self.batch * self.K, self.E, self.N) for _ in range(2))
         sums = A.new_empty(self.batch * self.K, self.E)
         broken = None if resets is None else A.new_empty(self.batch * self.K, dtype=torch.int32)
         _ends[self.grid](
-            x, dt, A, w, z, bias, resets, ends, sums, broken,
-            self.S, self.K, self.L, self.E, self.N, self.W, 1, *_strides(x, dt, w, z),
+            x, dt, A.t().contiguous(), w, z, bias, resets, ends, sums, broken,
+            self.S, self.K, self.L, self.E, self.N, self.W, 0, *_strides(x, dt, w, z),
             SOFTPLUS=softplus, REVERSE=reverse, BACK=back, **self.tile,
         )
         tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
         _carry[self.batch, up(self.E, tile["BE"])](
-            given, A, ends, sums, broken, starts, self.K, self.E, self.N, 1, BACK=back,
+            given, A, ends, sums, broken, starts, self.K, self.E, self.N, BACK=back,
             num_warps=common.warps(tile["BE"] * tile["BN"], 16), **tile,
         )
         return starts
@@ -514,22 +567,22 @@ class _Cut:
 @common.custom_op("seqblocks::selective_scan_triton")
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    h0: Tensor, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
+    h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and the states between chunks [B, chunks, E, N] (no chunks unless `keep`)."""
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
-    h0, resets = h0.contiguous(), common.marks(resets)
+    h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
-        starts, hn, he = h0, 1, N
+        starts = None if h0 is None else h0.transpose(1, 2).contiguous()
         if cut.K > 1:
-            starts, hn, he = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False), E, 1
+            starts = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
         _scan[cut.grid](
-            u, dt, A, B, C, D, z, bias, starts, resets, y, last, between if keep else None,
-            S, cut.K, cut.L, E, N, W, 1, hn, he, *_strides(u, dt, B, C, z),
+            u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if keep else None,
+            S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
         return y, last
@@ -542,17 +595,18 @@ def _op(
 @_op.register_fake
 def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
     chunks = up(u.shape[1], CHUNK) if keep else 0
-    return u.new_empty(u.shape), h0.new_empty(h0.shape), h0.new_empty(u.shape[0], chunks, *A.shape)
+    return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0], chunks, *A.shape)
 
 
 @common.custom_op("seqblocks::selective_scan_triton_backward")
 def _op_backward(
-    dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> list[Tensor]:
     """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
-    dy, dlast, resets = lined(dy), dlast.contiguous(), common.marks(resets)
+    dy, resets = lined(dy), common.marks(resets)
+    dlast = None if dlast is None else dlast.contiguous()
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]
 
@@ -565,11 +619,11 @@ def _op_backward(
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
-        ends, hn, he = dlast, 1, N
+        ends = dlast
         if cut.K > 1:
             # which is a walk like the forward one, and is launched like it
             ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), cut.K)
-            ends, hn, he = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True), E, 1
+            ends = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
         rows, blocks = batch * cut.K, cut.grid[1] // groups
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
         dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(rows, E, N) for x in (B, C))
@@ -577,7 +631,7 @@ def _op_backward(
         _scan_backward[cut.grid](
             dy, ends, u, dt, A, B, C, D, z, bias, between, resets, scratch,
             du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-            S, cut.K, cut.L, E, N, W, 1, hn, he, *_strides(dy, u, dt, B, C, z),
+            S, cut.K, cut.L, E, N, W, *_strides(dy, u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
         )
         return dA, dB, dC, dD, dbias, du, ddt, dh0
@@ -590,8 +644,9 @@ def _op_backward(
 
 @_op_backward.register_fake
 def _op_backward_fake(dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, softplus, reverse):  # type: ignore[no-untyped-def]
-    of = (u, dt, A, B, C, D, z, bias, dlast)
-    return [A.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
+    of = (u, dt, A, B, C, D, z, bias)
+    grads = [A.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
+    return [*grads, A.new_empty(u.shape[0], *A.shape)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -606,8 +661,7 @@ def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, between, resets, h0 = ctx.saved_tensors
     if between is None:  # nobody said that a gradient would be asked for
         between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
-    dy, dlast = common.filled(dy, tensors[0]), common.filled(dlast, h0)
-    grads = _op_backward(dy, dlast, *tensors, between, resets, *ctx.flags)
+    grads = _op_backward(common.filled(dy, tensors[0]), dlast, *tensors, between, resets, *ctx.flags)
     present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
     return *present, None, None, None, None
 
@@ -621,12 +675,12 @@ def run(
     dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """The whole of `selective_scan`: y in u's dtype, and the last state."""
-    h0 = u.new_zeros(u.shape[0], *A.shape, dtype=torch.float32) if state is None else state.float()
+    h0 = None if state is None else state.float()
     if u.numel() == 0:
         return form("selective_scan", "torch")(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
     B, C = (x if x.dim() == 2 else per_token(x, u.shape, groups_of(B, C)) for x in (B, C))
     keep = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, h0)
+        x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, state)
     )
     y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, common.marks(resets), softplus, reverse, keep)
     return y, last
