@@ -256,7 +256,7 @@ class Residual(Block):
         if self._drop_path and call.training:
             keep = 1 - self._drop_path
             shape = (y.shape[0],) + (1,) * (y.ndim - 1)
-            y = y * (torch.rand(shape, device=y.device) < keep).to(y.dtype) / keep
+            y = y * (torch.rand(shape, device=y.device, dtype=torch.float32) < keep).to(y.dtype) / keep
         return tensors[0] + y, states
 
     def extra_repr(self) -> str:

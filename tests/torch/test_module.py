@@ -17,6 +17,7 @@ from torch import nn
 import seqblocks
 from seqblocks import graph, module
 from seqblocks import state as states
+from seqblocks.parameters import INITIALISERS
 from seqblocks.scope import RESERVED_NAMES
 from seqblocks.spec import bundled
 from seqblocks.testing import check_law
@@ -230,6 +231,37 @@ def test_the_same_seed_gives_the_same_weights_whatever_stands_beside() -> None:
     late = seqblocks.build_text(TIED, device="meta").to_empty(device="cpu")
     late.reset_parameters(3)
     torch.testing.assert_close(late.embed.weight, a.embed.weight)
+
+
+INITIALISED = {
+    "constant": "constant(0.1)",
+    "uniform": "uniform(-1, 1)",
+    "linspace": "linspace(3, 6)",
+    "ramp": "ramp(0.1)",
+    "wang": "wang(8, 2)",
+}
+
+
+@pytest.mark.parametrize("init", INITIALISERS)
+def test_weights_know_nothing_of_torchs_defaults(init: str) -> None:
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: 8}}
+  steps: [{{linear: {{features: 8, init: {{weight: "{INITIALISED.get(init, init)}"}}}}}}]
+"""
+    wanted = seqblocks.build_text(text).linear
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = seqblocks.build_text(text).linear
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        here = seqblocks.build_text(text, device="cpu").linear
+    for found in (wide, here):
+        assert found.weight.dtype == torch.float32
+        assert torch.equal(found.weight, wanted.weight)
+        assert torch.equal(found.bias, wanted.bias)
 
 
 def test_half_precision_models_run() -> None:
