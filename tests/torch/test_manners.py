@@ -108,6 +108,21 @@ def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
     testing.check_law(small(dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("vil_digits", r"patch_embed .*cannot stream: it reads a whole image"), ("vim_tiny", "reads a whole image")],
+)
+def test_a_model_without_steps_has_no_law(name: str, told: str) -> None:
+    model = seqblocks.build(name, device="meta")
+    with pytest.raises(RunError, match=told):
+        testing.check_law(model)
+    assert testing.random_input(model, 2, 23).shape == (2, *model.graph.input.axes[1:])
+
+
+def test_the_law_of_a_model_without_parameters() -> None:
+    testing.check_law(seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [silu]}"))
+
+
 def test_kernels_need_torch_alone(root: Path) -> None:
     """On a machine that holds no more, they can still be tested and timed."""
     program = (
