@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from typing import Any
 
 from seqblocks._version import __version__
@@ -40,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _image_size(options: argparse.Namespace) -> dict[str, str]:
-    if not options.image_size:
+    if options.image_size is None:
         return {}
     sides = options.image_size.lower().split("x")
-    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise UsageError(f"--image-size takes N or HxW, not {options.image_size}")
+    if len(sides) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,8}", side) for side in sides):
+        raise UsageError(f"--image-size takes N or HxW, for instance 224 or 192x256, not {options.image_size!r}")
     return {"input.image.size": yaml(f"[{sides[0]}, {sides[-1]}]")}
 
 

@@ -74,6 +74,9 @@ def checked_device(device: Any) -> torch.device:
     """The device, or UnavailableError / UsageError that says what is missing."""
     try:
         made = torch.device(device)
+    except TypeError:
+        wanted = "a name such as 'cpu' or 'cuda:0', a number of a GPU, or a torch.device"
+        raise UsageError(f"a device is {wanted}, not {device!r}") from None
     except RuntimeError as error:
         raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
     if made.type in ("cpu", "meta"):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import check, graph
-from seqblocks.builder import build_model
+from seqblocks.builder import build_model, checked_device
 from seqblocks.document import plain
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
 from seqblocks.expressions import parse
@@ -67,6 +67,7 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
 
 def restore(path: str | os.PathLike[str], *, device: Any = "cpu", dtype: torch.dtype | None = None) -> SequenceModel:
     """The model that `save` wrote, in the dtype it had unless another is asked for. Raises UsageError."""
+    device = checked_device(device)
     about, tensors = _read(Path(path))
     if about.get("format") != FORMAT:
         raise UsageError(f"{os.fspath(path)} was written by another version (format {about.get('format')})")

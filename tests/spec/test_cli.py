@@ -66,7 +66,14 @@ def test_check_prints_results_on_stdout_and_nothing_else(run_cli: Run, folder: P
         (["check", "good.yaml", "--formt", "json"], 2),
         (["build", "good.yaml", "--dtype", "floaty"], 2),
         (["build", "good.yaml", "--batch", "0"], 2),
+        (["build", "good.yaml", "--depth", "x"], 2),
+        (["build", "good.yaml", "--batch", "9" * 400], 2),
+        (["build", "good.yaml", "--seed", "x"], 2),
         (["build", "good.yaml", "--image-size", "big"], 2),
+        (["build", "good.yaml", "--image-size", "²"], 2),
+        (["build", "good.yaml", "--image-size", "9" * 5000], 2),
+        (["build", "good.yaml", "--image-size", ""], 2),
+        (["explain", "good.yaml", "--arch", "sm_９０"], 2),
         (["build", "blocks.yaml"], 1),
         (["ops", "linaer"], 2),
         (["explain", "E999"], 2),
@@ -91,6 +98,22 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
     assert "did you mean 'vil_tiny'?" in run_cli("check", "vil_tinny").stderr
     assert "did you mean 'linear'?" in run_cli("ops", "linaer").stderr
     assert "did you mean 'dim'?" in run_cli("check", "good.yaml", "--set", "dmi=3", cwd=folder).stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        ("--depth", "x", "argument --depth: 'x' is not a whole number"),
+        ("--batch", "0", "argument --batch: '0' is not a whole number from 1"),
+        ("--length", "1.5", "argument --length: '1.5' is not a whole number"),
+        ("--seed", "²", "argument --seed: '²' is not a whole number"),
+        ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
+    ],
+)
+def test_a_number_that_is_none(option: str, given: str, told: str, run_cli: Run, folder: Path) -> None:
+    done = run_cli("build", "good.yaml", option, given, cwd=folder)
+    assert done.returncode == 2
+    assert told in done.stderr
 
 
 def test_diagnostics_go_to_stderr(run_cli: Run, folder: Path) -> None:

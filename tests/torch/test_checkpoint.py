@@ -74,6 +74,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(seqblocks.UsageError, match="there is no file"):
         restore(tmp_path / "absent.pt")
+    with pytest.raises(seqblocks.UsageError, match="'gpu9' is not a device"):
+        restore(tmp_path / "absent.pt", device="gpu9")
     strange = tmp_path / "strange.pt"
     strange.write_bytes(b"not a model")
     with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.checkpoint\.save"):
