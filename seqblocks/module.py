@@ -632,6 +632,6 @@ class SequenceModel(Body):
 def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:
     if resets is not None:
         raise RunError("give either resets or cu_seqlens")
-    if x.shape[0] != 1 or cu_seqlens.ndim != 1:
+    if x.shape[0] != 1:
         raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
-    return packed_resets(cu_seqlens.to(x.device), x.shape[1])
+    return packed_resets(cu_seqlens, x.shape[1], x.device)

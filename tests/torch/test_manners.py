@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks import checkpoint, testing
+from seqblocks import checkpoint, kernels, testing
 from seqblocks.errors import RunError, UsageError
 
 SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
@@ -65,6 +65,35 @@ def test_building(call: Callable[[], Any], told: str) -> None:
 def test_running(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(RunError, match=told):
         call()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ([2, 3], r"begins with 2, not 0: .*; these look like lengths, and their bounds are 0, 2, 5"),
+        ([0, 9], "ends with 9, not 5, the tokens there are"),
+        ([0.0, 2.5, 5.0], r"must be whole numbers of shape \[n \+ 1\], not torch.float32 \[3\]"),
+        ([True, False], "not torch.bool"),
+        ([[0, 5]], r"not torch.int64 \[1, 2\]"),
+        ([0], "two numbers or more, not 1"),
+        ([0, -3, 5], "falls from 0 to -3"),
+        ([0, 4, 2, 5], "falls from 4 to 2"),
+    ],
+)
+def test_bounds_of_packed_sequences(bounds: Any, told: str) -> None:
+    model, x = small(), torch.ones(1, 5, 4)
+    with pytest.raises(RunError, match=told):
+        model(x, cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(RunError, match=told):
+        kernels.packed_resets(torch.tensor(bounds), 5)
+
+
+def test_bounds_need_a_device_only_for_their_values() -> None:
+    """Elsewhere than on the CPU reading them would wait; what a tensor says of itself is checked anywhere."""
+    assert kernels.packed_resets(torch.tensor([0, 9], device="meta"), 5).shape == (1, 5)
+    with pytest.raises(RunError, match="two numbers or more, not 0"):
+        kernels.packed_resets(torch.zeros(0, dtype=torch.long, device="meta"), 5)
+    assert kernels.packed_resets(torch.tensor([0, 2, 5]), 5, torch.device("meta")).device.type == "meta"
 
 
 def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
