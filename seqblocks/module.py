@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -537,15 +538,10 @@ class SequenceModel(Body):
         """Run a whole sequence, or go on from `state`.
 
         resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
-        bounds of n sequences packed into a batch of one. grid: rows and columns of the tokens of an image, where the
-        input is tokens and the spec's own grid does not fit. Raises RunError.
+        bounds of n sequences packed into a batch of one, 0 first and the number of tokens last. grid: rows and columns
+        of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError.
         """
-        if not isinstance(x, Tensor):
-            raise RunError(f"the model reads a tensor, not {type(x).__name__}")
-        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
-            if given is not None and not isinstance(given, Tensor):
-                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-        self._check_input(x)
+        self._check_call(x, resets, cu_seqlens)
         streaming = state is not None or return_state
         if streaming and self._obstacle:
             raise RunError(self._obstacle)
@@ -553,11 +549,18 @@ class SequenceModel(Body):
             check_state(self.graph, state, x.shape[0], x.device)
         if cu_seqlens is not None:
             resets = _packed_resets(x, cu_seqlens, resets)
-        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[:2]):
-            raise RunError(f"resets must be bool of shape {list(x.shape[:2])}, not {resets.dtype} {list(resets.shape)}")
         grid = grid or (self.graph.input.grid if self.graph.input.kind != "image" else None)
         call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
-        y, states = self._run({self._body.input: x}, call)
+        if call.compiling:
+            y, states = self._run({self._body.input: x}, call)
+        else:
+            try:
+                y, states = self._run({self._body.input: x}, call)
+            except RuntimeError as error:  # looking at every parameter's dtype before each call would cost time
+                told = self._other_dtype(x, error)
+                if told is None:
+                    raise
+                raise RunError(told) from error
         return (y, states) if return_state else y
 
     def step(
@@ -567,8 +570,7 @@ class SequenceModel(Body):
 
         resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
         """
-        if resets is not None and resets.ndim != 1:
-            raise RunError(f"the resets of a step are [batch], not {list(resets.shape)}")
+        self._check_call(x, resets, step=True)
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         return (y.squeeze(1) if y.ndim == 3 else y), states
@@ -615,18 +617,42 @@ class SequenceModel(Body):
                 holder, _, leaf = item.name.rpartition(".")
                 self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_call(self, x: Any, resets: Any, cu_seqlens: Any = None, step: bool = False) -> None:
+        """RunError unless these are what a call takes, or, with one token in place of a sequence, a step."""
+        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
+            if given is not None and not isinstance(given, Tensor):
+                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
+        who, axes = ("a step", ["batch"]) if step else ("the model", ["batch", "seq"])
+        if not isinstance(x, Tensor):
+            raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
+        if step and self._obstacle:
+            raise RunError(self._obstacle)
         wire = self.graph.input
         if wire.kind == "image":
             if x.ndim != 4 or x.shape[1] != wire.features:
-                raise RunError(f"the model reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+                raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
         elif wire.kind == "tokens":
-            if x.ndim != 2 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-                raise RunError(f"the model reads token numbers [batch, seq], not {x.dtype} {list(x.shape)}")
-        elif x.ndim != 3 or x.shape[2] != wire.features:
-            raise RunError(f"the model reads [batch, seq, {wire.features}], not {list(x.shape)}")
+            if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
+        elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
+            raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
         if wire.kind != "tokens" and not (x.is_floating_point() or x.is_complex()):
-            raise RunError(f"the model reads floating numbers, not {x.dtype}: convert with x.float()")
+            raise RunError(f"{who} reads floating numbers, not {x.dtype}: convert with x.float()")
+        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]):
+            wanted = list(x.shape[: len(axes)])
+            raise RunError(f"resets must be bool of shape {wanted}, not {resets.dtype} {list(resets.shape)}")
+
+    def _other_dtype(self, x: Tensor, error: RuntimeError) -> str | None:
+        """What to do about an error of torch's that is one of dtypes, as far as the input's is to blame."""
+        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        own = min(kinds, key=lambda d: d.itemsize, default=x.dtype)  # some stay float32 in a half-precision model
+        if x.dtype == own or not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
+            return None
+        given, kept = str(x.dtype).removeprefix("torch."), str(own).removeprefix("torch.")
+        what = f"the model is {kept} and its input {given}"
+        if torch.is_autocast_enabled(x.device.type):
+            what += ", which torch.autocast does not convert for every step"
+        return f"{what}: convert it with x.to(torch.{kept}), or build the model with dtype='{given}'"
 
 
 def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:

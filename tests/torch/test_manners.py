@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,7 +57,14 @@ def test_building(call: Callable[[], Any], told: str) -> None:
         (lambda: small()([[1.0]]), "the model reads a tensor, not list"),
         (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating numbers, not torch.uint8"),
         (lambda: small()(torch.ones(1, 2, 4), resets=[[True, False]]), "resets is a tensor, not list"),
-        (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), "the resets of a step are .batch., not"),
+        (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), r"must be bool of shape \[1\], not torch"),
+        (lambda: small().step([1.0]), "a step reads a tensor, not list"),
+        (lambda: small().step(torch.ones(1, 4), resets=[True]), "resets is a tensor, not list"),
+        (lambda: small().step(torch.ones(1, 4), {}, resets=torch.ones(2).bool()), r"bool of shape \[1\], not .* \[2\]"),
+        (lambda: small().step(torch.ones(())), r"a step reads \[batch, 4\], not \[\]"),
+        (lambda: small().step(torch.ones(1, 2, 4)), r"a step reads \[batch, 4\], not \[1, 2, 4\]"),
+        (lambda: seqblocks.build_text(TOKENS).step(torch.ones(1)), r"a step reads token numbers \[batch\], not "),
+        (lambda: seqblocks.build("vil_digits").step(torch.ones(1, 1, 8, 8)), "cannot stream: it reads a whole image"),
         (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token is outside the vocabulary of 7"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),
         (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
@@ -65,6 +73,40 @@ def test_building(call: Callable[[], Any], told: str) -> None:
 def test_running(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(RunError, match=told):
         call()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "told"),
+    [
+        ("float32", "float64", "the model is float32 and its input float64: convert it with x.to(torch.float32), or b"),
+        ("float64", "float32", "the model is float64 and its input float32: convert it with x.to(torch.float64), or b"),
+        ("bfloat16", "float32", "or build the model with dtype='float32'"),
+        ("float32", "float16", "or build the model with dtype='float16'"),
+    ],
+)
+def test_an_input_of_another_dtype(model: str, given: str, told: str) -> None:
+    text = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {features: 4}, steps: [{mamba_mixer: {dim: 4}}]}"
+    made, x = seqblocks.build_text(text, dtype=model), torch.ones(1, 3, 4, dtype=getattr(torch, given))
+    for call in (lambda: made(x), lambda: made.step(x[:, 0])):
+        with pytest.raises(RunError, match=re.escape(told)) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_autocast_converts_all_but_float64() -> None:
+    model = small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (torch.float32, torch.bfloat16, torch.float16):
+            model(torch.ones(1, 3, 4, dtype=given))
+        with pytest.raises(RunError, match=r"its input float64, which torch.autocast does not convert for every step"):
+            model(torch.ones(1, 3, 4, dtype=torch.float64))
+
+
+def test_torchs_other_errors_stay_torchs() -> None:
+    model, x = small(), torch.ones(1, 3, 4, dtype=torch.float64)
+    model.linear.register_forward_pre_hook(lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        model(x)
 
 
 @pytest.mark.parametrize(
