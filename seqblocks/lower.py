@@ -283,15 +283,16 @@ class Frame(Wiring):
             raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
         self.shared.used.add(id(block))
         (x,) = self.main(step, previous, maker, "", joins=False)
-        values, ports = self._block_arguments(step, block)
+        values, ports, written = self._block_arguments(step, block)
         inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
         body, result = self.call(
-            block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span)
+            block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span), written
         )
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
     def call(
-        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note
+        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note,
+        written: dict[str, tuple[Node, Names]] | None = None,
     ) -> tuple[graph.Graph, Wire | None]:
         """A block's body for one set of arguments: lowered once, however many layers call it so."""
         shared = self.shared
@@ -310,6 +311,7 @@ class Frame(Wiring):
             callers=(*self.callers, block),
         )
         inner.names = Names(inner.names, values)
+        inner.names.written = written or {}
         inner.let(block.let)
         inner.names.settle()
         before = (shared.steps, shared.ties)
@@ -318,8 +320,12 @@ class Frame(Wiring):
             shared.bodies[key] = (body, shared.steps - before[0])
         return body, self.types[body.result]
 
-    def _block_arguments(self, step: Step, block: Block) -> tuple[dict[str, Any], dict[str, int]]:
+    def _block_arguments(
+        self, step: Step, block: Block
+    ) -> tuple[dict[str, Any], dict[str, int], dict[str, tuple[Node, Names]]]:
+        """Values and wires by the names of the arguments, and where each value was written."""
         values: dict[str, Any] = {}
+        written: dict[str, tuple[Node, Names]] = {}
         ports: dict[str, int] = {}
         misspelt = False
         for key, (span, _) in step.fields.items():
@@ -344,8 +350,10 @@ class Frame(Wiring):
                     ports[name] = self.value(None, "?")
             elif entry:
                 values[name] = self._block_argument(entry[1], argument.type)
+                written[name] = (entry[1], self.names)
             elif argument.default is not None:
                 values[name] = default_value(argument.default)
+                written[name] = (argument.default, Names())
             else:
                 values[name] = UNKNOWN
                 if not misspelt:
@@ -356,7 +364,7 @@ class Frame(Wiring):
                         notes=[Note("the argument is declared here", argument.span)],
                     )
                     self.fault(fault, step.span)
-        return values, ports
+        return values, ports, written
 
     def _block_argument(self, node: Node, type: str) -> Any:
         if type == "word":

@@ -123,6 +123,16 @@ def test_diagnostics_go_to_stderr(run_cli: Run, folder: Path) -> None:
     assert "did you mean 'linear'?" in done.stderr
 
 
+def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
+    (folder / "let.yaml").write_text(GOOD.replace("features: 4", "features: dim - 8"))
+    done = run_cli("check", "let.yaml", cwd=folder)
+    assert "= note: `dim` is 8 (let.yaml:2:12)" in done.stderr
+    data = json.loads(run_cli("check", "--format", "json", "let.yaml", cwd=folder).stdout)
+    assert data["specs"][0]["diagnostics"][0]["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
+    done = run_cli("check", "let.yaml", "--set", "dim=5", cwd=folder)
+    assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
+
+
 def test_json_is_one_document_good_or_bad(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "--format", "json", "good.yaml", "bad.yaml", cwd=folder)
     assert done.returncode == 1
