@@ -83,6 +83,7 @@ class Frame(Wiring):
         current: graph.Node | None = None
         read = [self.step(item) for item in steps.items]
         self.coming = frozenset(name for step in read if step for name in named(step))
+        self.called = frozenset(namespace_of(step)[0] for step in read if step)
         for step in read:
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:

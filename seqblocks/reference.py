@@ -182,7 +182,8 @@ input and its arguments of type `wire`. Names made inside are not visible outsid
 
 A parameter's name in the `state_dict` is made of the namespaces around it. A step's namespace is its `name:`, else its
 single `as:` name, else its verb; `repeat` adds the layer's index, `parallel` the branch's name, and a `scan` with several
-orders adds the order's name to what each order owns. Two steps of one body that would share a namespace are an error.
+orders adds the order's name to what each order owns. Two steps of one body that would share
+a namespace are an error, activations too; it says which `name:` to add.
 In the example: `blocks.0.vil.residual.scan.q.weight`, `blocks.1.feed_forward.residual.swiglu.up_weight`.
 
 ## Numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from seqblocks import graph
@@ -43,6 +43,7 @@ class Wiring(Scope):
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
+    called: frozenset[str] = frozenset()  # what all steps of this body are called
     outer: Wiring | None = None  # the body around
     nodes: dict[str, graph.Node] = field(default_factory=dict)
 
@@ -87,13 +88,22 @@ class Wiring(Scope):
                 Fault(
                     "E304",
                     f"two steps here would both be called {quote(name)}",
-                    hint="give one of them a `name:`: parameters are stored under it",
+                    hint=f"{self._other_name(step, name)}: parameters are stored under it",
                     notes=[Note("the other one stands here", clash.span)],
                 ),
                 span,
             )
             return f"{name}@{span.line}:{span.column}"
         return name
+
+    def _other_name(self, step: Step, name: str) -> str:
+        """What to write so that a step has a name of its own, which no step here has yet."""
+        free = next(each for number in count(2) if (each := f"{name}_{number}") not in self.called)
+        self.called |= {free}  # a third one is told another
+        other = f"name: {free}"
+        if "name" in step.common:
+            return f"say `{other}`"
+        return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
 
     def _outputs(self, step: Step, type: Wire | None) -> tuple[list[Wire | None], tuple[int, ...], list[str]]:
         """Types, split widths and labels of what the step gives out (`as:`)."""

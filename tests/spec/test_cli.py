@@ -128,7 +128,8 @@ def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "let.yaml", cwd=folder)
     assert "= note: `dim` is 8 (let.yaml:2:12)" in done.stderr
     data = json.loads(run_cli("check", "--format", "json", "let.yaml", cwd=folder).stdout)
-    assert data["specs"][0]["diagnostics"][0]["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
+    (fault,) = data["specs"][0]["diagnostics"]
+    assert fault["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
     done = run_cli("check", "let.yaml", "--set", "dim=5", cwd=folder)
     assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
 
