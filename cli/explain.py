@@ -55,7 +55,8 @@ def kernels(options: argparse.Namespace) -> int:
     stuck = [step for step in steps if step.form is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not stuck, "spec": options.what, "device": device, "dtype": dtype}
-        output.dump(facts | {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]})
+        facts |= {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
+        output.dump(facts | {"notes": [override.idle for override in model.idle]})
     elif not options.quiet:
         where = f"{device} ({options.arch})" if device == "cuda" else device
         output.write(f"{model.name} on {where} in {dtype}: what {requested()} would run")

@@ -199,7 +199,11 @@ is decided by what the argument takes: a legal word means itself, anything else 
 `--set dim=96` (or `set={"dim": 96}` in Python) replaces a value by its name: an entry of `let`, `blocks.NAME.ARGUMENT` for
 a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4`; inside a `pattern` its word is part of
 the path, not the layer's number: `model.blocks.m.mlstm_block.heads=8`. `input.image.size=[64, 64]` works likewise. Defaults of
-files in `use:` are not changed from outside: give the argument where the block is used. An override that changes something switches `expect:` off.
+files in `use:` are not changed from outside: give the argument where the block is used.
+
+An override that changes something switches `expect:` off. One that changes nothing is told: the command writes a note to
+standard error (the exit status stays what it is), and Python warns with `OverrideWarning` where no step uses the value. That
+the spec says the same already is noted by the command alone: a sweep passes through it.
 
 ## expect
 

@@ -26,6 +26,7 @@ class Shared:
     steps: int = 0
     step_cache: dict[int, Step | None] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)  # blocks that were called
+    unread: dict[int, bool] = field(default_factory=dict)  # nodes of `let:` and of defaults: whether nobody has asked
     bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
     tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
@@ -43,7 +44,7 @@ class Wiring(Scope):
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
-    called: frozenset[str] = frozenset()  # what all steps of this body are called
+    called: dict[str, int] = field(default_factory=dict)  # what steps of this body are called: the last number offered
     outer: Wiring | None = None  # the body around
     nodes: dict[str, graph.Node] = field(default_factory=dict)
 
@@ -98,9 +99,9 @@ class Wiring(Scope):
 
     def _other_name(self, step: Step, name: str) -> str:
         """What to write so that a step has a name of its own, which no step here has yet."""
-        free = next(each for number in count(2) if (each := f"{name}_{number}") not in self.called)
-        self.called |= {free}  # a third one is told another
-        other = f"name: {free}"
+        number = next(each for each in count(self.called.get(name, 1) + 1) if f"{name}_{each}" not in self.called)
+        self.called[name] = number  # a third one is told another
+        other = f"name: {name}_{number}"
         if "name" in step.common:
             return f"say `{other}`"
         return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"

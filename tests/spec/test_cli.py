@@ -134,6 +134,28 @@ def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
     assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
 
 
+SPARE = GOOD.replace("{dim: 8}", "{dim: 8, heads: 2, half: heads / 2}")
+
+
+def test_an_override_that_changes_nothing_is_noted(run_cli: Run, folder: Path) -> None:
+    (folder / "spare.yaml").write_text(SPARE)
+    done = run_cli("check", "spare.yaml", "--set", "dim=8", "--set", "let.heads=4", cwd=folder)
+    assert done.returncode == 0
+    assert done.stdout.startswith("spare.yaml: ok, 36 parameters")
+    same, unused = (
+        "the override dim=8 changes nothing: the spec says so already",
+        "the override let.heads=4 changes nothing: no step uses it",
+    )
+    assert done.stderr.splitlines() == [f"note: {same}", f"note: {unused}"]
+    arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
+    done = run_cli(*arguments, "--format", "json", cwd=folder)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["specs"][0]["notes"] == ["the override heads=4 changes nothing: no step uses it"]
+    assert run_cli(*arguments, "--format", "github", cwd=folder).stdout.startswith("::notice ::the override heads=4")
+    assert run_cli(*arguments, "-q", cwd=folder).stderr == ""
+    assert run_cli("check", "good.yaml", "--set", "dim=9", cwd=folder).stderr == ""
+
+
 def test_json_is_one_document_good_or_bad(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "--format", "json", "good.yaml", "bad.yaml", cwd=folder)
     assert done.returncode == 1
