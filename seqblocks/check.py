@@ -60,8 +60,7 @@ def prove(
     """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
     if not isinstance(text, str):
         raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
-    if set is not None and not (isinstance(set, Mapping) and all(isinstance(key, str) for key in set)):
-        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
+    checked_overrides(set)
     report = Report()
     applied: tuple[Override, ...] = ()
     texts: dict[str, str] = {}
@@ -92,6 +91,12 @@ def prove(
 
             check_expectations(model, file)
     return file, model
+
+
+def checked_overrides(given: Any) -> None:
+    """UsageError unless these are overrides, or None."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
 
 
 class _Raw(str):
