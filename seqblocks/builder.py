@@ -12,7 +12,7 @@ from seqblocks import check, graph
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Model
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 
 
 def build(

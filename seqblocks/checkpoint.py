@@ -30,7 +30,7 @@ from seqblocks.document import plain
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
 from seqblocks.expressions import parse
 from seqblocks.graph import Graph, Model
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 
 FORMAT = 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 
 
 def check_law(

@@ -314,6 +314,18 @@ def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:
     torch.testing.assert_close(inner, y)
 
 
+def test_a_model_pickled_before_it_had_a_file_of_its_own() -> None:
+    """`seqblocks.module.SequenceModel` is what such a pickle says."""
+    model = seqblocks.build_text(STREAM)
+    now, then = (f"c{place}\nSequenceModel\n".encode() for place in ("seqblocks.model", "seqblocks.module"))
+    data = pickle.dumps(model, protocol=2)
+    assert now in data
+    again = pickle.loads(data.replace(now, then))
+    assert type(again) is type(model)
+    x = torch.randn(2, 7, 8)
+    torch.testing.assert_close(again(x), model(x))
+
+
 def test_functional_call_reaches_owned_parameters() -> None:
     model = randomised(built(scan_text("[forward, reverse]", ", own: [causal_conv.bias]")))
     x = torch.randn(2, 15, 4, dtype=torch.float64)
