@@ -146,12 +146,13 @@ def test_an_override_that_changes_nothing_is_noted(run_cli: Run, folder: Path) -
         "the override dim=8 changes nothing: the spec says so already",
         "the override let.heads=4 changes nothing: no step uses it",
     )
-    assert done.stderr.splitlines() == [f"note: {same}", f"note: {unused}"]
+    assert done.stderr.splitlines() == [f"note: spare.yaml: {same}", f"note: spare.yaml: {unused}"]
     arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
     done = run_cli(*arguments, "--format", "json", cwd=folder)
     assert done.stderr == ""
     assert json.loads(done.stdout)["specs"][0]["notes"] == ["the override heads=4 changes nothing: no step uses it"]
-    assert run_cli(*arguments, "--format", "github", cwd=folder).stdout.startswith("::notice ::the override heads=4")
+    done = run_cli(*arguments, "--format", "github", cwd=folder)
+    assert done.stdout.startswith("::notice ::spare.yaml: the override heads=4")
     assert run_cli(*arguments, "-q", cwd=folder).stderr == ""
     assert run_cli("check", "good.yaml", "--set", "dim=9", cwd=folder).stderr == ""
 
