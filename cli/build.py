@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from typing import Any
 
 from seqblocks._version import __version__
@@ -28,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
         raise AssertionError(f"the built module has {built:,} parameters and the summary {summary.params:,}")
     if options.format == "json":
         facts = {"version": __version__, "ok": True, "spec": options.spec, "device": options.device}
-        output.dump(facts | {"batch": options.batch, "built_params": built} | summary.as_data())
+        facts |= {"batch": options.batch, "built_params": built} | summary.as_data()
+        output.dump(facts | {"notes": [*summary.notes, *(override.idle for override in model.idle)]})
     elif options.summary:
         from seqblocks.cli import show
 
@@ -40,11 +42,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _image_size(options: argparse.Namespace) -> dict[str, str]:
-    if not options.image_size:
+    if options.image_size is None:
         return {}
     sides = options.image_size.lower().split("x")
-    if len(sides) > 2 or not all(side.isdigit() and int(side) > 0 for side in sides):
-        raise UsageError(f"--image-size takes N or HxW, not {options.image_size}")
+    if len(sides) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,8}", side) for side in sides):
+        raise UsageError(f"--image-size takes N or HxW, for instance 224 or 192x256, not {options.image_size!r}")
     return {"input.image.size": yaml(f"[{sides[0]}, {sides[-1]}]")}
 
 

@@ -12,7 +12,7 @@ from seqblocks._version import __version__
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError
 from seqblocks.graph import Model
-from seqblocks.spec import SpecFile
+from seqblocks.spec import SpecFile, locate
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:
@@ -29,8 +29,15 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
 def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = None) -> tuple[SpecFile, Model | None]:
     """A spec given on the command line, proved."""
     changes = {**overrides(options), **(more or {})}
+    file, model = _load(spec, options, changes)
+    if model is not None and not options.quiet:
+        output.notes([f"{spec}: {override.idle}" for override in model.idle], options)
+    return file, model
+
+
+def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, Model | None]:
     if spec != "-":
-        return check.load(spec, changes)
+        return check.prove(*locate(spec), changes)
     data = sys.stdin.buffer.read()
     from seqblocks import document
     from seqblocks.errors import Report
@@ -39,7 +46,7 @@ def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = N
     text = document.decode(data, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
-    return check.load_text(text, options.stdin_filename, Path(), changes)
+    return check.prove(text, options.stdin_filename, Path(), changes)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
 def _facts(file: SpecFile, model: Model | None) -> dict[str, Any]:
     if model is None:
         return {"blocks": list(file.blocks)}
-    return {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
+    facts = {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
+    return facts | {"notes": [override.idle for override in model.idle]}
 
 
 def _told(file: SpecFile, model: Model | None) -> str:

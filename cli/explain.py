@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(options: argparse.Namespace) -> int:
     """What looks like a code is one; everything else is a spec."""
-    return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what) else kernels(options)
+    return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what, re.ASCII) else kernels(options)
 
 
 def code(options: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def code(options: argparse.Namespace) -> int:
 def kernels(options: argparse.Namespace) -> int:
     """For each step that uses a kernel: the form that would run there, how it is launched, or why no faster one is."""
     dtype = dtype_named(options.dtype, "--dtype")
-    if not re.fullmatch(r"sm_\d+|gfx\w+", options.arch):
+    if not re.fullmatch(r"sm_\d+|gfx\w+", options.arch, re.ASCII):
         raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {options.arch}")
     model = require_model(*load(options.what, options))
     try:
@@ -55,7 +55,8 @@ def kernels(options: argparse.Namespace) -> int:
     stuck = [step for step in steps if step.form is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not stuck, "spec": options.what, "device": device, "dtype": dtype}
-        output.dump(facts | {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]})
+        facts |= {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
+        output.dump(facts | {"notes": [override.idle for override in model.idle]})
     elif not options.quiet:
         where = f"{device} ({options.arch})" if device == "cuda" else device
         output.write(f"{model.name} on {where} in {dtype}: what {requested()} would run")

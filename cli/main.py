@@ -60,13 +60,13 @@ def parser() -> argparse.ArgumentParser:
     build = verb("build", spec)
     build.add_argument("spec", metavar="SPEC", help=one)
     build.add_argument("--summary", action="store_true", help="show a table of its steps")
-    build.add_argument("--depth", type=_positive, metavar="N", help="levels of the table")
-    build.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences, for the totals")
-    build.add_argument("--length", type=_positive, metavar="N", help="tokens of a sequence, where the spec is open")
+    build.add_argument("--depth", type=_count, metavar="N", help="levels of the table")
+    build.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences, for the totals")
+    build.add_argument("--length", type=_count, metavar="N", help="tokens of a sequence, where the spec is open")
     build.add_argument("--image-size", metavar="N", help="another size of the input image (N, or HxW)")
     build.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     build.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
-    build.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    build.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
     check = verb("check", spec)
     check.add_argument("spec", nargs="+", metavar="SPEC", help=one)
     verb("list")
@@ -85,10 +85,17 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # argparse would show the name of this function
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _count(text: str) -> int:
+    value = _whole(text)
+    if not 1 <= value <= 10**9:  # as in a spec; beyond, totals leave what a float can hold
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000,000")
     return value
 
 

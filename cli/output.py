@@ -100,6 +100,15 @@ def annotation(diagnostic: Diagnostic) -> str:
     return f"::error {where}title={diagnostic.code}::{escape('; '.join(p for p in parts if p))}"
 
 
+def notes(texts: list[str], options: Any) -> None:
+    """Remarks on what is not at fault; in JSON they stand among the results."""
+    for text in texts if options.format != "json" else ():
+        if options.format == "github":
+            write(f"::notice ::{text}")
+        else:
+            write(f"{style(sys.stderr, options.color)('note', 'note')}: {text}", sys.stderr)
+
+
 def problem(message: str, options: Any) -> None:
     """An error that is not a spec's."""
     if options is not None and options.format == "json":

@@ -31,17 +31,31 @@ def summary(found: Summary, options: argparse.Namespace) -> None:
         out.print(f"[bold]{label:<12}[/]{_text(value)}", soft_wrap=True)
 
 
+# What a narrow terminal does without, step by step; verb, output and parameters stay. "verb" is the column alone: the
+# verb then stands behind the name, as in the YAML. Names are cut as a last resort.
+LAYOUTS = (
+    (), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "state"),
+    ("in", "notes", "verb", "state", "MACs/token"),
+)  # fmt: skip
+
+
 def _table(found: Summary, width: int, plain: bool) -> Table:
     """The widest layout that fits: columns are given up rather than squeezed until they say nothing."""
     rows = list(_flat(found.rows, 0))
     columns = _columns(rows, plain)
-    for given_up in ((), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "out")):
+    for given_up in LAYOUTS:
         kept = {title: cells for title, cells in columns.items() if title not in given_up}
         if "in" in kept:
             kept.pop("out", None)
+        if "verb" in given_up:
+            kept["step"] = [_step(row, depth) for row, depth in rows]
         widths = {title: max(map(len, (title, *cells))) for title, cells in kept.items()}
-        if sum(widths.values()) + 3 * len(kept) <= width:  # a space and a rule between columns
+        spare = width - sum(widths.values()) - 3 * (len(kept) - 1)  # a space, a rule and a space between columns
+        if spare >= 0:
             break
+    if spare < 0:
+        room = max(widths["step"] + spare, 0)
+        kept["step"] = [_step(row, depth, room, plain) for row, depth in rows]
     table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     styles = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
     for title in kept:
@@ -58,6 +72,17 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
     for cells in zip(*kept.values(), strict=True):
         table.add_row(*map(_text, cells))
     return table
+
+
+def _step(row: Row, depth: int, room: int = 10**9, plain: bool = False) -> str:
+    """A name with its verb; in too little room the name is cut, for the verb says more."""
+    name = _name(row)
+    verb = f": {row.verb}" if row.verb and row.verb != row.names[0] else ""
+    over = depth + len(name) + len(verb) - room
+    if over > 0:
+        dots = "..." if plain else "…"
+        name = name[: max(len(name) - over - len(dots), 1)] + dots
+    return " " * depth + name + verb
 
 
 def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:

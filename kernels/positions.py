@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
+from seqblocks.errors import RunError, listing
 
-def packed_resets(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first.
 
-    Nothing waits for the device: an empty sequence at the end would begin at S, which is a place beyond the result.
+def packed_resets(cu_seqlens: Tensor, seq: int, device: torch.device | None = None) -> Tensor:
+    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first and S last.
+
+    Nothing waits for the device: the values are checked where they lie on the CPU, and an empty sequence at the end,
+    which would begin at S, is a place beyond the result. Raises RunError.
     """
+    _check_bounds(cu_seqlens, seq)
+    cu_seqlens = cu_seqlens if device is None else cu_seqlens.to(device)
     first = torch.zeros(1, seq + 1, dtype=torch.bool, device=cu_seqlens.device)
     return first.index_fill(1, cu_seqlens[:-1].long().clamp(max=seq), True)[:, :-1]
+
+
+def _check_bounds(cu_seqlens: Tensor, seq: int) -> None:
+    dtype, shape = cu_seqlens.dtype, list(cu_seqlens.shape)
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or len(shape) != 1:
+        raise RunError(f"cu_seqlens must be whole numbers of shape [n + 1], not {dtype} {shape}")
+    if shape[0] < 2:
+        raise RunError(f"cu_seqlens holds where sequences begin, and last the end: two numbers or more, not {shape[0]}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():  # reading values would wait, or break a graph
+        return
+    bounds = cu_seqlens.tolist()
+    falls = next((at for at in range(1, len(bounds)) if bounds[at] < bounds[at - 1]), None)
+    if bounds[0] == 0 and bounds[-1] == seq and falls is None:
+        return
+    what = (
+        f"falls from {bounds[falls - 1]} to {bounds[falls]}" if falls
+        else f"begins with {bounds[0]}, not 0" if bounds[0]
+        else f"ends with {bounds[-1]}, not {seq}, the tokens there are"
+    )
+    hint = ""
+    if min(bounds) >= 0 and sum(bounds) == seq:
+        hint = f"; these look like lengths, and their bounds are {listing([0, *accumulate(bounds)])}"
+    raise RunError(f"cu_seqlens {what}: it holds the bounds of the sequences, from 0 on and never falling{hint}")
 
 
 def running_positions(

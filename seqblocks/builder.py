@@ -12,7 +12,7 @@ from seqblocks import check, graph
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Model
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 
 
 def build(
@@ -74,6 +74,9 @@ def checked_device(device: Any) -> torch.device:
     """The device, or UnavailableError / UsageError that says what is missing."""
     try:
         made = torch.device(device)
+    except TypeError:
+        wanted = "a name such as 'cpu' or 'cuda:0', a number of a GPU, or a torch.device"
+        raise UsageError(f"a device is {wanted}, not {device!r}") from None
     except RuntimeError as error:
         raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
     if made.type in ("cpu", "meta"):

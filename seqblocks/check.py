@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from seqblocks.document import Node
-from seqblocks.errors import Diagnostic, Report, SpecError, UsageError
-from seqblocks.graph import Model, Recipe
+from seqblocks.errors import Diagnostic, OverrideWarning, Report, SpecError, UsageError
+from seqblocks.graph import Model, Override, Recipe
 from seqblocks.lower import lower_file
 from seqblocks.spec import Reader, SpecFile, locate, read_file
 
@@ -24,23 +26,52 @@ def load_text(
     """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
 
     Relative `use:` entries start from `base`, or are taken from `files` (relative path -> text) where they are there.
-    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met.
+    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
+    of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
     """
+    file, model = prove(text, name, base, set, files)
+    if model is not None and set:
+        warn_of_idle(model, set)
+    return file, model
+
+
+def warn_of_idle(model: Model, given: Mapping[str, Any]) -> None:
+    """Warn of overrides among `given` that no step uses, at the line outside seqblocks that led here."""
+    for override in model.idle:
+        if override.node is not None and override.path in given:
+            warnings.warn(override.idle, OverrideWarning, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """The `stacklevel` of the first caller outside seqblocks."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "seqblocks":
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def prove(
+    text: str,
+    name: str = "<text>",
+    base: Path | None = None,
+    set: Mapping[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+) -> tuple[SpecFile, Model | None]:
+    """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
     if not isinstance(text, str):
         raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
-    if set is not None and not (isinstance(set, Mapping) and all(isinstance(key, str) for key in set)):
-        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
+    checked_overrides(set)
     report = Report()
-    changed: tuple[str, ...] = ()
+    applied: tuple[Override, ...] = ()
     texts: dict[str, str] = {}
 
     def edit(root: Node) -> None:
-        nonlocal changed
+        nonlocal applied
         if set:
             from seqblocks import overrides  # imported where it is needed: `check` is as fast as its imports
 
             texts.update({k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in set.items()})
-            changed = overrides.apply(root, texts, report)
+            applied = overrides.apply(root, texts, report)
 
     reader = Reader(report, base, files)
     file = read_file(reader, text, name, edit)
@@ -51,7 +82,7 @@ def load_text(
             )
         report.raise_if_any()
         raise SpecError([])
-    model = lower_file(file, report, Path(name).stem, changed)
+    model = lower_file(file, report, Path(name).stem, applied)
     report.raise_if_any()
     if model is not None:
         model.recipe = Recipe(name, text, tuple(texts.items()), tuple(reader.texts.items()))
@@ -60,6 +91,12 @@ def load_text(
 
             check_expectations(model, file)
     return file, model
+
+
+def checked_overrides(given: Any) -> None:
+    """UsageError unless these are overrides, or None."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
 
 
 class _Raw(str):

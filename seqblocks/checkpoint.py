@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from seqblocks import check, graph
-from seqblocks.builder import build_model
+from seqblocks.builder import build_model, checked_device
 from seqblocks.document import plain
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
 from seqblocks.expressions import parse
 from seqblocks.graph import Graph, Model
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 
 FORMAT = 1
 
@@ -65,13 +65,28 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
         _write(target, lambda file: torch.save({"seqblocks": about, "tensors": tensors}, file))
 
 
-def restore(path: str | os.PathLike[str], *, device: Any = "cpu", dtype: torch.dtype | None = None) -> SequenceModel:
-    """The model that `save` wrote, in the dtype it had unless another is asked for. Raises UsageError."""
+def restore(
+    path: str | os.PathLike[str],
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype | str | None = None,
+) -> SequenceModel:
+    """The model that `save` wrote, in the dtype it had unless another is asked for.
+
+    `set` overrides values of its spec, over those it was built with: what owns no weights, such as dropout, drop_path
+    or the window of attention. RunError where the weights no longer fit, UsageError where the file is at fault.
+    """
+    device = checked_device(device)
     about, tensors = _read(Path(path))
     if about.get("format") != FORMAT:
         raise UsageError(f"{os.fspath(path)} was written by another version (format {about.get('format')})")
-    overrides = {key: check.yaml(text) for key, text in about["overrides"].items()}
-    file, found = check.load_text(about["text"], about["name"], set=overrides, files=about["files"])
+    check.checked_overrides(set)
+    given = set or {}  # applied last: what the model was built with may say the same by another name
+    overrides = {key: check.yaml(text) for key, text in about["overrides"].items() if key not in given}
+    file, found = check.prove(about["text"], about["name"], set={**overrides, **given}, files=about["files"])
+    if found is not None:
+        check.warn_of_idle(found, given)  # of the others it was told when it was built
     floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
     dtype = dtype or min(floating, key=lambda d: d.itemsize, default=torch.float32)
     model = build_model(check.require_model(file, found), device="meta", dtype=dtype)

@@ -161,7 +161,9 @@ CODES: dict[str, Code] = {
     ),
     "E304": Code(
         "two steps of one name",
-        "Parameters are stored under their step's name, and a second one may not be renamed silently.",
+        "Parameters are stored under their step's name, and a second one may not be renamed silently: a step put in "
+        "above would change it, and with it what saved weights, states and overrides go by. The hint says what to "
+        "write.",
         "- linear: {features: 8}\n- linear: {features: 8}",
         "- linear: {features: 8}\n- linear: {features: 8, name: second}",
     ),

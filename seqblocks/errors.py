@@ -8,6 +8,8 @@
     │   └── BackendError           a kernel form that was asked for by name cannot run
     └── RunError (ValueError)      a built model was called with what it cannot take     exit status 2
 
+    OverrideWarning (UserWarning)  set={…} gives a value that no step uses
+
 Inner code raises a short `Fault`; the one place that knows the position (`lower.py`) dresses it as a `Diagnostic`.
 """
 
@@ -47,6 +49,10 @@ class RunError(SeqblocksError, ValueError):
     """A built model was called with something it cannot take."""
 
     exit_status = 2
+
+
+class OverrideWarning(UserWarning):
+    """An override that no step of the model uses: a name that is meant for something else, most likely."""
 
 
 class Source(NamedTuple):

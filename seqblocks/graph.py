@@ -74,6 +74,23 @@ class Recipe(NamedTuple):
     files: tuple[tuple[str, str], ...] = ()  # relative path -> text; bundled files are not repeated
 
 
+class Override(NamedTuple):
+    """A value given from outside, as `path=text`; `node` is what now stands in the document, None if it did before."""
+
+    path: str
+    text: str
+    node: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.text}"
+
+    @property
+    def idle(self) -> str:
+        """What to say of one that changes nothing."""
+        why = "the spec says so already" if self.node is None else "no step uses it"
+        return f"the override {self} changes nothing: {why}"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Model:
     """A whole model: the graph, the types of its values, and what came with it."""
@@ -86,6 +103,7 @@ class Model:
     expect: Any = None
     checkpoint: Any = None  # the document node; `checkpoint.py` reads it
     overridden: tuple[str, ...] = ()
+    idle: tuple[Override, ...] = ()  # overrides that change nothing
     recipe: Recipe | None = None
 
     @property

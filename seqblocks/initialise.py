@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +14,30 @@ from seqblocks.parameters import Init, Parameter
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
+# said in every call that makes a tensor: torch's default dtype and device, which a caller may have set, change nothing
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
 
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
-    """Fill `target` in place. Numbers are drawn in float32 on the CPU, whatever the target's device and dtype."""
+    """Fill `target` in place.
+
+    Numbers are drawn in float32 on the CPU, whatever the target's device and dtype and torch's defaults.
+    """
     if target.device.type == "meta":
         return
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     shape = parameter.shape
     fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
     target.copy_(DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator))
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:
-    return torch.rand(shape, generator=g) * (high - low) + low
+    return torch.rand(shape, generator=g, **PLAIN) * (high - low) + low
 
 
 def _normal(shape: tuple[int, ...], std: float, g: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=g) * std
+    return torch.randn(shape, generator=g, **PLAIN) * std
 
 
 def _fan_in_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
@@ -44,11 +51,11 @@ def _xavier_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Ge
 
 
 def _trunc_normal(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return nn.init.trunc_normal_(torch.empty(shape), 0.0, init.values[0], generator=g)
+    return nn.init.trunc_normal_(torch.empty(shape, **PLAIN), 0.0, init.values[0], generator=g)
 
 
 def _linspace(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return torch.linspace(init.values[0], init.values[1], math.prod(shape)).reshape(shape)
+    return torch.linspace(init.values[0], init.values[1], math.prod(shape), **PLAIN).reshape(shape)
 
 
 def _small(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
@@ -61,16 +68,16 @@ def _wang(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -
 
 
 def _powerlaw(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    ramp = torch.arange(shape[-1]) / max(shape[-1] - 1, 1)
+    ramp = torch.arange(shape[-1], **PLAIN) / max(shape[-1] - 1, 1)
     return (5 - 12 * ramp ** (0.3 + 1.3 * init.values[0])).expand(shape).clone()
 
 
 def _ramp(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return (torch.arange(shape[-1]) * init.values[0]).expand(shape).clone()
+    return (torch.arange(shape[-1], **PLAIN) * init.values[0]).expand(shape).clone()
 
 
 def _log_range(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return torch.arange(1, shape[-1] + 1).float().log().expand(shape).clone()
+    return torch.arange(1, shape[-1] + 1, **PLAIN).log().expand(shape).clone()
 
 
 def _inverse_softplus(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
@@ -80,9 +87,9 @@ def _inverse_softplus(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.
 
 
 DRAWS: dict[str, Draw] = {
-    "zeros": lambda shape, init, fan_in, g: torch.zeros(shape),
-    "ones": lambda shape, init, fan_in, g: torch.ones(shape),
-    "constant": lambda shape, init, fan_in, g: torch.full(shape, init.values[0]),
+    "zeros": lambda shape, init, fan_in, g: torch.zeros(shape, **PLAIN),
+    "ones": lambda shape, init, fan_in, g: torch.ones(shape, **PLAIN),
+    "constant": lambda shape, init, fan_in, g: torch.full(shape, init.values[0], **PLAIN),
     "normal": lambda shape, init, fan_in, g: _normal(shape, init.values[1], g) + init.values[0],
     "uniform": lambda shape, init, fan_in, g: _uniform(shape, init.values[0], init.values[1], g),
     "trunc_normal": _trunc_normal,

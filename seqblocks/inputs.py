@@ -66,7 +66,7 @@ def _positive(scope: Scope, node: Node | None) -> Any:
     assert node is not None
     value = scope.number(node, whole=True)
     if value is not UNKNOWN and not 1 <= value <= 10**9:
-        scope.fault(Fault("E209", "a positive number is needed here", found=str(value)), node.span)
+        scope.fault(Fault("E209", "a positive number is needed here", found=str(value)), node)
         return UNKNOWN
     return value
 

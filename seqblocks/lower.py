@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
-from seqblocks.document import Node, Sequence, kind_of, plain
+from seqblocks.document import Mapping, Node, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
@@ -55,6 +55,13 @@ class Frame(Wiring):
         frame.let(home.let)
         return frame
 
+    def settle(self, let: Mapping | None) -> None:
+        """Behind all steps of a scope: note what none of them has asked for, and compute it all the same."""
+        for key, _, node in let or ():
+            idle = key in self.names.pending
+            self.shared.unread[id(node)] = self.shared.unread.get(id(node), True) and idle
+        self.names.settle()
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def body(
@@ -83,6 +90,7 @@ class Frame(Wiring):
         current: graph.Node | None = None
         read = [self.step(item) for item in steps.items]
         self.coming = frozenset(name for step in read if step for name in named(step))
+        self.called = {namespace_of(step)[0]: 1 for step in read if step}
         for step in read:
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
@@ -283,15 +291,16 @@ class Frame(Wiring):
             raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
         self.shared.used.add(id(block))
         (x,) = self.main(step, previous, maker, "", joins=False)
-        values, ports = self._block_arguments(step, block)
+        values, ports, written = self._block_arguments(step, block)
         inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **ports}.items()}
         body, result = self.call(
-            block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span)
+            block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span), written
         )
         return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
 
     def call(
-        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note
+        self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note,
+        written: dict[str, tuple[Node, Names]] | None = None,
     ) -> tuple[graph.Graph, Wire | None]:
         """A block's body for one set of arguments: lowered once, however many layers call it so."""
         shared = self.shared
@@ -310,16 +319,21 @@ class Frame(Wiring):
             callers=(*self.callers, block),
         )
         inner.names = Names(inner.names, values)
+        inner.names.written = written or {}
         inner.let(block.let)
-        inner.names.settle()
         before = (shared.steps, shared.ties)
         body = inner.lower_steps(block.steps, entered, inside)
+        inner.settle(block.let)
         if not shared.report and shared.ties == before[1]:  # a tie holds the names of the layer it was made for
             shared.bodies[key] = (body, shared.steps - before[0])
         return body, self.types[body.result]
 
-    def _block_arguments(self, step: Step, block: Block) -> tuple[dict[str, Any], dict[str, int]]:
+    def _block_arguments(
+        self, step: Step, block: Block
+    ) -> tuple[dict[str, Any], dict[str, int], dict[str, tuple[Node, Names]]]:
+        """Values and wires by the names of the arguments, and where each value was written."""
         values: dict[str, Any] = {}
+        written: dict[str, tuple[Node, Names]] = {}
         ports: dict[str, int] = {}
         misspelt = False
         for key, (span, _) in step.fields.items():
@@ -344,8 +358,11 @@ class Frame(Wiring):
                     ports[name] = self.value(None, "?")
             elif entry:
                 values[name] = self._block_argument(entry[1], argument.type)
+                written[name] = (entry[1], self.names)
             elif argument.default is not None:
                 values[name] = default_value(argument.default)
+                self.shared.unread[id(argument.default)] = False
+                written[name] = (argument.default, Names())
             else:
                 values[name] = UNKNOWN
                 if not misspelt:
@@ -356,7 +373,7 @@ class Frame(Wiring):
                         notes=[Note("the argument is declared here", argument.span)],
                     )
                     self.fault(fault, step.span)
-        return values, ports
+        return values, ports, written
 
     def _block_argument(self, node: Node, type: str) -> Any:
         if type == "word":
@@ -383,19 +400,26 @@ def _offered(verb: str) -> str | None:
 # --- a whole file --------------------------------------------------------------------------------------------------
 
 
-def lower_file(file: SpecFile, report: Report, name: str, overridden: tuple[str, ...] = ()) -> graph.Model | None:
+def lower_file(
+    file: SpecFile, report: Report, name: str, overrides: tuple[graph.Override, ...] = ()
+) -> graph.Model | None:
     """The graph of a file's model, and a check of every block in it. None if there is no sound model."""
     shared = Shared(report)
+    shared.unread = {id(a.default): True for block in file.blocks.values() for a in block.args.values()}
     frame = Frame.top(shared, file)
-    frame.names.settle()
-    model = _lower_model(frame, file, name, overridden) if file.model else None
+    model = _lower_model(frame, file, name) if file.model else None
+    frame.settle(file.let)
+    if model:
+        changes = [each for each in overrides if each.node is not None and not each.path.startswith("expect")]
+        model.overridden = tuple(map(str, changes))
+        model.idle = tuple(e for e in overrides if e.node is None or shared.unread.get(id(e.node)))
     for block in file.blocks.values():
         if id(block) not in shared.used:
             _check_unused(frame, block)
     return None if report else model
 
 
-def _lower_model(frame: Frame, file: SpecFile, name: str, overridden: tuple[str, ...]) -> graph.Model | None:
+def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
     assert file.model is not None
     wire = read_input(frame, file.model.get("input"), file.model_span)
     steps = file.model.get("steps")
@@ -410,7 +434,7 @@ def _lower_model(frame: Frame, file: SpecFile, name: str, overridden: tuple[str,
     if frame.report or wire is None:
         return None
     types, labels = frame.shared.types, frame.shared.labels
-    return graph.Model(name, wire, body, types, labels, file.expect, file.checkpoint, overridden)
+    return graph.Model(name, wire, body, types, labels, file.expect, file.checkpoint)
 
 
 def _check_unused(frame: Frame, block: Block) -> None:

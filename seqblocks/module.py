@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 from seqblocks import fusion, graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Model, Node
-from seqblocks.kernels.positions import packed_resets
 from seqblocks.op import Op
-from seqblocks.state import States, check_state, new_state
+from seqblocks.state import States
 from seqblocks.types import Wire
 
 
@@ -256,7 +256,7 @@ class Residual(Block):
         if self._drop_path and call.training:
             keep = 1 - self._drop_path
             shape = (y.shape[0],) + (1,) * (y.ndim - 1)
-            y = y * (torch.rand(shape, device=y.device) < keep).to(y.dtype) / keep
+            y = y * (torch.rand(shape, device=y.device, dtype=torch.float32) < keep).to(y.dtype) / keep
         return tensors[0] + y, states
 
     def extra_repr(self) -> str:
@@ -511,127 +511,8 @@ def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module
     return made
 
 
-class SequenceModel(Body):
-    """A built spec: an ordinary module whose parameters carry the names of the YAML.
-
-    Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
-    width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
-    """
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model.graph, model, "", frozenset(), model.name)
-        self.graph = model
-        obstacle = graph.stream_obstacle(model.graph)
-        self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        state: States | None = None,
-        return_state: bool = False,
-        resets: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        grid: tuple[int, int] | None = None,
-    ) -> Any:
-        """Run a whole sequence, or go on from `state`.
-
-        resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
-        bounds of n sequences packed into a batch of one. grid: rows and columns of the tokens of an image, where the
-        input is tokens and the spec's own grid does not fit. Raises RunError.
-        """
-        if not isinstance(x, Tensor):
-            raise RunError(f"the model reads a tensor, not {type(x).__name__}")
-        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
-            if given is not None and not isinstance(given, Tensor):
-                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-        self._check_input(x)
-        streaming = state is not None or return_state
-        if streaming and self._obstacle:
-            raise RunError(self._obstacle)
-        if state is not None:
-            check_state(self.graph, state, x.shape[0], x.device)
-        if cu_seqlens is not None:
-            resets = _packed_resets(x, cu_seqlens, resets)
-        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[:2]):
-            raise RunError(f"resets must be bool of shape {list(x.shape[:2])}, not {resets.dtype} {list(resets.shape)}")
-        grid = grid or (self.graph.input.grid if self.graph.input.kind != "image" else None)
-        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
-        y, states = self._run({self._body.input: x}, call)
-        return (y, states) if return_state else y
-
-    def step(
-        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None
-    ) -> tuple[Tensor, States]:
-        """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state).
-
-        resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
-        """
-        if resets is not None and resets.ndim != 1:
-            raise RunError(f"the resets of a step are [batch], not {list(resets.shape)}")
-        resets = None if resets is None else resets.unsqueeze(1)
-        y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
-        return (y.squeeze(1) if y.ndim == 3 else y), states
-
-    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
-        """The state before the first token: a dict of dicts of tensors, by step names. Raises RunError."""
-        if self._obstacle:
-            raise RunError(self._obstacle)
-        some = next(self.parameters(), None)
-        device = device or (some.device if some is not None else "cpu")
-        dtype = dtype or (some.dtype if some is not None else torch.float32)
-        return new_state(self.graph.graph, batch_size, device, dtype)
-
-    def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-        """Two groups for an optimiser: parameters that are customarily decayed, and the others."""
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph.graph) if not item.tied}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in self.named_parameters():
-            groups[decays.get(name, True)].append(parameter)
-        return [
-            {"params": groups[True], "weight_decay": weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ]
-
-    @torch.no_grad()
-    def reset_parameters(self, seed: int | None = 0) -> None:
-        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype.
-
-        Without one (None), torch's own generator gives a seed, so that torch.manual_seed governs.
-        """
-        from seqblocks.initialise import draw
-
-        if seed is None:
-            seed = int(torch.randint(1 << 62, (), device="cpu"))
-        for item in graph.parameters(self.graph.graph):
-            if item.tied is None:
-                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
-        self.tie()
-
-    def tie(self) -> None:
-        """Let tied names share one parameter (again, after something that copies parameters one by one)."""
-        for item in graph.parameters(self.graph.graph):
-            if item.tied is not None:
-                holder, _, leaf = item.name.rpartition(".")
-                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
-
-    def _check_input(self, x: Tensor) -> None:
-        wire = self.graph.input
-        if wire.kind == "image":
-            if x.ndim != 4 or x.shape[1] != wire.features:
-                raise RunError(f"the model reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
-        elif wire.kind == "tokens":
-            if x.ndim != 2 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-                raise RunError(f"the model reads token numbers [batch, seq], not {x.dtype} {list(x.shape)}")
-        elif x.ndim != 3 or x.shape[2] != wire.features:
-            raise RunError(f"the model reads [batch, seq, {wire.features}], not {list(x.shape)}")
-        if wire.kind != "tokens" and not (x.is_floating_point() or x.is_complex()):
-            raise RunError(f"the model reads floating numbers, not {x.dtype}: convert with x.float()")
-
-
-def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:
-    if resets is not None:
-        raise RunError("give either resets or cu_seqlens")
-    if x.shape[0] != 1 or cu_seqlens.ndim != 1:
-        raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
-    return packed_resets(cu_seqlens.to(x.device), x.shape[1])
+def __getattr__(name: str) -> Any:
+    """`SequenceModel` as it was called before it had a file of its own: pickled models name it so."""
+    if name == "SequenceModel":
+        return importlib.import_module("seqblocks.model").SequenceModel
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

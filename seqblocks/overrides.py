@@ -19,6 +19,7 @@ from typing import Any
 from seqblocks import document
 from seqblocks.document import Mapping, Node, Scalar, Sequence
 from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
+from seqblocks.graph import Override
 
 
 def as_text(value: Any) -> str:
@@ -34,9 +35,9 @@ def as_text(value: Any) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[str, ...]:
-    """Apply `path -> YAML text` to a document in place. Returns those that changed something, as `path=text`."""
-    changed = []
+def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[Override, ...]:
+    """Apply `path -> YAML text` to a document in place. Returns what came of those that found their place."""
+    done = []
     for path, text in overrides.items():
         shown = f"--set {path}={text}"
         value = _parse(text, shown, report)
@@ -48,10 +49,11 @@ def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[
         holder, key = slot
         span, old = holder.entries.get(key, (value.span, None))
         if old is None or document.plain(old) != document.plain(value):
-            if not path.startswith("expect"):
-                changed.append(f"{path}={text}")
             holder.entries[key] = (span, value)
-    return tuple(changed)
+            done.append(Override(path, text, value))
+        else:
+            done.append(Override(path, text))
+    return tuple(done)
 
 
 def _parse(text: str, shown: str, report: Report) -> Node | None:

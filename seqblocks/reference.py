@@ -182,7 +182,8 @@ input and its arguments of type `wire`. Names made inside are not visible outsid
 
 A parameter's name in the `state_dict` is made of the namespaces around it. A step's namespace is its `name:`, else its
 single `as:` name, else its verb; `repeat` adds the layer's index, `parallel` the branch's name, and a `scan` with several
-orders adds the order's name to what each order owns. Two steps of one body that would share a namespace are an error.
+orders adds the order's name to what each order owns. Two steps of one body that would share
+a namespace are an error, activations too; it says which `name:` to add.
 In the example: `blocks.0.vil.residual.scan.q.weight`, `blocks.1.feed_forward.residual.swiglu.up_weight`.
 
 ## Numbers
@@ -198,7 +199,11 @@ is decided by what the argument takes: a legal word means itself, anything else 
 `--set dim=96` (or `set={"dim": 96}` in Python) replaces a value by its name: an entry of `let`, `blocks.NAME.ARGUMENT` for
 a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4`; inside a `pattern` its word is part of
 the path, not the layer's number: `model.blocks.m.mlstm_block.heads=8`. `input.image.size=[64, 64]` works likewise. Defaults of
-files in `use:` are not changed from outside: give the argument where the block is used. An override that changes something switches `expect:` off.
+files in `use:` are not changed from outside: give the argument where the block is used.
+
+An override that changes something switches `expect:` off. One that changes nothing is told: the command writes a note to
+standard error (the exit status stays what it is), and Python warns with `OverrideWarning` where no step uses the value. That
+the spec says the same already is noted by the command alone: a sweep passes through it.
 
 ## expect
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from seqblocks import expressions
@@ -36,6 +36,9 @@ RESERVED_NAMES = frozenset(
 )  # fmt: skip
 
 
+MAX_WRITTEN = 4  # notes about where a value was written
+
+
 class Names(MappingABC[str, Any]):
     """Numbers and words by name. `let` entries are computed when first asked for, so their order does not matter."""
 
@@ -43,6 +46,7 @@ class Names(MappingABC[str, Any]):
         self.outer: MappingABC[str, Any] = outer if outer is not None else {}
         self.known: dict[str, Any] = values or {}
         self.pending: dict[str, Callable[[], Any]] = {}
+        self.written: dict[str, tuple[Node, Names]] = {}  # where a value comes from, and what its own names stand for
 
     def __getitem__(self, name: str) -> Any:
         if name in self.pending:
@@ -59,6 +63,15 @@ class Names(MappingABC[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def source(self, name: str) -> tuple[Node, Names] | None:
+        """The text that gave a name its value, and the names that were in scope there."""
+        here: Any = self
+        while isinstance(here, Names):
+            if name in here.known or name in here.pending:
+                return here.written.get(name)
+            here = here.outer
+        return None
 
     def settle(self) -> None:
         """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
@@ -91,13 +104,41 @@ class Scope:
     report: Report
     names: Names
     trail: tuple[Note, ...] = ()
+    looked_up: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by a value's node: names, which are no wires
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
-    def fault(self, fault: Fault, where: Step | Span | None) -> None:
-        """Report a fault: at the argument it names, with the trail of blocks."""
-        span = where.value_span(fault.at) if isinstance(where, Step) else where
-        self.report.add(fault.dress(span, reversed(self.trail)))
+    def fault(self, fault: Fault, where: Step | Node | Span | None) -> None:
+        """Report a fault: at the argument it names, with where its value was written and the trail of blocks."""
+        node: Node | None = None
+        span: Span | None
+        if isinstance(where, Step):
+            span = where.value_span(fault.at)
+            node = where.fields[fault.at][1] if fault.at in where.fields else None
+        elif where is None or isinstance(where, Span):
+            span = where
+        else:
+            span, node = where.span, where
+        written = self._written(node) if node else ()
+        self.report.add(fault.dress(span, [*written, *reversed(self.trail)]))
+
+    def _written(self, node: Node) -> Iterator[Note]:
+        """Where the numbers behind a value stand: entries of `let:`, arguments of a block, and what those name."""
+        each = node.items if isinstance(node, Sequence) else [node]
+        coming = [(name, self.names) for item in each for name in self.looked_up.get(id(item), ())]
+        seen: set[int] = set()
+        while coming and len(seen) < MAX_WRITTEN:
+            name, names = coming.pop(0)
+            found = names.source(name)
+            if found is None or id(found[0]) in seen or names[name] is UNKNOWN:
+                continue
+            text, behind = found
+            seen.add(id(text))
+            shown = f"`{name}` is {_shown(names[name])}"
+            override = text.span.source.name.startswith("--set ")  # that is no place in a file
+            yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)
+            if isinstance(text, Scalar) and isinstance(text.value, str):
+                coming += [(other, behind) for other in _names_in(text.value) if other in behind]
 
     def is_name(self, name: str, span: Span) -> bool:
         """Whether `name` may be a namespace; told if not."""
@@ -115,13 +156,13 @@ class Scope:
         """A number or an expression's value; UNKNOWN after a fault."""
         value = self._number(node, optional)
         if isinstance(value, float) and not math.isfinite(value):
-            self.fault(Fault("E203", "a finite number is needed here", found=f"{value:g}"), node.span)
+            self.fault(Fault("E203", "a finite number is needed here", found=f"{value:g}"), node)
             return UNKNOWN
         if whole and isinstance(value, float):
             if value == int(value):
                 return int(value)
             hint = "use ceil(…), floor(…) or // for a whole number"
-            self.fault(Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint), node.span)
+            self.fault(Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint), node)
             return UNKNOWN
         return value
 
@@ -139,7 +180,7 @@ class Scope:
                     return None
                 if value is not UNKNOWN and (isinstance(value, bool) or not isinstance(value, int | float)):
                     found = f"{quote(text)}, which is {quote(str(value))}"
-                    self.fault(Fault("E203", "a number is needed here", found=found), node.span)
+                    self.fault(Fault("E203", "a number is needed here", found=found), node)
                     return UNKNOWN
                 return value
         self.fault(Fault("E203", "a number or an expression is needed here", found=kind_of(node)), node.span)
@@ -149,12 +190,15 @@ class Scope:
         """An expression's value in this scope; UNKNOWN after a fault. A bare name may stand for any kind of value."""
         try:
             if text.isidentifier() and text in self.names:
+                self.looked_up[id(node)] = (text,)
                 return self.names[text]
-            return expressions.parse(text).evaluate(self.names)
+            expression = expressions.parse(text)
+            self.looked_up[id(node)] = tuple(dict.fromkeys(name for name, _ in expression.names))
+            return expression.evaluate(self.names)
         except expressions.NameFault as fault:
             self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
         except Fault as fault:
-            self.fault(fault, node.span)
+            self.fault(fault, node)
         return UNKNOWN
 
     def argument(self, node: Node, kind: FieldKind) -> Any:
@@ -187,7 +231,7 @@ class Scope:
                 value = self.evaluate(node.text, node)
                 if isinstance(value, bool) or value is UNKNOWN:
                     return value
-        self.fault(Fault("E203", "true or false is needed here", found=kind_of(node)), node.span)
+        self.fault(Fault("E203", "true or false is needed here", found=kind_of(node)), node)
         return UNKNOWN
 
     def word(self, node: Node, kind: FieldKind) -> Any:
@@ -201,6 +245,7 @@ class Scope:
         if text in kind.choices:
             return text
         if text in self.names:
+            self.looked_up[id(node)] = (text,)
             value = self.names[text]
             if value is None and kind.optional:
                 return None
@@ -209,7 +254,7 @@ class Scope:
             if isinstance(value, list) and kind.kind == "words":
                 return value
             found = f"{quote(text)}, which is {quote(str(value))}"
-            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node.span)
+            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node)
             return UNKNOWN
         if not kind.choices and isinstance(node.value, str):
             return text
@@ -256,6 +301,7 @@ class Scope:
                 self.names.known[key] = UNKNOWN
             elif is_name(self.report, key, span):
                 self.names.pending[key] = self._thunk(key, span, value, open_now)
+                self.names.written[key] = (value, self.names)
 
     def _thunk(self, key: str, span: Span, node: Node, open_now: list[str]) -> Callable[[], Any]:
         def compute() -> Any:
@@ -321,13 +367,25 @@ class Scope:
         return Step(verb, span, fields, {key: (s, n) for key, s, n in node if key in STEP_KEYS})
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{listing(map(_shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return quote(value) if isinstance(value, str) else str(value)[:60]
+
+
+def _names_in(text: str) -> list[str]:
+    try:
+        return [name for name, _ in expressions.parse(text).names]
+    except Fault:
+        return []
+
+
 def _cycle(node: Node, open_now: list[str]) -> str | None:
     """A name of an open `let` entry that this one needs."""
     if isinstance(node, Scalar) and isinstance(node.value, str):
-        try:
-            needed = {name for name, _ in expressions.parse(node.value).names}
-        except Fault:
-            return None
+        needed = set(_names_in(node.value))
         return next((name for name in open_now if name in needed), None)
     return None
 

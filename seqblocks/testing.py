@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.module import SequenceModel
+from seqblocks.errors import RunError
+from seqblocks.model import SequenceModel
 
 
 def check_law(
@@ -26,17 +27,20 @@ def check_law(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Assert the law for a model that streams. `tolerance` is relative to the largest value.
+    """Assert the law for a model that streams (RunError for another). `tolerance` is relative to the largest value.
 
     Without one: 1e-9 for a float64 model, the one to check with, and half the digits of its dtype for another.
 
     cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence.
     """
+    model.init_state(batch)  # a model that cannot stream says why
+    if model.graph.input.kind == "image":
+        raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
     x = random_input(model, batch, seq, seed)
     if tolerance is None:
         dtype = next((p.dtype for p in model.parameters()), torch.float64)
         tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
-    marks = torch.zeros(batch, seq, dtype=torch.bool)
+    marks = torch.zeros(batch, seq, dtype=torch.bool, device=x.device)
     for row, at in resets:
         marks[row % batch, at % seq] = True
     given = marks if resets else None
@@ -58,13 +62,17 @@ def check_law(
 
 
 def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:
-    """An input of the kind the model reads: features drawn from N(0, 1) that require gradients, or token numbers."""
-    generator = torch.Generator().manual_seed(seed)
+    """An input of the kind the model reads: token numbers, or features drawn from N(0, 1) that require gradients.
+
+    An image is of the spec's size, whatever `seq` is.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
     wire = model.graph.input
-    some = next(model.parameters(), torch.empty(0))
+    some = next(model.parameters(), torch.empty(0, dtype=torch.float64, device="cpu"))
     if wire.kind == "tokens":
-        return torch.randint(wire.features, (batch, seq), generator=generator).to(some.device)
-    x = torch.randn(batch, seq, wire.features, generator=generator, dtype=torch.float64)
+        return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)
+    shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return x.to(some.device, some.dtype).requires_grad_()
 
 

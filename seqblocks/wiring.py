@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from seqblocks import graph
@@ -26,6 +26,7 @@ class Shared:
     steps: int = 0
     step_cache: dict[int, Step | None] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)  # blocks that were called
+    unread: dict[int, bool] = field(default_factory=dict)  # nodes of `let:` and of defaults: whether nobody has asked
     bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
     tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
@@ -43,6 +44,7 @@ class Wiring(Scope):
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
+    called: dict[str, int] = field(default_factory=dict)  # what steps of this body are called: the last number offered
     outer: Wiring | None = None  # the body around
     nodes: dict[str, graph.Node] = field(default_factory=dict)
 
@@ -87,13 +89,22 @@ class Wiring(Scope):
                 Fault(
                     "E304",
                     f"two steps here would both be called {quote(name)}",
-                    hint="give one of them a `name:`: parameters are stored under it",
+                    hint=f"{self._other_name(step, name)}: parameters are stored under it",
                     notes=[Note("the other one stands here", clash.span)],
                 ),
                 span,
             )
             return f"{name}@{span.line}:{span.column}"
         return name
+
+    def _other_name(self, step: Step, name: str) -> str:
+        """What to write so that a step has a name of its own, which no step here has yet."""
+        number = next(each for each in count(self.called.get(name, 1) + 1) if f"{name}_{each}" not in self.called)
+        self.called[name] = number  # a third one is told another
+        other = f"name: {name}_{number}"
+        if "name" in step.common:
+            return f"say `{other}`"
+        return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
 
     def _outputs(self, step: Step, type: Wire | None) -> tuple[list[Wire | None], tuple[int, ...], list[str]]:
         """Types, split widths and labels of what the step gives out (`as:`)."""

@@ -57,6 +57,7 @@ ROOMS = """
     initialise
     fusion
     module
+    model
     builder
     plan
     checkpoint

@@ -66,7 +66,14 @@ def test_check_prints_results_on_stdout_and_nothing_else(run_cli: Run, folder: P
         (["check", "good.yaml", "--formt", "json"], 2),
         (["build", "good.yaml", "--dtype", "floaty"], 2),
         (["build", "good.yaml", "--batch", "0"], 2),
+        (["build", "good.yaml", "--depth", "x"], 2),
+        (["build", "good.yaml", "--batch", "9" * 400], 2),
+        (["build", "good.yaml", "--seed", "x"], 2),
         (["build", "good.yaml", "--image-size", "big"], 2),
+        (["build", "good.yaml", "--image-size", "²"], 2),
+        (["build", "good.yaml", "--image-size", "9" * 5000], 2),
+        (["build", "good.yaml", "--image-size", ""], 2),
+        (["explain", "good.yaml", "--arch", "sm_９０"], 2),
         (["build", "blocks.yaml"], 1),
         (["ops", "linaer"], 2),
         (["explain", "E999"], 2),
@@ -93,11 +100,61 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
     assert "did you mean 'dim'?" in run_cli("check", "good.yaml", "--set", "dmi=3", cwd=folder).stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        ("--depth", "x", "argument --depth: 'x' is not a whole number"),
+        ("--batch", "0", "argument --batch: '0' is not a whole number from 1"),
+        ("--length", "1.5", "argument --length: '1.5' is not a whole number"),
+        ("--seed", "²", "argument --seed: '²' is not a whole number"),
+        ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
+    ],
+)
+def test_a_number_that_is_none(option: str, given: str, told: str, run_cli: Run, folder: Path) -> None:
+    done = run_cli("build", "good.yaml", option, given, cwd=folder)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
 def test_diagnostics_go_to_stderr(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "bad.yaml", cwd=folder)
     assert done.stdout == ""
     assert "bad.yaml:3:42" in done.stderr
     assert "did you mean 'linear'?" in done.stderr
+
+
+def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
+    (folder / "let.yaml").write_text(GOOD.replace("features: 4", "features: dim - 8"))
+    done = run_cli("check", "let.yaml", cwd=folder)
+    assert "= note: `dim` is 8 (let.yaml:2:12)" in done.stderr
+    data = json.loads(run_cli("check", "--format", "json", "let.yaml", cwd=folder).stdout)
+    (fault,) = data["specs"][0]["diagnostics"]
+    assert fault["notes"] == [{"text": "`dim` is 8", "file": "let.yaml", "line": 2, "column": 12}]
+    done = run_cli("check", "let.yaml", "--set", "dim=5", cwd=folder)
+    assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
+
+
+SPARE = GOOD.replace("{dim: 8}", "{dim: 8, heads: 2, half: heads / 2}")
+
+
+def test_an_override_that_changes_nothing_is_noted(run_cli: Run, folder: Path) -> None:
+    (folder / "spare.yaml").write_text(SPARE)
+    done = run_cli("check", "spare.yaml", "--set", "dim=8", "--set", "let.heads=4", cwd=folder)
+    assert done.returncode == 0
+    assert done.stdout.startswith("spare.yaml: ok, 36 parameters")
+    same, unused = (
+        "the override dim=8 changes nothing: the spec says so already",
+        "the override let.heads=4 changes nothing: no step uses it",
+    )
+    assert done.stderr.splitlines() == [f"note: spare.yaml: {same}", f"note: spare.yaml: {unused}"]
+    arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
+    done = run_cli(*arguments, "--format", "json", cwd=folder)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["specs"][0]["notes"] == ["the override heads=4 changes nothing: no step uses it"]
+    done = run_cli(*arguments, "--format", "github", cwd=folder)
+    assert done.stdout.startswith("::notice ::spare.yaml: the override heads=4")
+    assert run_cli(*arguments, "-q", cwd=folder).stderr == ""
+    assert run_cli("check", "good.yaml", "--set", "dim=9", cwd=folder).stderr == ""
 
 
 def test_json_is_one_document_good_or_bad(run_cli: Run, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from seqblocks import check, graph
-from seqblocks.errors import ExpectationError, SpecError
+from seqblocks.errors import ExpectationError, OverrideWarning, SpecError
 from seqblocks.graph import Model
 from seqblocks.report import summarise
 from seqblocks.spec import bundled
@@ -332,3 +332,47 @@ def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
     if update_golden:
         golden.write_text(text)
     assert golden.read_text() == text
+
+
+IDLE = """
+seqblocks: 1
+let: {dim: 8, wide: 2 * dim, spare: 3, sparer: spare + 1}
+blocks:
+  a: {args: {k: 3, used: 2}, let: {t: 2 * used, lost: 5}, steps: [{linear: {features: k + t}}]}
+  never: {args: {k: 3}, steps: [{causal_conv: {kernel: k}}]}
+model: {input: {features: wide}, steps: [{a: {k: 4}}, silu, {a: {k: 5, name: b}}]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "idle"),
+    [
+        ("dim", False),
+        ("let.wide", False),
+        ("spare", True),
+        ("sparer", True),
+        ("blocks.a.k", True),
+        ("blocks.a.used", False),
+        ("blocks.a.t", False),
+        ("blocks.a.lost", True),
+        ("blocks.never.k", True),
+        ("model.a.k", False),
+    ],
+)
+def test_an_override_that_no_step_uses_is_a_warning(path: str, idle: bool) -> None:
+    if not idle:
+        assert check.load_text(IDLE, set={path: 6})[1].idle == ()  # a warning would be an error here
+        return
+    with pytest.warns(OverrideWarning, match=rf"the override {path}=6 changes nothing: no step uses it") as caught:
+        _, made = check.load_text(IDLE, set={path: 6})
+    assert caught[0].filename == __file__, "it points at the call"
+    assert [str(each) for each in made.idle] == [f"{path}=6"]
+    assert graph.show(made) == graph.show(check.load_text(IDLE)[1])
+
+
+def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
+    _, made = check.load_text(IDLE, set={"dim": 8, "spare": 3})
+    assert [each.idle for each in made.idle] == [
+        "the override dim=8 changes nothing: the spec says so already",
+        "the override spare=3 changes nothing: the spec says so already",
+    ]

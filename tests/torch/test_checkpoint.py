@@ -42,6 +42,34 @@ def test_a_saved_model_comes_back_whole(tmp_path: Path, ending: str) -> None:
     assert list(tmp_path.iterdir()) == [path], "nothing half-written is left behind"
 
 
+def test_what_owns_no_weights_can_be_restored_otherwise(tmp_path: Path) -> None:
+    text = """
+seqblocks: 1
+let: {rate: 0.0, dim: 4, spare: 1}
+model:
+  input: {features: dim}
+  steps: [{residual: {drop_path: rate, steps: [{linear: {features: dim}}]}}]
+"""
+    path = tmp_path / "model.pt"
+    with pytest.warns(seqblocks.OverrideWarning, match="spare=2"):
+        model = seqblocks.build_text(text, set={"let.dim": 6, "let.rate": 0.1, "spare": 2})
+    save(model, path)
+    again = restore(path, set={"rate": 0.25})  # and no second word about `spare`
+    assert again.graph.graph.nodes[0].arguments.drop_path == 0.25
+    x = torch.randn(2, 3, 6)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+    save(again, path)
+    assert restore(path).graph.graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
+    with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight must be \[8, 8\], and is \[6, 6\]"):
+        restore(path, set={"dim": 8})
+    with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
+        restore(path, set={"dmi": 8})
+    with pytest.raises(seqblocks.UsageError, match="overrides are a mapping"):
+        restore(path, set=["dim"])  # type: ignore[arg-type]
+    with pytest.warns(seqblocks.OverrideWarning, match="spare=3"):
+        restore(path, set={"spare": 3})
+
+
 def test_a_saved_model_carries_the_files_it_uses(tmp_path: Path) -> None:
     folder = tmp_path / "specs"
     (folder / "lib").mkdir(parents=True)
@@ -74,6 +102,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(seqblocks.UsageError, match="there is no file"):
         restore(tmp_path / "absent.pt")
+    with pytest.raises(seqblocks.UsageError, match="'gpu9' is not a device"):
+        restore(tmp_path / "absent.pt", device="gpu9")
     strange = tmp_path / "strange.pt"
     strange.write_bytes(b"not a model")
     with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.checkpoint\.save"):

@@ -21,6 +21,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ("vil_tiny_100", ["vil_tiny"], 100),
         ("vil_tiny_80", ["vil_tiny", "--depth", "3"], 80),
         ("vil_tiny_140", ["vil_tiny", "--batch", "8", "--dtype", "bf16"], 140),
+        ("vil_tiny_80_deep", ["vil_tiny"], 80),
+        ("xlstm_80", ["xlstm_125m_7_1", "--device", "meta"], 80),
+        ("xlstm_60", ["xlstm_125m_7_1", "--device", "meta"], 60),
         ("vil2_digits_100", ["vil_digits", "--image-size", "12x16"], 100),
         ("block_120", ["vil_small_block", "--length", "2048", "--batch", "2"], 120),
     ],
@@ -36,6 +39,19 @@ def test_the_table(name: str, arguments: list[str], width: int, run_cli: Run, ro
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text, encoding="utf-8")
     assert golden.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_long_name_is_cut_before_its_verb(encoding: str, run_cli: Run, tmp_path: Path) -> None:
+    step = "linear: {features: 1234, name: a_name_that_says_all_there_is_to_say_of_a_step}"
+    (tmp_path / "long.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{{{step}}}]}}\n")
+    env = {"COLUMNS": "60", "PYTHONIOENCODING": encoding}
+    lines = run_cli("build", "long.yaml", "--summary", cwd=tmp_path, env=env).stdout.splitlines()
+    row = next(line for line in lines if line.startswith("a_name"))
+    assert ("...: linear " if encoding == "ascii" else "…: linear ") in row
+    assert "[batch, seq, 1234]" in row
+    assert row.endswith("11,106")
+    assert len(row) <= 60
 
 
 def test_build_says_what_it_built(run_cli: Run) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import seqblocks
 from seqblocks import check, graph
-from seqblocks.module import SequenceModel
+from seqblocks.model import SequenceModel
 from seqblocks.testing import check_law
 
 SMALL = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks import checkpoint, testing
+from seqblocks import checkpoint, kernels, testing
 from seqblocks.errors import RunError, UsageError
 
 SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
@@ -31,6 +32,9 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small(set=["dim=32"]), "overrides are a mapping"),
         (lambda: small(set={3: 4}), "overrides are a mapping"),
         (lambda: small(seed="a"), "a seed is a whole number or None, not 'a'"),
+        (lambda: small(device=None), "a device is a name such as 'cpu' .*, not None"),
+        (lambda: small(device=7.5), "a device is a name such as 'cpu' .*, not 7.5"),
+        (lambda: small(device="gpu9"), "'gpu9' is not a device"),
         (lambda: seqblocks.build(None), "a spec is a path or a bundled name, not NoneType"),
         (lambda: seqblocks.build({"model": {}}), "a spec is a path or a bundled name, not dict"),
         (lambda: seqblocks.build(b"x.yaml"), "a spec is a path or a bundled name, not bytes"),
@@ -53,7 +57,14 @@ def test_building(call: Callable[[], Any], told: str) -> None:
         (lambda: small()([[1.0]]), "the model reads a tensor, not list"),
         (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating numbers, not torch.uint8"),
         (lambda: small()(torch.ones(1, 2, 4), resets=[[True, False]]), "resets is a tensor, not list"),
-        (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), "the resets of a step are .batch., not"),
+        (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), r"must be bool of shape \[1\], not torch"),
+        (lambda: small().step([1.0]), "a step reads a tensor, not list"),
+        (lambda: small().step(torch.ones(1, 4), resets=[True]), "resets is a tensor, not list"),
+        (lambda: small().step(torch.ones(1, 4), {}, resets=torch.ones(2).bool()), r"bool of shape \[1\], not .* \[2\]"),
+        (lambda: small().step(torch.ones(())), r"a step reads \[batch, 4\], not \[\]"),
+        (lambda: small().step(torch.ones(1, 2, 4)), r"a step reads \[batch, 4\], not \[1, 2, 4\]"),
+        (lambda: seqblocks.build_text(TOKENS).step(torch.ones(1)), r"a step reads token numbers \[batch\], not "),
+        (lambda: seqblocks.build("vil_digits").step(torch.ones(1, 1, 8, 8)), "cannot stream: it reads a whole image"),
         (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token is outside the vocabulary of 7"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),
         (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
@@ -62,6 +73,69 @@ def test_building(call: Callable[[], Any], told: str) -> None:
 def test_running(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(RunError, match=told):
         call()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "told"),
+    [
+        ("float32", "float64", "the model is float32 and its input float64: convert it with x.to(torch.float32), or b"),
+        ("float64", "float32", "the model is float64 and its input float32: convert it with x.to(torch.float64), or b"),
+        ("bfloat16", "float32", "or build the model with dtype='float32'"),
+        ("float32", "float16", "or build the model with dtype='float16'"),
+    ],
+)
+def test_an_input_of_another_dtype(model: str, given: str, told: str) -> None:
+    text = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {features: 4}, steps: [{mamba_mixer: {dim: 4}}]}"
+    made, x = seqblocks.build_text(text, dtype=model), torch.ones(1, 3, 4, dtype=getattr(torch, given))
+    for call in (lambda: made(x), lambda: made.step(x[:, 0])):
+        with pytest.raises(RunError, match=re.escape(told)) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_autocast_converts_all_but_float64() -> None:
+    model = small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (torch.float32, torch.bfloat16, torch.float16):
+            model(torch.ones(1, 3, 4, dtype=given))
+        with pytest.raises(RunError, match=r"its input float64, which torch.autocast does not convert for every step"):
+            model(torch.ones(1, 3, 4, dtype=torch.float64))
+
+
+def test_torchs_other_errors_stay_torchs() -> None:
+    model, x = small(), torch.ones(1, 3, 4, dtype=torch.float64)
+    model.linear.register_forward_pre_hook(lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ([2, 3], r"begins with 2, not 0: .*; these look like lengths, and their bounds are 0, 2, 5"),
+        ([0, 9], "ends with 9, not 5, the tokens there are"),
+        ([0.0, 2.5, 5.0], r"must be whole numbers of shape \[n \+ 1\], not torch.float32 \[3\]"),
+        ([True, False], "not torch.bool"),
+        ([[0, 5]], r"not torch.int64 \[1, 2\]"),
+        ([0], "two numbers or more, not 1"),
+        ([0, -3, 5], "falls from 0 to -3"),
+        ([0, 4, 2, 5], "falls from 4 to 2"),
+    ],
+)
+def test_bounds_of_packed_sequences(bounds: Any, told: str) -> None:
+    model, x = small(), torch.ones(1, 5, 4)
+    with pytest.raises(RunError, match=told):
+        model(x, cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(RunError, match=told):
+        kernels.packed_resets(torch.tensor(bounds), 5)
+
+
+def test_bounds_need_a_device_only_for_their_values() -> None:
+    """Elsewhere than on the CPU reading them would wait; what a tensor says of itself is checked anywhere."""
+    assert kernels.packed_resets(torch.tensor([0, 9], device="meta"), 5).shape == (1, 5)
+    with pytest.raises(RunError, match="two numbers or more, not 0"):
+        kernels.packed_resets(torch.zeros(0, dtype=torch.long, device="meta"), 5)
+    assert kernels.packed_resets(torch.tensor([0, 2, 5]), 5, torch.device("meta")).device.type == "meta"
 
 
 def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
@@ -106,6 +180,21 @@ def test_a_summary_of_what_was_built() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
     testing.check_law(small(dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("vil_digits", r"patch_embed .*cannot stream: it reads a whole image"), ("vim_tiny", "reads a whole image")],
+)
+def test_a_model_without_steps_has_no_law(name: str, told: str) -> None:
+    model = seqblocks.build(name, device="meta")
+    with pytest.raises(RunError, match=told):
+        testing.check_law(model)
+    assert testing.random_input(model, 2, 23).shape == (2, *model.graph.input.axes[1:])
+
+
+def test_the_law_of_a_model_without_parameters() -> None:
+    testing.check_law(seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [silu]}"))
 
 
 def test_kernels_need_torch_alone(root: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import seqblocks
 from seqblocks import graph, module
 from seqblocks import state as states
+from seqblocks.parameters import INITIALISERS
 from seqblocks.scope import RESERVED_NAMES
 from seqblocks.spec import bundled
 from seqblocks.testing import check_law
@@ -232,6 +233,37 @@ def test_the_same_seed_gives_the_same_weights_whatever_stands_beside() -> None:
     torch.testing.assert_close(late.embed.weight, a.embed.weight)
 
 
+INITIALISED = {
+    "constant": "constant(0.1)",
+    "uniform": "uniform(-1, 1)",
+    "linspace": "linspace(3, 6)",
+    "ramp": "ramp(0.1)",
+    "wang": "wang(8, 2)",
+}
+
+
+@pytest.mark.parametrize("init", INITIALISERS)
+def test_weights_know_nothing_of_torchs_defaults(init: str) -> None:
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: 8}}
+  steps: [{{linear: {{features: 8, init: {{weight: "{INITIALISED.get(init, init)}"}}}}}}]
+"""
+    wanted = seqblocks.build_text(text).linear
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = seqblocks.build_text(text).linear
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        here = seqblocks.build_text(text, device="cpu").linear
+    for found in (wide, here):
+        assert found.weight.dtype == torch.float32
+        assert torch.equal(found.weight, wanted.weight)
+        assert torch.equal(found.bias, wanted.bias)
+
+
 def test_half_precision_models_run() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         model = seqblocks.build_text(STREAM, dtype=dtype)
@@ -280,6 +312,18 @@ def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:
     model.load_state_dict(torch.load(saved, weights_only=True))
     inner = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
     torch.testing.assert_close(inner, y)
+
+
+def test_a_model_pickled_before_it_had_a_file_of_its_own() -> None:
+    """`seqblocks.module.SequenceModel` is what such a pickle says."""
+    model = seqblocks.build_text(STREAM)
+    now, then = (f"c{place}\nSequenceModel\n".encode() for place in ("seqblocks.model", "seqblocks.module"))
+    data = pickle.dumps(model, protocol=2)
+    assert now in data
+    again = pickle.loads(data.replace(now, then))
+    assert type(again) is type(model)
+    x = torch.randn(2, 7, 8)
+    torch.testing.assert_close(again(x), model(x))
 
 
 def test_functional_call_reaches_owned_parameters() -> None:

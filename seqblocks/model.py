@@ -1,0 +1,167 @@
+"""What `build` gives: the outermost body, with what a caller may hand it and ask of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks import graph
+from seqblocks.errors import RunError
+from seqblocks.graph import Model
+from seqblocks.kernels.positions import packed_resets
+from seqblocks.module import Body, Call, Grid
+from seqblocks.state import States, check_state, new_state
+
+
+class SequenceModel(Body):
+    """A built spec: an ordinary module whose parameters carry the names of the YAML.
+
+    Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
+    width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.graph, model, "", frozenset(), model.name)
+        self.graph = model
+        obstacle = graph.stream_obstacle(model.graph)
+        self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: States | None = None,
+        return_state: bool = False,
+        resets: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> Any:
+        """Run a whole sequence, or go on from `state`.
+
+        resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
+        bounds of n sequences packed into a batch of one, 0 first and the number of tokens last. grid: rows and columns
+        of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError.
+        """
+        self._check_call(x, resets, cu_seqlens)
+        streaming = state is not None or return_state
+        if streaming and self._obstacle:
+            raise RunError(self._obstacle)
+        if state is not None:
+            check_state(self.graph, state, x.shape[0], x.device)
+        if cu_seqlens is not None:
+            resets = _packed_resets(x, cu_seqlens, resets)
+        grid = grid or (self.graph.input.grid if self.graph.input.kind != "image" else None)
+        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
+        if call.compiling:
+            y, states = self._run({self._body.input: x}, call)
+        else:
+            try:
+                y, states = self._run({self._body.input: x}, call)
+            except RuntimeError as error:  # looking at every parameter's dtype before each call would cost time
+                told = self._other_dtype(x, error)
+                if told is None:
+                    raise
+                raise RunError(told) from error
+        return (y, states) if return_state else y
+
+    def step(
+        self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None
+    ) -> tuple[Tensor, States]:
+        """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state).
+
+        resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
+        """
+        self._check_call(x, resets, step=True)
+        resets = None if resets is None else resets.unsqueeze(1)
+        y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
+        return (y.squeeze(1) if y.ndim == 3 else y), states
+
+    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
+        """The state before the first token: a dict of dicts of tensors, by step names. Raises RunError."""
+        if self._obstacle:
+            raise RunError(self._obstacle)
+        some = next(self.parameters(), None)
+        device = device or (some.device if some is not None else "cpu")
+        dtype = dtype or (some.dtype if some is not None else torch.float32)
+        return new_state(self.graph.graph, batch_size, device, dtype)
+
+    def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+        """Two groups for an optimiser: parameters that are customarily decayed, and the others."""
+        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph.graph) if not item.tied}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.named_parameters():
+            groups[decays.get(name, True)].append(parameter)
+        return [
+            {"params": groups[True], "weight_decay": weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ]
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = 0) -> None:
+        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype.
+
+        Without one (None), torch's own generator gives a seed, so that torch.manual_seed governs.
+        """
+        from seqblocks.initialise import draw
+
+        if seed is None:
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+        for item in graph.parameters(self.graph.graph):
+            if item.tied is None:
+                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let tied names share one parameter (again, after something that copies parameters one by one)."""
+        for item in graph.parameters(self.graph.graph):
+            if item.tied is not None:
+                holder, _, leaf = item.name.rpartition(".")
+                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+
+    def _check_call(self, x: Any, resets: Any, cu_seqlens: Any = None, step: bool = False) -> None:
+        """RunError unless these are what a call takes, or, with one token in place of a sequence, a step."""
+        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
+            if given is not None and not isinstance(given, Tensor):
+                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
+        who, axes = ("a step", ["batch"]) if step else ("the model", ["batch", "seq"])
+        if not isinstance(x, Tensor):
+            raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
+        if step and self._obstacle:
+            raise RunError(self._obstacle)
+        wire = self.graph.input
+        if wire.kind == "image":
+            if x.ndim != 4 or x.shape[1] != wire.features:
+                raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+        elif wire.kind == "tokens":
+            if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
+        elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
+            raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
+        if wire.kind != "tokens" and not (x.is_floating_point() or x.is_complex()):
+            raise RunError(f"{who} reads floating numbers, not {x.dtype}: convert with x.float()")
+        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]):
+            wanted = list(x.shape[: len(axes)])
+            raise RunError(f"resets must be bool of shape {wanted}, not {resets.dtype} {list(resets.shape)}")
+
+    def _other_dtype(self, x: Tensor, error: RuntimeError) -> str | None:
+        """What to do about an error of torch's that is one of dtypes, as far as the input's is to blame."""
+        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        own = min(kinds, key=lambda d: d.itemsize, default=x.dtype)  # some stay float32 in a half-precision model
+        if x.dtype == own or not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
+            return None
+        given, kept = str(x.dtype).removeprefix("torch."), str(own).removeprefix("torch.")
+        what = f"the model is {kept} and its input {given}"
+        if torch.is_autocast_enabled(x.device.type):
+            what += ", which torch.autocast does not convert for every step"
+        return f"{what}: convert it with x.to(torch.{kept}), or build the model with dtype='{given}'"
+
+
+def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tensor:
+    if resets is not None:
+        raise RunError("give either resets or cu_seqlens")
+    if x.shape[0] != 1:
+        raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
+    return packed_resets(cu_seqlens, x.shape[1], x.device)
