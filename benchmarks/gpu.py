@@ -270,19 +270,14 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
     runs: dict[str, list[list[Took]]] = {}
     launched: dict[str, list[str]] = {}
     for turn in range(4 if clock.cuda else 2):
-        for name, (change, call, mode) in candidates.items():
+        for name, candidate in candidates.items():
             try:
-                with use_autotune(mode):
+                with use_autotune(candidate.autotune):
                     if turn == 0:
-                        leaves = {key: x.detach().clone() for key, x in change(given).items()}
-                        ready[name] = _passes(case, leaves, call)  # a search, if any, is over then
-                        with launches() as found:
-                            for run in ready[name]:
-                                run()
-                        runs[name], launched[name] = [[] for _ in ready[name]], sorted(found)
-                    elif name in ready:
-                        for at, run in enumerate(ready[name]):
-                            runs[name][at].append(clock(run))
+                        ready[name], launched[name] = _prepared(case, given, candidate)
+                        runs[name] = [[] for _ in ready[name]]
+                    for at, run in enumerate(ready.get(name, ()) if turn else ()):
+                        runs[name][at].append(clock(run))
             except Exception as error:  # a line in the table, not the end of it
                 ready.pop(name, None)
                 yield {"candidate": name, "left_out": said(error)}
@@ -302,6 +297,20 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
                 passes[-1]()
                 record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         yield record
+
+
+def _prepared(
+    case: Case, given: Leaves, candidate: Candidate
+) -> tuple[tuple[Callable[[], Any], ...], list[str]]:
+    """The passes, which have run once, and what they launch."""
+    leaves = {key: x.detach().clone() for key, x in candidate.change(given).items()}
+    with launches() as found:
+        passes = _passes(case, leaves, candidate.call)
+    if candidate.autotune != "off":  # those were of the search, too
+        with launches() as found:
+            for run in passes:
+                run()
+    return passes, sorted(found)
 
 
 def own(case: Case, tune: bool) -> dict[str, Candidate]:
@@ -481,7 +490,8 @@ def found_cuda() -> bool:
 
 
 def rehearsed(shape: Shape) -> Shape:
-    return {name: min(size, {"B": 2, "H": 1, "D": 16, "N": 4, "M": 2}.get(name, 8)) for name, size in shape.items()}
+    most = {"B": 2, "H": 4 if "M" in shape else 1, "N": 4, "M": 2, "D": 16}  # H: of Centaurus, features
+    return {name: min(size, most.get(name, 8)) for name, size in shape.items()}
 
 
 def as_text(shape: Shape) -> str:
