@@ -452,7 +452,7 @@ def table(told: dict[str, Any]) -> str:
     if told["tuned"]:
         lines += ["", "## What the search changed", "", *(f"- {text}" for text in told["tuned"])]
     if told["left_out"]:
-        lines += ["", f"Out of time before: {', '.join(told['left_out'])}."]
+        lines += ["", f"Out of time before: {'; '.join(told['left_out'])}."]
     return "\n".join(lines)
 
 
@@ -552,7 +552,8 @@ class Run:
         told = self.told
         told["wrong"] = [f"{r['case']} in {r['dtype']}" for r in told["checks"] if not r["ok"]]
         mine = [r for r in told["times"] if r["candidate"] in (OURS, TUNED)]
-        told["wrong"] += [f"{r['case']} {r['shape']}" for r in mine if r["left_out"] or not r.get("ok", True)]
+        bad = [r for r in mine if r["left_out"] or not r.get("ok", True)]
+        told["wrong"] += [f"{r['case']} ({as_text(r['shape'])})" for r in bad]
         sound = {text for r in told["checks"] if r["ok"] for text in r["launches"]}
         sound |= {text for r in mine if r.get("ok") for text in r["launches"]}
         told["unchecked"] = sorted({text for r in mine for text in r.get("launches", ()) if text not in sound})
@@ -575,7 +576,7 @@ class Run:
         for (key, shape, dtype, _), found in records(check_job, jobs, self.options.jobs, end, 120.0):
             about = {"case": key, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
             if isinstance(found, Late):  # none has said that it is wrong
-                self.told["left_out"].append(f"{key} {shape} in {about['dtype']}: its check, {found}")
+                self.told["left_out"].append(f"the check of {key} in {about['dtype']} ({as_text(shape)})")
             elif isinstance(found, Exception):
                 self.add("checks", {**about, "ok": False, "failed": said(found)})
             else:
@@ -594,7 +595,7 @@ class Run:
         for (key, shape, name, *_), found in records(cell_job, jobs, 1, self.end, 300.0 if self.options.tune else 75.0):
             about = {"case": key, "shape": shape}
             if isinstance(found, Late):
-                self.told["left_out"].append(f"{key} {shape} {name}: {found}")
+                self.told["left_out"].append(f"{name or OURS} in {key} ({as_text(shape)})")
             elif isinstance(found, Exception):
                 self.add("times", {"candidate": name or OURS, "left_out": said(found), **about})
             else:

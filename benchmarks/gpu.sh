@@ -31,10 +31,10 @@ fi
 
 failed=0
 if [ "${TESTS:-240}" != 0 ]; then
-    # compilers within the processes: each would start a pool of its own
-    TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 15 "${TESTS:-240}" \
-        "$python" -m pytest tests/gpu -m gpu -vv --tb=short -rfE -p no:benchmark -o faulthandler_timeout=60 \
-        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/gpu/[^ ]* $' || true; } || failed=1
+    # compilers within the processes, each of which would start a pool; of pytest's plugins, what is asked for alone
+    TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
+        "$python" -m pytest tests/gpu -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
+        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/gpu/.* $' || true; } || failed=1
 fi
 
 # for the benchmark alone, so that no peer's needs stand before what the tests need

@@ -219,6 +219,45 @@ def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: Mo
     assert gpu.check(nothing, torch.float32, "cpu", shape)["output 0"] == float("inf")
 
 
+@pytest.mark.parametrize(("slowly", "late"), [(1.0, False), (5.0, True)])
+def test_the_pause_covers_the_queueing_or_the_table_says_so(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, slowly: float, late: bool
+) -> None:
+    """A device that only sleeps, and a clock of its own: queueing takes 3 ms, later `slowly` times that."""
+    host, device, queued = [0.0], [0.0], [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = device[0] = max(device[0], host[0])
+
+        def query(self) -> bool:
+            return self.at <= host[0]
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    def pause(cycles: int) -> None:
+        device[0] = max(device[0], host[0]) + cycles / 1e6
+
+    def call() -> None:
+        queued[0] += 1
+        host[0] += 3.0 * (slowly if queued[0] > 3 else 1.0)
+        device[0] = max(device[0], host[0]) + 0.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", pause)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: host.__setitem__(0, max(host[0], device[0])))
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: host[0] / 1e3)
+    clock = gpu.Clock("cpu")
+    clock.cuda, clock.cycles = True, 1e6
+    took = clock(call)
+    assert took.late == late
+    assert took.ms == pytest.approx(3.0 * slowly - 6.1 if late else 0.5)
+
+
 forked = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # xdist has threads; none holds a lock here
 
 
