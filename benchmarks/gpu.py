@@ -1,14 +1,23 @@
 """Check every Triton kernel on a CUDA device, time it beside its peers, and write a dated table.
 
     python benchmarks/gpu.py                      # check and time all, within --minutes (9); the table goes to --out
-    python benchmarks/gpu.py --case mlstm --tune  # one family, after searching for the fastest launches
+    python benchmarks/gpu.py --case mlstm --tune  # one family, static launches beside the fastest that a search finds
 
-Checks come first: outputs, states and every gradient against the recurrent definition in float64, in float32 (1e-4 of
-the largest value) and bfloat16 (2e-2). Times are medians of what the device does: calls are queued behind a pause, with
-a cold second-level cache, so that neither Python nor the call before counts. A floor is what the least traffic takes at
-this card's measured copy bandwidth, or what its arithmetic takes if that is more. Peers that are installed take part
-(mlstm_kernels, flash-linear-attention, mamba-ssm, causal-conv1d, flashrnn), after all of ours are timed, since one that
-breaks the device takes the rest with it; others are named. Only torch and triton are needed, so a checkout will do:
+A table is never written over: its name has what was chosen, and a number where there is one already.
+
+Checks come first: outputs and every gradient against the recurrent definition in float64, at the widths of each timed
+shape, short, launched as they are and as a large call is, within 2e-2 of the largest value in bfloat16 (float32, 1e-4,
+comes last). What is timed is compared once more at its own shape, with the torch form in float32, in the first and the
+last sequence. Times are medians of what the device does: calls are queued behind a pause that is twice as long as it
+takes to queue them, with a cold second-level cache, so that neither Python nor the call before counts; where the pause
+was too short after all a star says so. The yardstick is the larger of two times: of the least traffic at this card's
+measured copy bandwidth, and of the arithmetic at its measured rates; that of the mLSTM is counted for chunks of 64
+tokens, so a form with others can undercut it.
+
+Peers that can be imported take part (mlstm_kernels, flash-linear-attention, mamba-ssm, causal-conv1d, flashrnn), after
+all of ours. Every check and every cell is a process of its own, checks several at once, which is also how all kernels
+are compiled in parallel: one that breaks the device or hangs takes nothing along. Only torch and triton are needed, so
+a checkout will do; `gpu.sh` beside this file runs the tests too, and unpacks peers:
 
     PYTHONPATH=. python benchmarks/gpu.py --out FOLDER
 
@@ -18,8 +27,10 @@ breaks the device takes the rest with it; others are named. Only torch and trito
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import itertools
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -31,359 +42,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from children import Late, records
 from common import versions, write
+from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, checked, drawn
 from torch import Tensor
 
-from seqblocks import kernels
+from seqblocks.kernels import self_check
 from seqblocks.kernels.tuning import use_autotune
 
-PEERS = ("mlstm_kernels", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "flashrnn")
-OURS, AS_TORCH = "seqblocks", "its torch form"
-BARS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+OURS, TUNED, AS_TORCH = "seqblocks", "seqblocks, tuned", "its torch form"
+BARS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 EXPS = 16 * 1.98e9  # special functions a second of a multiprocessor of an H100 or H200: 16 a clock
-PAUSE = 4_000_000  # clocks, some 2 ms: longer than Python takes to queue a forward and a backward pass
-Shape = dict[str, int]
-Leaves = dict[str, Tensor]
-Call = Callable[[Leaves], Any]  # the leaves -> what is computed: a tensor or several
-
-
-class Case(NamedTuple):
-    """One computation at some shapes.
-
-    draw(shape) makes the leaves, those in `narrow` in the dtype at hand; ours(leaves, backend) computes. peers: name ->
-    (change of the leaves into theirs, call). moved(shape) -> bytes that forward and backward cannot but read and write,
-    with two bytes a number; exps, products(shape) -> special functions and multiply-accumulates of the same.
-    """
-
-    about: str
-    shapes: list[Shape]
-    small: Shape
-    draw: Callable[[Shape], Leaves]
-    narrow: tuple[str, ...]
-    ours: Callable[[Leaves, str | None], Any]
-    moved: Callable[[Shape], tuple[float, float]]
-    peers: dict[str, tuple[Callable[[Leaves], Leaves], Call]] = {}  # noqa: RUF012  # read only
-    exps: Callable[[Shape], tuple[float, float]] | None = None
-    products: Callable[[Shape], tuple[float, float]] | None = None
-    torch_form: bool = False
-    forward_only: bool = False
-
-
-_seeds = itertools.count()
-
-
-def normal(*shape: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
-    """No two alike, or a kernel that confuses two inputs would pass; the same again in the next run."""
-    generator = torch.Generator().manual_seed(next(_seeds))
-    return torch.randn(shape, generator=generator) * scale + shift
-
-
-def drawn(case: Case, shape: Shape) -> Leaves:
-    global _seeds
-    _seeds = itertools.count()
-    return case.draw(shape)
-
-
-# --- mLSTM ----------------------------------------------------------------------------------------------------------
-
-
-def draw_mlstm(s: Shape) -> Leaves:
-    B, S, H, DK, DV = s["B"], s["S"], s["H"], s["DK"], s["DV"]
-    out = {"q": normal(B, S, H, DK), "k": normal(B, S, H, DK), "v": normal(B, S, H, DV)}
-    return out | {"i": normal(B, S, H), "f": normal(B, S, H, shift=3.0)}
-
-
-def ours_mlstm(x: Leaves, backend: str | None) -> Any:
-    return kernels.mlstm(**x, backend=backend)  # type: ignore[arg-type]
-
-
-def heads_first(x: Leaves) -> Leaves:
-    return {name: y.transpose(1, 2).contiguous() for name, y in x.items()}
-
-
-def mlstm_xl_chunk(x: Leaves) -> Any:
-    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
-
-    return mlstm_chunkwise__xl_chunk(**x, chunk_size=128, autocast_kernel_dtype=x["q"].dtype)
-
-
-def simple_gla(x: Leaves) -> Any:
-    """No mLSTM: no stabiliser, no normaliser. A landmark for what chunks cost."""
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    return chunk_simple_gla(x["q"], x["k"], x["v"], F.logsigmoid(x["f"]))[0]
-
-
-def attend(x: Leaves) -> Any:
-    """Causal attention with as many features: a landmark."""
-    return F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
-
-
-def as_heads_of_128(x: Leaves) -> Leaves:
-    B, S, H, D = x["v"].shape
-    return {name: x["v"].reshape(B, S, H * D // 128, 128).transpose(1, 2).contiguous() for name in "qkv"}
-
-
-def moved_mlstm(s: Shape) -> tuple[float, float]:
-    tokens = s["B"] * s["S"] * s["H"]
-    return tokens * (4 * s["DK"] + 4 * s["DV"] + 8), tokens * (8 * s["DK"] + 6 * s["DV"] + 16)
-
-
-def products_mlstm(s: Shape) -> tuple[float, float]:
-    """In chunks of 64: within them, and through the states."""
-    tokens, DK, DV = s["B"] * s["S"] * s["H"], s["DK"], s["DV"]
-    return tokens * (32 * (DK + DV) + 2 * DK * DV), tokens * (32 * (3 * DK + 2 * DV) + 5 * DK * DV)
-
-
-def step_mlstm(s: Shape) -> Leaves:
-    B, H, DK, DV = s["B"], s["H"], s["DK"], s["DV"]
-    state = {"C": normal(B, H, DK, DV), "n": normal(B, H, DK), "m": normal(B, H)}
-    return draw_mlstm({**s, "S": 1}) | state
-
-
-def ours_step(x: Leaves, backend: str | None) -> Any:
-    tensors = {name: x[name][:, 0] for name in "qkvif"}
-    h, state = kernels.mlstm_step(**tensors, state=(x["C"], x["n"], x["m"]), backend=backend)  # type: ignore[arg-type]
-    return h, *state
-
-
-# --- sLSTM ----------------------------------------------------------------------------------------------------------
-
-
-def draw_slstm(s: Shape) -> Leaves:
-    B, S, H, D = s["B"], s["S"], s["H"], s["D"]
-    gates = {name: normal(B, S, H * D, shift=float(at)) for at, name in enumerate("zoif")}
-    return gates | {"recurrent": normal(H, D, 4, D, scale=D**-0.5), "bias": normal(4, H, D)}
-
-
-def ours_slstm(x: Leaves, backend: str | None) -> Any:
-    return kernels.slstm(**x, backend=backend)  # type: ignore[arg-type]
-
-
-def for_flashrnn(x: Leaves) -> Leaves:
-    H, D = x["recurrent"].shape[:2]
-    wide = torch.stack([x[name] for name in "ifzo"], 2).unflatten(-1, (H, D)).bfloat16()
-    return {"Wx": wide, "R": x["recurrent"].permute(2, 0, 1, 3).contiguous().bfloat16(), "b": x["bias"].bfloat16()}
-
-
-def flashrnn_fused(x: Leaves) -> Any:
-    from flashrnn import flashrnn
-
-    return flashrnn(**x, function="slstm", backend="cuda_fused", dtype="bfloat16")[0]
-
-
-def moved_slstm(s: Shape) -> tuple[float, float]:
-    wide = s["B"] * s["S"] * s["H"] * s["D"]
-    return 10.0 * wide, 18.0 * wide  # gates in and y out; gates, dy in and gradients of the gates out
-
-
-# --- selective scan -------------------------------------------------------------------------------------------------
-
-
-def draw_scan(s: Shape) -> Leaves:
-    B, S, E, N = s["B"], s["S"], s["E"], s["N"]
-    out = {"u": normal(B, S, E), "dt": normal(B, S, E), "B": normal(B, S, N), "C": normal(B, S, N)}
-    out |= {"D": normal(E), "z": normal(B, S, E), "dt_bias": normal(E, shift=-4.0)}
-    return out | {"A": -torch.arange(1, N + 1.0).repeat(E, 1)}
-
-
-def ours_scan(x: Leaves, backend: str | None) -> Any:
-    return kernels.selective_scan(**x, backend=backend)  # type: ignore[arg-type]
-
-
-def ours_both_ways(x: Leaves, backend: str | None) -> Any:
-    """As a bidirectional block calls it: each direction a launch, no copy of the sequence, the results added."""
-    there = kernels.selective_scan(**x, backend=backend)  # type: ignore[arg-type]
-    back = kernels.selective_scan(**x, reverse=True, backend=backend)  # type: ignore[arg-type]
-    return there + back  # type: ignore[operator]
-
-
-def features_first(x: Leaves) -> Leaves:
-    turned = {name: x[name].transpose(1, 2).contiguous() for name in ("u", "dt", "z", "B", "C")}
-    return {**x, **turned}
-
-
-def mamba_ssm(x: Leaves) -> Any:
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-    return selective_scan_fn(x["u"], x["dt"], x["A"], x["B"], x["C"], x["D"], x["z"], x["dt_bias"], True)
-
-
-def moved_scan(s: Shape) -> tuple[float, float]:
-    wide = s["B"] * s["S"] * s["E"]
-    return 8.0 * wide, 14.0 * wide  # u, dt, z, y; u, dt, z, dy, du, ddt, dz
-
-
-def exps_scan(s: Shape) -> tuple[float, float]:
-    states = s["B"] * s["S"] * s["E"] * s["N"]
-    return states, 2.0 * states
-
-
-# --- convolution, products by blocks, norm --------------------------------------------------------------------------
-
-
-def draw_conv(s: Shape) -> Leaves:
-    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"], 1, s["K"]), "bias": normal(s["D"])}
-
-
-def ours_conv(x: Leaves, backend: str | None) -> Any:
-    return kernels.causal_conv(**x, activation="silu", backend=backend)  # type: ignore[arg-type]
-
-
-def for_causal_conv1d(x: Leaves) -> Leaves:
-    out = {"x": x["x"].transpose(1, 2), "weight": x["weight"][:, 0], "bias": x["bias"]}
-    return {name: y.to(x["x"].dtype) for name, y in out.items()}
-
-
-def causal_conv1d(x: Leaves) -> Any:
-    from causal_conv1d import causal_conv1d_fn
-
-    return causal_conv1d_fn(**x, activation="silu")
-
-
-def moved_rows(s: Shape) -> tuple[float, float]:
-    """x, y; x, dy, dx."""
-    wide = s["B"] * s["S"] * s["D"]
-    return 4.0 * wide, 6.0 * wide
-
-
-def draw_linear(s: Shape) -> Leaves:
-    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"] // 4, 4, 4)}
-
-
-def ours_linear(x: Leaves, backend: str | None) -> Any:
-    return kernels.headwise_linear(**x, backend=backend)
-
-
-def draw_norm(s: Shape) -> Leaves:
-    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"], shift=1.0), "bias": normal(s["D"])}
-
-
-def ours_norm(x: Leaves, backend: str | None) -> Any:
-    return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], backend=backend)
-
-
-def draw_tail(s: Shape) -> Leaves:
-    shape = (s["B"], s["S"], s["D"])
-    return draw_norm(s) | {"skip": normal(*shape), "skip_weight": normal(s["D"]), "gate": normal(*shape)}
-
-
-def ours_tail(x: Leaves, backend: str | None) -> Any:
-    given = {name: x[name] for name in ("skip", "skip_weight", "gate")}
-    return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], **given, backend=backend)
-
-
-# --- Centaurus ------------------------------------------------------------------------------------------------------
-
-
-def draw_centaurus(s: Shape) -> Leaves:
-    B, S, H, N, M = (s[name] for name in "BSHNM")
-    out = {"x": normal(B, S, H), "A_real": -normal(N, M).abs() - 0.1, "A_imag": normal(N, M, scale=3.0)}
-    out |= {"dt": torch.logspace(-3, -1, N), "B": normal(N, H, scale=H**-0.5), "C": normal(H, N, scale=N**-0.5)}
-    return out | {"E": normal(N, M)}
-
-
-def draw_dws(s: Shape) -> Leaves:
-    return {**draw_centaurus(s), "B": normal(s["N"]), "C": normal(s["N"])}
-
-
-def ours_neck(x: Leaves, backend: str | None) -> Any:
-    return kernels.centaurus(**x, mode="neck", backend=backend)  # type: ignore[arg-type]
-
-
-def ours_dws(x: Leaves, backend: str | None) -> Any:
-    return kernels.centaurus(**x, mode="dws", backend=backend)  # type: ignore[arg-type]
-
-
-def moved_centaurus(s: Shape) -> tuple[float, float]:
-    return moved_rows({**s, "D": s["H"]})
-
-
-LENGTHS = (2048, 8192, 32768)
-MLSTM_PEERS: dict[str, Any] = {
-    "mlstm_kernels xl_chunk": (heads_first, mlstm_xl_chunk),
-    "simple_gla (landmark)": (dict, simple_gla),
-    "attention (landmark)": (as_heads_of_128, attend),
-}
-CASES = {
-    "mlstm": Case(
-        "mLSTM of a 1.3B model: 4 heads, 256 by 512, 65,536 tokens in all",
-        [{"B": 65536 // S, "S": S, "H": 4, "DK": 256, "DV": 512} for S in LENGTHS],
-        {"B": 2, "S": 150, "H": 2, "DK": 256, "DV": 512},
-        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, MLSTM_PEERS, products=products_mlstm,
-    ),
-    "mlstm_heads_of_128": Case(
-        "mLSTM, 8 heads of 128, and the patches of a small vision model",
-        [{"B": 8, "S": 2048, "H": 8, "DK": 128, "DV": 128}, {"B": 64, "S": 196, "H": 4, "DK": 192, "DV": 192}],
-        {"B": 2, "S": 196, "H": 2, "DK": 192, "DV": 192},
-        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, MLSTM_PEERS, products=products_mlstm,
-    ),
-    "mlstm_step": Case(
-        "mLSTM, one token of 32 sequences, 8 heads, 256 by 512 (forward alone)",
-        [{"B": 32, "H": 8, "DK": 256, "DV": 512}], {"B": 2, "H": 2, "DK": 64, "DV": 100},
-        step_mlstm, ("q", "k", "v"), ours_step, lambda s: (8.0 * s["B"] * s["H"] * s["DK"] * s["DV"], 0.0),
-        torch_form=True, forward_only=True,
-    ),
-    "scan": Case(
-        "selective scan of a 1.3B model: 4,096 channels of 16 states, 32,768 tokens in all",
-        [{"B": 32768 // S, "S": S, "E": 4096, "N": 16} for S in LENGTHS], {"B": 2, "S": 150, "E": 96, "N": 16},
-        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan,
-        {"mamba-ssm": (features_first, mamba_ssm)}, exps=exps_scan,
-    ),
-    "scan_once": Case(
-        "selective scan of a small vision model, left to right",
-        [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2, "S": 100, "E": 48, "N": 16},
-        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan,
-        {"mamba-ssm": (features_first, mamba_ssm)}, exps=exps_scan,
-    ),
-    "scan_both_ways": Case(
-        "the same in both directions, added",
-        [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2, "S": 100, "E": 48, "N": 16},
-        draw_scan, ("u", "dt", "z", "B", "C"), ours_both_ways,
-        lambda s: (2 * moved_scan(s)[0], 2 * moved_scan(s)[1]),
-        exps=lambda s: (2 * exps_scan(s)[0], 2 * exps_scan(s)[1]),
-    ),
-    "slstm": Case(
-        "sLSTM, 16 sequences of 2,048 tokens, 4 heads",
-        [{"B": 16, "S": 2048, "H": 4, "D": D} for D in (64, 128, 256)], {"B": 3, "S": 40, "H": 2, "D": 64},
-        draw_slstm, ("i", "f", "z", "o"), ours_slstm, moved_slstm, {"flashrnn": (for_flashrnn, flashrnn_fused)},
-    ),
-    "conv": Case(
-        "causal convolution of 4 taps with SiLU, 4,096 channels",
-        [{"B": 8, "S": 2048, "D": 4096, "K": 4}], {"B": 2, "S": 100, "D": 96, "K": 4},
-        draw_conv, ("x", "weight", "bias"), ours_conv, moved_rows,
-        {"causal-conv1d": (for_causal_conv1d, causal_conv1d)},
-    ),
-    "linear": Case(
-        "product by blocks of 4, 4,096 channels",
-        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
-        draw_linear, ("x", "weight"), ours_linear, moved_rows, torch_form=True,
-    ),
-    "norm": Case(
-        "norm of 4 heads, 4,096 channels",
-        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
-        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, torch_form=True,
-    ),
-    "tail": Case(
-        "norm of 4 heads, learnable skip and gate, 4,096 channels",
-        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 100, "D": 96},
-        draw_tail, ("x", "weight", "bias", "skip", "skip_weight", "gate"), ours_tail,
-        lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]), torch_form=True,
-    ),
-    "centaurus_neck": Case(
-        "Centaurus, mode neck, 512 features, 512 channels of 4",
-        [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)],
-        {"B": 2, "S": 100, "H": 24, "N": 24, "M": 4},
-        draw_centaurus, ("x",), ours_neck, moved_centaurus, torch_form=True,
-    ),
-    "centaurus_dws": Case(
-        "Centaurus, mode dws, 512 features and channels of 4",
-        [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)],
-        {"B": 2, "S": 100, "H": 24, "N": 24, "M": 4},
-        draw_dws, ("x",), ours_dws, moved_centaurus, torch_form=True,
-    ),
-}
+LONGEST = 250.0  # milliseconds of a pause
+AT_ONCE = 6  # checks; the definition of one keeps up to 10 GB
+SHARE = 0.4  # of the time that checks may take before anything is timed
 
 
 # --- checking -------------------------------------------------------------------------------------------------------
@@ -405,26 +77,105 @@ def results(call: Call, leaves: Leaves) -> dict[str, Tensor]:
 
 
 def cotangent(x: Tensor, at: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 + at)
-    return torch.randn(x.shape, generator=generator).bfloat16().to(x.device)
+    generator = torch.Generator(x.device).manual_seed(1000 + at)
+    return torch.randn(x.shape, generator=generator, device=x.device).bfloat16()
+
+
+@contextlib.contextmanager
+def launches(run: bool = True) -> Iterator[set[str]]:
+    """The kernels launched within: their names, what they are compiled for, and the dtypes they are given."""
+    interface: Any = importlib.import_module("triton.runtime.jit").KernelInterface
+    before, found = interface.__getitem__, set()
+
+    def noting(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def go(*args: Any, **fixed: Any) -> Any:
+            types = [str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "-"
+                     for x in args if x is None or isinstance(x, Tensor)]
+            of = ", ".join(f"{key}={value}" for key, value in sorted(fixed.items()))
+            found.add(f"{getattr(kernel.fn, '__name__', kernel)}({of}; {' '.join(types)})")  # a peer's may be wrapped
+            return before(kernel, grid)(*args, **fixed) if run else None
+
+        return go
+
+    interface.__getitem__ = noting
+    try:
+        yield found
+    finally:
+        interface.__getitem__ = before
 
 
 def check(case: Case, dtype: torch.dtype, device: str, shape: Shape) -> dict[str, float]:
-    """Errors of the Triton form relative to each result's largest value; what is no number counts as infinite."""
-    rounded = {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in drawn(case, shape).items()}
+    """Errors of the Triton form relative to each result's largest value; what is no number counts as infinite.
+
+    Twice: launched as this shape is, and as a call is that fills the device.
+    """
     grad = not case.forward_only
-    exact = {name: x.double().to(device).requires_grad_(grad) for name, x in rounded.items()}
-    given = {name: x.to(device).requires_grad_(grad) for name, x in rounded.items()}
+    rounded = drawn(case, shape, device, dtype)
+    exact = {name: x.double().requires_grad_(grad) for name, x in rounded.items()}
+    given = {name: x.requires_grad_(grad) for name, x in rounded.items()}
     wanted = results(lambda x: case.ours(x, "reference"), exact)
-    found = results(lambda x: case.ours(x, "triton"), given)
-    errors = {
-        name: ((found[name].double() - x).abs().max() / x.abs().max().clamp(min=1e-30)).item()
-        for name, x in wanted.items()
-    }
-    return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
+    errors = {}
+    for large in (False, True):
+        with self_check.as_if(large):
+            found = results(lambda x: case.ours(x, "triton"), given)
+            alone = ahead(case, given)
+        for name, x in wanted.items():
+            errors[name + ", as a large call" * large] = apart(found[name], x)
+        for at, y in enumerate(alone):
+            errors[f"output {at} alone" + ", as a large call" * large] = apart(y, wanted[f"output {at}"])
+    return errors
+
+
+def ahead(case: Case, leaves: Leaves) -> list[Tensor]:
+    """Without a derivative, which is launched otherwise."""
+    with torch.no_grad():
+        return tensors(case.ours(leaves, "triton"))
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """The largest error relative to the largest value, or that of the norm if it is more."""
+    off, wanted = found.double() - wanted.double(), wanted.double()
+    error = max((off.abs().max() / wanted.abs().max().clamp(min=1e-30)).item(),
+                (off.norm() / wanted.norm().clamp(min=1e-30)).item())
+    return error if math.isfinite(error) and torch.isfinite(off).all() else math.inf
+
+
+def compare(case: Case, leaves: Leaves) -> tuple[float, str]:
+    """The largest error of the Triton form where it is timed, and in which result: against the torch form in float32.
+
+    That has the first and the last sequence alone. Cotangents of the others are zero, so that gradients of what all
+    sequences share are of these two, out of the very launch that is timed; and theirs must be nothing.
+    """
+    batch = next(x.shape[0] for name, x in leaves.items() if name not in case.shared)
+    rows = sorted({0, batch - 1})
+    given = {name: x.detach().requires_grad_(not case.forward_only) for name, x in leaves.items()}
+    part = {name: (x if name in case.shared else x[rows]).detach().float().requires_grad_(not case.forward_only)
+            for name, x in leaves.items()}
+    found, wanted = tensors(case.ours(given, "triton")), tensors(case.ours(part, "torch"))
+    errors = {f"output {at}": apart(x[rows], y) for at, (x, y) in enumerate(zip(found, wanted, strict=True))}
+    alone = ahead(case, given)
+    errors |= {f"output {at} alone": apart(x[rows], wanted[at]) for at, x in enumerate(alone)}
+    if not case.forward_only:
+        narrow = [cotangent(y, at).to(x.dtype) for at, (x, y) in enumerate(zip(found, wanted, strict=True))]
+        wide = [torch.zeros_like(x) for x in found]
+        for x, y in zip(wide, narrow, strict=True):
+            x[rows] = y
+        of_all = torch.autograd.grad(found, [*given.values()], wide)
+        of_part = torch.autograd.grad(wanted, [*part.values()], [y.float() for y in narrow])
+        for name, x, y in zip(given, of_all, of_part, strict=True):
+            errors[f"gradient of {name}"] = apart(x if name in case.shared else x[rows], y)
+            if name not in case.shared and batch > 2 and x[1:-1].any():
+                errors[f"gradient of {name}, between"] = math.inf
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 # --- timing ---------------------------------------------------------------------------------------------------------
+
+
+class Took(NamedTuple):
+    ms: float
+    late: bool  # the device was done with the pause before all was queued: Python may be in the figure
 
 
 class Clock:
@@ -433,44 +184,65 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
         self.other = torch.randn(1 << 26, device=device) if self.cuda else torch.empty(0)  # 256 MB, to be read between
+        self.cycles = max(self._cycles() for _ in range(3)) if self.cuda else 0.0
 
-    def __call__(self, call: Callable[[], Any]) -> float:
+    def _cycles(self) -> float:
+        """Of a millisecond. Clocks rise under load: the highest counts, or pauses would be short."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(20):
+            self.other.sum()
+        start.record()
+        torch.cuda._sleep(4_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        return 4e6 / start.elapsed_time(end)
+
+    def __call__(self, call: Callable[[], Any]) -> Took:
         if not self.cuda:
             start = time.perf_counter()
             call()
-            return 1e3 * (time.perf_counter() - start)
+            return Took(1e3 * (time.perf_counter() - start), False)
+        queueing = []
         for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             call()
-        first = self._events(call, 3)
-        return statistics.median(self._events(call, max(5, min(50, int(60 / max(statistics.median(first), 1e-3))))))
+            queueing.append(1e3 * (time.perf_counter() - start))
+        pause = min(LONGEST, 2 * max(queueing[1:]) + 0.1)
+        first = self._events(call, 3, pause).ms
+        return self._events(call, max(5, min(50, int(60 / max(first, 1e-3)))), pause)
 
-    def _events(self, call: Callable[[], Any], times: int) -> list[float]:
+    def _events(self, call: Callable[[], Any], times: int, pause: float) -> Took:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+        late = 0
         for start, end in pairs:
             self.other.sum()  # reading leaves nothing to be written back while the call is timed
-            torch.cuda._sleep(PAUSE)
+            torch.cuda._sleep(int(pause * self.cycles))
             start.record()
             call()
             end.record()
+            late += start.query()
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+        return Took(statistics.median(start.elapsed_time(end) for start, end in pairs), 2 * late > times)
 
 
-def ceilings(clock: Clock, device: str) -> dict[str, float]:
-    """Bytes a second of a large copy, and multiply-accumulates a second of a large product in bfloat16."""
+def machine(device: str) -> Iterator[dict[str, Any]]:
+    """What it is, bytes a second of a large copy, and multiply-accumulates a second of a large product in bfloat16."""
+    clock = Clock(device)
     numbers = 1 << (29 if clock.cuda else 16)
     a = torch.randn(numbers, dtype=torch.bfloat16, device=device)  # zeros would be faster: they take less power
     b = torch.empty_like(a)
-    copy = 4 * numbers / (clock(lambda: b.copy_(a)) / 1e3)
+    copy = 4 * numbers / (clock(lambda: b.copy_(a)).ms / 1e3)
     size = 8192 if clock.cuda else 64
     a = torch.randn(size, size, device=device).bfloat16()
-    product = size**3 / (clock(lambda: a @ a) / 1e3)
+    product = size**3 / (clock(lambda: a @ a).ms / 1e3)
     processors = torch.cuda.get_device_properties(0).multi_processor_count if clock.cuda else 1
-    return {"copy_bytes_per_s": copy, "bf16_products_per_s": product, "special_functions_per_s": EXPS * processors}
+    most = {"copy_bytes_per_s": copy, "bf16_products_per_s": product, "special_functions_per_s": EXPS * processors}
+    yield {"device": torch.cuda.get_device_name() if clock.cuda else "CPU", "ceilings": most}
 
 
-def floor(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward, that nothing can undercut here."""
+def yardstick(case: Case, shape: Shape, most: dict[str, float]) -> tuple[float, float]:
+    """Milliseconds of forward, and of both passes: the least traffic, or the arithmetic if that takes longer."""
     out = []
     for at in (0, 1):
         each = [case.moved(shape)[at] / most["copy_bytes_per_s"]]
@@ -486,56 +258,135 @@ def both_passes(call: Call, leaves: Leaves, cotangents: list[Tensor]) -> None:
     torch.autograd.grad(tensors(call(leaves)), [*leaves.values()], cotangents, allow_unused=True)
 
 
-def timed(
-    case: Case, shape: Shape, device: str, clock: Clock, candidates: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """One record a candidate: medians of three turns. What fails is a record too."""
-    given = {n: x.to(device, torch.bfloat16 if n in case.narrow else None) for n, x in drawn(case, shape).items()}
+class Candidate(NamedTuple):
+    change: Callable[[Leaves], Leaves]
+    call: Call
+    autotune: str = "off"
+
+
+def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candidate]) -> Iterator[dict[str, Any]]:
+    """One record a candidate: medians of three turns (one, rehearsed). What fails is a record too."""
     ready: dict[str, tuple[Callable[[], Any], ...]] = {}
-    runs: dict[str, list[list[float]]] = {}
-    for turn in range(4):
-        for name, (change, call) in candidates.items():
+    runs: dict[str, list[list[Took]]] = {}
+    launched: dict[str, list[str]] = {}
+    for turn in range(4 if clock.cuda else 2):
+        for name, candidate in candidates.items():
             try:
-                if turn == 0:
-                    ready[name] = _passes(case, {key: x.detach().clone() for key, x in change(given).items()}, call)
-                    runs[name] = [[] for _ in ready[name]]
-                elif name in ready:
-                    for at, run in enumerate(ready[name]):
+                with use_autotune(candidate.autotune):
+                    if turn == 0:
+                        ready[name], launched[name] = _prepared(case, given, candidate)
+                        runs[name] = [[] for _ in ready[name]]
+                    for at, run in enumerate(ready.get(name, ()) if turn else ()):
                         runs[name][at].append(clock(run))
-            except Exception as error:  # a peer that is absent or fails is a line in the table, not the end of it
+            except Exception as error:  # a line in the table, not the end of it
                 ready.pop(name, None)
-                absent = isinstance(error, ModuleNotFoundError)
-                yield {"candidate": name, "left_out": "not installed" if absent else said(error)}
+                yield {"candidate": name, "left_out": said(error)}
     for name, passes in ready.items():
         record: dict[str, Any] = {"candidate": name, "left_out": None, "peak_mb": None}
-        record |= dict(zip(("forward_ms", "both_ms"), map(statistics.median, runs[name]), strict=False))
+        record["autotune"] = candidates[name].autotune
+        for field, turns in zip(("forward", "both"), runs[name], strict=False):
+            record[f"{field}_ms"] = statistics.median(took.ms for took in turns)
+            record[f"{field}_turns_ms"] = [took.ms for took in turns]
+            record[f"{field}_late"] = any(took.late for took in turns)
+        if name in (OURS, TUNED):
+            record["launches"] = launched[name]
         if clock.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            passes[-1]()
-            record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            with use_autotune(candidates[name].autotune):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                passes[-1]()
+                record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         yield record
 
 
-def own(case: Case) -> dict[str, Any]:
-    out: dict[str, Any] = {OURS: (dict, lambda x: case.ours(x, "triton"))}
-    return out | ({AS_TORCH: (dict, lambda x: case.ours(x, "torch"))} if case.torch_form else {})
+def _prepared(
+    case: Case, given: Leaves, candidate: Candidate
+) -> tuple[tuple[Callable[[], Any], ...], list[str]]:
+    """The passes, which have run once, and what they launch."""
+    leaves = {key: x.detach().clone() for key, x in candidate.change(given).items()}
+    with launches() as found:
+        passes = _passes(case, leaves, candidate.call)
+    if candidate.autotune != "off":  # those were of the search, too
+        with launches() as found:
+            for run in passes:
+                run()
+    return passes, sorted(found)
+
+
+def own(case: Case, tune: bool) -> dict[str, Candidate]:
+    ours: Call = lambda x: case.ours(x, "triton")  # noqa: E731
+    out = {OURS: Candidate(dict, ours)}
+    if tune:
+        return out | {TUNED: Candidate(dict, ours, "on")}
+    return out | ({AS_TORCH: Candidate(dict, lambda x: case.ours(x, "torch"))} if case.torch_form else {})
 
 
 def _passes(case: Case, leaves: Leaves, call: Call) -> tuple[Callable[[], Any], ...]:
     """Forward, and forward with backward; both have run once."""
     leaves = {key: x.requires_grad_() for key, x in leaves.items()}
     cotangents = [torch.randn_like(x) for x in tensors(call(leaves))]
-    ahead = torch.no_grad()(lambda: call(leaves))
-    ahead()
+    alone = torch.no_grad()(lambda: call(leaves))
+    alone()
     if case.forward_only:
-        return (ahead,)
+        return (alone,)
     both_passes(call, leaves, cotangents)
-    return ahead, lambda: both_passes(call, leaves, cotangents)
+    return alone, lambda: both_passes(call, leaves, cotangents)
 
 
 def said(error: Exception) -> str:
     return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}".rstrip(": ")
+
+
+# --- jobs: each in a process of its own -----------------------------------------------------------------------------
+
+
+def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+    case = CASES[key]
+    try:
+        with launches() as found:
+            errors = check(case, dtype, device, shape)
+    except Exception as error:  # the table says so, and the others are still checked
+        yield {"ok": False, "failed": said(error)}
+        return
+    worst = max(errors, key=errors.__getitem__)
+    yield {"ok": errors[worst] <= BARS[dtype], "worst": worst, "launches": sorted(found)} | {
+        what: max((e for n, e in errors.items() if n.startswith(what[:-1])), default=0.0)
+        for what in ("outputs", "gradients")
+    }
+
+
+def cell_job(key: str, shape: Shape, peer: str, device: str, tune: bool) -> Iterator[dict[str, Any]]:
+    """Ours (peer ""), compared at this shape, or one peer."""
+    case, clock = CASES[key], Clock(device)
+    dtype = torch.bfloat16 if clock.cuda else torch.float32
+    given = drawn(case, shape, device, dtype)
+    if peer:
+        of = case.peers[peer]
+        for record in timed(case, given, clock, {peer: Candidate(of.change, of.call)}):
+            yield record | ({} if record["left_out"] else beside(case, of, given))
+        return
+    for record in timed(case, given, clock, own(case, tune)):
+        if record["candidate"] in (OURS, TUNED) and not record["left_out"]:
+            try:
+                with use_autotune(record["autotune"]):
+                    error, worst = compare(case, given)
+                record |= {"compared": error, "worst": worst, "ok": error <= BARS[dtype]}
+            except torch.OutOfMemoryError:
+                record["compared"] = None  # there was no room to; the checks say what they say
+            except Exception as error:
+                record |= {"compared": None, "ok": False, "worst": said(error)}
+        yield record
+
+
+def beside(case: Case, peer: Peer, given: Leaves) -> dict[str, Any]:
+    """How far a peer's output is from ours: other numbers would say that it computes something else."""
+    if peer.back is None:
+        return {}
+    try:
+        with torch.no_grad():
+            return {"compared": apart(peer.back(peer.call(peer.change(given))), tensors(case.ours(given, "triton"))[0])}
+    except Exception as error:
+        return {"compared": None, "worst": said(error)}
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
@@ -554,53 +405,67 @@ def table(told: dict[str, Any]) -> str:
         "",
         "## Checks",
         "",
-        "Largest error relative to the largest value, against the recurrence in float64.",
+        "Largest error relative to the largest value, or of the norm, against the recurrence in float64, launched as",
+        "these shapes are and as a large call is.",
         "",
-        "| | dtype | outputs | gradients | |",
-        "|---|---|---|---|---|",
+        "| | shape | dtype | outputs | gradients | |",
+        "|---|---|---|---|---|---|",
     ]
     for r in told["checks"]:
+        line = f"| {r['case']} | {as_text(r['shape'])} | {r['dtype']} | "
         if r.get("failed"):
-            lines.append(f"| {r['case']} | {r['dtype']} | | | **{r['failed']}** |")
+            lines.append(f"{line} | | **{r['failed']}** |")
             continue
-        lines.append(f"| {r['case']} | {r['dtype']} | {r['outputs']:.1e} | {r['gradients']:.1e} | "
+        lines.append(f"{line}{r['outputs']:.1e} | {r['gradients']:.1e} | "
                      f"{'ok' if r['ok'] else '**wrong**: ' + r['worst']} |")
-    lines += ["", "## Times", "", "Milliseconds; in brackets, ours: times the floor; others: times ours."]
+    lines += [
+        "", "## Times", "",
+        "Milliseconds; in brackets, ours: times the yardstick, which is the least traffic or the arithmetic, whichever",
+        "takes longer (of the mLSTM: in chunks of 64 tokens; others may need less); others: times ours. A star: Python",
+        "may be in the figure. `off by`: ours against the torch form in float32 at that shape, peers against ours.",
+    ]
     for key in dict.fromkeys(r["case"] for r in told["times"]):
         found = [r for r in told["times"] if r["case"] == key]
         order = [json.dumps(r["shape"]) for r in found]
         mine = sorted(found, key=lambda r: order.index(json.dumps(r["shape"])))  # ours of a shape, then its peers
         lines += ["", f"### {CASES[key].about}", ""]
-        lines += ["| | | forward | forward + backward | peak MB |", "|---|---|---|---|---|"]
+        lines += ["| | | forward | forward + backward | peak MB | off by |", "|---|---|---|---|---|---|"]
         for r in mine:
-            shape = ", ".join(f"{name} {n:,}" for name, n in r["shape"].items())
+            line = f"| {as_text(r['shape'])} | {r['candidate']} |"
             if r["left_out"]:
-                lines.append(f"| {shape} | {r['candidate']} | {r['left_out']} | | |")
+                lines.append(f"{line} {r['left_out']} | | | |")
                 continue
             ours: dict[str, Any] = next((o for o in mine if o["shape"] == r["shape"] and o["candidate"] == OURS), {})
             cells = []
-            for field, least in (("forward_ms", r["floor_ms"][0]), ("both_ms", r["floor_ms"][1])):
-                if field not in r:
+            for field, least in (("forward", r["yardstick_ms"][0]), ("both", r["yardstick_ms"][1])):
+                if f"{field}_ms" not in r:
                     cells.append("")
                     continue
-                beside = r[field] / (least if r is ours else ours.get(field, math.nan))
-                cells.append(f"{r[field]:.3f} ({beside:.2f} x)")
+                times = r[f"{field}_ms"] / (least if r is ours else ours.get(f"{field}_ms", math.nan))
+                cells.append(f"{r[f'{field}_ms']:.3f}{'*' * r[f'{field}_late']} ({times:.2f} x)")
             peak = "" if r["peak_mb"] is None else f"{r['peak_mb']:,.0f}"
-            lines.append(f"| {shape} | {r['candidate']} | {' | '.join(cells)} | {peak} |")
+            off = "" if r.get("compared") is None else f"{r['compared']:.1e}"
+            off = off if r.get("ok", True) else f"**{off} {r['worst']}**"
+            lines.append(f"{line} {' | '.join(cells)} | {peak} | {off} |")
+    if told["unchecked"]:
+        lines += ["", "Timed, and in no check that passed:", "", *(f"- {text}" for text in told["unchecked"])]
+    if told["tuned"]:
+        lines += ["", "## What the search changed", "", *(f"- {text}" for text in told["tuned"])]
     if told["left_out"]:
-        lines += ["", f"Out of time before: {', '.join(told['left_out'])}."]
+        lines += ["", f"Out of time before: {'; '.join(told['left_out'])}."]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels on a CUDA device.")
     parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no cell after that")
-    parser.add_argument("--tune", action="store_true", help="search for the fastest launches first")
+    parser.add_argument("--minutes", type=float, default=9.0, help="nothing goes on after that")
+    parser.add_argument("--tune", action="store_true", help="time the fastest launches that a search finds, too")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
+    parser.add_argument("--jobs", type=int, default=AT_ONCE, help="checks at once")
     options = parser.parse_args()
-    if not options.rehearse and not torch.cuda.is_available():
+    if not options.rehearse and not found_cuda():
         print("there is no CUDA device here; --rehearse runs small shapes on the CPU", file=sys.stderr)
         return 2
     if options.rehearse and os.environ.get("TRITON_INTERPRET") != "1":
@@ -614,74 +479,143 @@ def main() -> int:
     os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # what it would find, the checks here find
     os.environ.setdefault("SEQBLOCKS_AUTOTUNE_SECONDS", "4")
     told = run(chosen, device, options)
-    wrong = [f"{r['case']} in {r['dtype']}" for r in told["checks"] if not r["ok"]]
-    wrong += [f"{r['case']} {r['shape']}" for r in told["times"] if r["candidate"] == OURS and r["left_out"]]
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    if told["wrong"]:
+        print(f"wrong: {', '.join(told['wrong'])}", file=sys.stderr)
+    return 1 if told["wrong"] else 0
 
 
-def checks(key: str, device: str) -> Iterator[dict[str, Any]]:
-    """One record a dtype; the CPU's interpreter cannot do bfloat16."""
-    case = CASES[key]
-    for dtype in BARS if device == "cuda" else (torch.float32,):
-        record: dict[str, Any] = {"case": key, "dtype": str(dtype).removeprefix("torch.")}
-        try:
-            errors = check(case, dtype, device, case.small if device == "cuda" else rehearsed(case.small))
-        except Exception as error:  # the table says so, and the others are still checked
-            record |= {"ok": False, "failed": said(error)}
-        else:
-            worst = max(errors, key=errors.__getitem__)
-            record |= {"ok": errors[worst] <= BARS[dtype], "worst": worst} | {
-                what: max((e for n, e in errors.items() if n.startswith(what[:-1])), default=0.0)
-                for what in ("outputs", "gradients")
-            }
-        print(json.dumps(record), file=sys.stderr)
-        yield record
+def found_cuda() -> bool:
+    """Asked in a process of its own: once CUDA is touched, none can be forked that uses it."""
+    return any(found is True for _, found in records(lambda: [torch.cuda.is_available()], [()], 1, math.inf, 120.0))
 
 
 def rehearsed(shape: Shape) -> Shape:
-    return {name: min(size, {"B": 2, "D": 16}.get(name, 8)) for name, size in shape.items()}
+    most = {"B": 2, "H": 4 if "M" in shape else 1, "N": 4, "M": 2, "D": 16}  # H: of Centaurus, features
+    return {name: min(size, most.get(name, 8)) for name, size in shape.items()}
 
 
-def cells(chosen: list[str], rehearse: bool) -> list[tuple[str, Shape]]:
+def as_text(shape: Shape) -> str:
+    return ", ".join(f"{name} {n:,}" for name, n in shape.items())
+
+
+def to_check(chosen: list[str], dtype: torch.dtype, device: str) -> list[tuple[str, Shape, torch.dtype, str]]:
+    """For each timed shape one, where they differ."""
+    out = []
+    for key, shape in cells(chosen, device):
+        job = (key, checked(CASES[key], shape), dtype, device)
+        out += [] if job in out else [job]
+    return out
+
+
+def cells(chosen: list[str], device: str) -> list[tuple[str, Shape]]:
     """What is timed; rehearsed, one shape a case is enough."""
-    if rehearse:
+    if device == "cpu":
         return [(key, rehearsed(CASES[key].shapes[0])) for key in chosen]
     return [(key, shape) for key in chosen for shape in CASES[key].shapes]
 
 
+def absent(peer: Peer) -> bool:
+    return bool(peer.module) and importlib.util.find_spec(peer.module) is None
+
+
+class Run:
+    """Everything that is told, kept in files at once: whoever is cut off has what there was."""
+
+    def __init__(self, chosen: list[str], device: str, options: argparse.Namespace) -> None:
+        self.chosen, self.device, self.options = chosen, device, options
+        self.began = time.monotonic()
+        self.end = self.began + 60 * options.minutes
+        self.told: dict[str, Any] = {
+            "device": "no device", "date": str(datetime.date.today()), "versions": versions(PEERS),
+            "rehearsed": options.rehearse, "tune": options.tune, "ceilings": None, "checks": [], "times": [],
+            "left_out": [], "unchecked": [], "tuned": [], "wrong": [],
+        }
+
+    def file(self) -> Path:
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        words = [self.told["date"], self.told["device"], *["tuned"] * self.options.tune, *(self.options.case or ())]
+        stem = "-".join("".join(c if c.isalnum() or c == "_" else "-" for c in word.lower()) for word in words)
+        numbered = (self.options.out / f"{stem}{f'-{n}' if n > 1 else ''}.md" for n in range(1, 10000))
+        return next(path for path in numbered if not path.exists())
+
+    def keep(self) -> None:
+        self.sum_up()
+        write(self.page.with_suffix(".json"), json.dumps(self.told, indent=1))
+        write(self.page, table(self.told))
+
+    def add(self, to: str, record: dict[str, Any]) -> None:
+        print(json.dumps({key: x for key, x in record.items() if key != "launches"}), file=sys.stderr)
+        self.told[to].append(record)
+        self.keep()
+
+    def sum_up(self) -> None:
+        told = self.told
+        told["wrong"] = [f"{r['case']} in {r['dtype']}" for r in told["checks"] if not r["ok"]]
+        mine = [r for r in told["times"] if r["candidate"] in (OURS, TUNED)]
+        bad = [r for r in mine if r["left_out"] or not r.get("ok", True)]
+        told["wrong"] += [f"{r['case']} ({as_text(r['shape'])})" for r in bad]
+        sound = {text for r in told["checks"] if r["ok"] for text in r["launches"]}
+        sound |= {text for r in mine if r.get("ok") for text in r["launches"]}
+        told["unchecked"] = sorted({text for r in mine for text in r.get("launches", ()) if text not in sound})
+        static = {(r["case"], as_text(r["shape"])): r.get("launches", ()) for r in mine if r["candidate"] == OURS}
+        told["tuned"] = [
+            f"{r['case']}, {as_text(r['shape'])}: {text}" for r in mine if r["candidate"] == TUNED
+            for text in r.get("launches", ()) if text not in static.get((r["case"], as_text(r["shape"])), ())
+        ]
+
+    def measure(self) -> None:
+        for _, found in records(machine, [(self.device,)], 1, self.end, 120.0):
+            if isinstance(found, Exception):
+                raise found
+            self.told |= found
+        self.page = self.file()
+        self.keep()
+
+    def check(self, dtype: torch.dtype, end: float) -> None:
+        jobs = to_check(self.chosen, dtype, self.device)
+        for (key, shape, dtype, _), found in records(check_job, jobs, self.options.jobs, end, 120.0):
+            about = {"case": key, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
+            if isinstance(found, Late):  # none has said that it is wrong
+                self.told["left_out"].append(f"the check of {key} in {about['dtype']} ({as_text(shape)})")
+            elif isinstance(found, Exception):
+                self.add("checks", {**about, "ok": False, "failed": said(found)})
+            else:
+                self.add("checks", about | found)
+        self.keep()
+
+    def time(self, peers: bool) -> None:
+        jobs = []
+        for key, shape in cells(self.chosen, self.device):
+            for name in CASES[key].peers if peers else ("",):
+                if name and absent(CASES[key].peers[name]):
+                    self.add("times", {"candidate": name, "left_out": "not installed", "case": key, "shape": shape})
+                else:
+                    jobs.append((key, shape, name, self.device, self.options.tune))
+        jobs.sort(key=lambda job: bool(job[2]) and CASES[job[0]].peers[job[2]].back is None)  # landmarks come last
+        for (key, shape, name, *_), found in records(cell_job, jobs, 1, self.end, 300.0 if self.options.tune else 75.0):
+            about = {"case": key, "shape": shape}
+            if isinstance(found, Late):
+                self.told["left_out"].append(f"{name or OURS} in {key} ({as_text(shape)})")
+            elif isinstance(found, Exception):
+                self.add("times", {"candidate": name or OURS, "left_out": said(found), **about})
+            else:
+                self.add("times", found | about | {"yardstick_ms": yardstick(CASES[key], shape, self.told["ceilings"])})
+        self.keep()
+
+
 def run(chosen: list[str], device: str, options: argparse.Namespace) -> dict[str, Any]:
-    end, clock = time.monotonic() + 60 * options.minutes, Clock(device)
-    name = torch.cuda.get_device_name() if clock.cuda else "CPU"
-    told: dict[str, Any] = {
-        "device": name, "date": str(datetime.date.today()), "versions": versions(PEERS), "rehearsed": options.rehearse,
-        "ceilings": ceilings(clock, device), "checks": [], "times": [], "left_out": [],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    page = options.out / f"{told['date']}-{name.lower().replace(' ', '-')}.md"
-
-    def keep() -> None:  # at once: whoever is cut off has what there was
-        write(page.with_suffix(".json"), json.dumps(told, indent=1))
-        write(page, table(told))
-
-    for key in chosen:
-        told["checks"] += checks(key, device)
-        keep()
-    for peers in (False, True):
-        for key, shape in cells(chosen, options.rehearse):
-            candidates = CASES[key].peers if peers else own(CASES[key])
-            if candidates and time.monotonic() > end:
-                told["left_out"].append(f"{key} {shape}" + (" of peers" if peers else ""))
-            elif candidates:
-                with use_autotune("on" if options.tune and not peers else "off"):
-                    for record in timed(CASES[key], shape, device, clock, candidates):
-                        record |= {"case": key, "shape": shape, "floor_ms": floor(CASES[key], shape, told["ceilings"])}
-                        print(json.dumps(record), file=sys.stderr)
-                        told["times"].append(record)
-                keep()
-    print(page)
-    return told
+    of = Run(chosen, device, options)
+    of.measure()
+    narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the CPU's interpreter cannot do bfloat16
+    if not options.tune:  # what a search finds is compared where it is timed
+        of.check(narrow, of.began + SHARE * 60 * options.minutes)
+    of.time(peers=False)
+    if not options.tune:
+        of.time(peers=True)
+        if device == "cuda":
+            of.check(torch.float32, of.end)
+    print(of.page)
+    return of.told
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +41,15 @@ def cpu(root: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def gpu(root: Path) -> ModuleType:
+    pytest.importorskip("triton", reason="triton is for Linux")
     return imported(root, "gpu")
+
+
+@pytest.fixture(scope="module")
+def children(root: Path) -> ModuleType:
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes are forked")
+    return imported(root, "children")
 
 
 @pytest.mark.parametrize("mode", ["neck", "pointwise", "dws", "full"])
@@ -85,12 +98,12 @@ def test_a_floor_says_what_the_case_costs(cpu: ModuleType) -> None:
     assert "matrix products of the mLSTM at 2,048 tokens" in lines[-1]
 
 
-def rehearse(root: Path, tmp_path: Path, *cases: str) -> dict[str, Any]:
+def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str, Any]:
     pytest.importorskip("triton", reason="triton is for Linux")
     arguments = [word for case in cases for word in ("--case", case)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), *arguments],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root), "TRITON_INTERPRET": "1"},
+        [sys.executable, "benchmarks/gpu.py", "--rehearse", "--jobs", "2", "--out", str(out), *arguments],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root), "TRITON_INTERPRET": "1", **environment},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -98,37 +111,102 @@ def rehearse(root: Path, tmp_path: Path, *cases: str) -> dict[str, Any]:
     text = page.read_text(encoding="utf-8")
     assert "no figure means anything" in text
     told: dict[str, Any] = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-    assert told["left_out"] == []
-    return told
+    assert told["left_out"] == told["unchecked"] == told["wrong"] == []
+    return {**told, "page": page}
+
+
+PEER = "def causal_conv1d_fn(x, weight, bias, activation):\n    raise RuntimeError('not on this device')\n"
 
 
 def test_the_gpu_benchmark_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
-    told = rehearse(root, tmp_path, "conv", "mlstm_step")
-    assert [(r["case"], r["ok"]) for r in told["checks"]] == [("mlstm_step", True), ("conv", True)]
-    ours = [r for r in told["times"] if r["candidate"] == "seqblocks"]
-    assert [sorted(r.keys() & {"forward_ms", "both_ms"}) for r in ours] == [["forward_ms"], ["both_ms", "forward_ms"]]
-    assert "not installed" in [r["left_out"] for r in told["times"]] or importlib.util.find_spec("causal_conv1d")
+    """With a peer that can be imported and fails: a line in the table."""
+    (tmp_path / "causal_conv1d.py").write_text(PEER, encoding="utf-8")
+    told = rehearse(root, tmp_path, "conv", "mlstm_step", PYTHONPATH=f"{root}{os.pathsep}{tmp_path}")
+    assert {r["case"]: r["ok"] for r in told["checks"]} == {"conv": True, "mlstm_step": True}
+    assert {r["candidate"] for r in told["times"]} == {"seqblocks", "its torch form", "causal-conv1d"}
+    ours = {r["case"]: r for r in told["times"] if r["candidate"] == "seqblocks"}
+    assert all(r["ok"] and r["compared"] < 1e-5 and r["launches"] for r in ours.values())
+    passes = {case: r.keys() & {"forward_ms", "both_ms"} for case, r in ours.items()}
+    assert passes == {"conv": {"forward_ms", "both_ms"}, "mlstm_step": {"forward_ms"}}
+    peer = next(r for r in told["times"] if r["candidate"] == "causal-conv1d")
+    assert peer["left_out"] == "RuntimeError: not on this device"
+    assert told["page"].stem.endswith("cpu-conv-mlstm_step")
 
 
 @pytest.mark.slow
 def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, tmp_path: Path) -> None:
     told = rehearse(root, tmp_path)
     assert {r["case"] for r in told["checks"]} == {r["case"] for r in told["times"]} == set(gpu.CASES)
+    found = {r["candidate"]: r["left_out"] for r in told["times"]}
+    for case in gpu.CASES.values():
+        for name, peer in case.peers.items():
+            absent = bool(peer.module) and importlib.util.find_spec(peer.module) is None
+            assert (found[name] == "not installed") == absent, name
+
+
+def test_a_table_is_never_written_over(gpu: ModuleType, tmp_path: Path) -> None:
+    def name(case: list[str] | None, tune: bool) -> str:
+        options = argparse.Namespace(case=case, tune=tune, out=tmp_path, rehearse=False, minutes=1.0)
+        of = gpu.Run(["mlstm"], "cuda", options)
+        of.told |= {"device": "NVIDIA H200", "date": "2026-01-02"}
+        path: Path = of.file()
+        path.touch()
+        return path.name
+
+    assert name(None, False) == "2026-01-02-nvidia-h200.md"
+    assert name(["mlstm"], True) == "2026-01-02-nvidia-h200-tuned-mlstm.md"
+    assert name(None, False) == "2026-01-02-nvidia-h200-2.md"
+
+
+def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sm_90, and without running any: tensors have shapes alone, and nothing is launched."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from seqblocks.kernels import self_check, triton_common
+
+    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # that a CPU will do
+    monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")
+    monkeypatch.setattr(triton_common, "_watched", lambda args: False)  # torch.library would stop at the shapes
+
+    def launched(case: Any, shape: dict[str, int], large: bool) -> set[str]:
+        with FakeTensorMode(), self_check.as_if(large), gpu.launches(run=False) as found:
+            leaves = gpu.drawn(case, shape, "cpu", torch.bfloat16)
+            for passes in gpu._passes(case, leaves, lambda x: case.ours(x, "triton")):
+                passes()
+        return set(found)
+
+    for key, case in gpu.CASES.items():
+        for shape in case.shapes:
+            timed = launched(case, shape, False)
+            assert timed
+            small = gpu.checked(case, shape)
+            assert timed <= launched(case, small, False) | launched(case, small, True), (key, shape)
 
 
 def test_the_gpu_benchmark_sees_what_is_wrong(gpu: ModuleType) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is for Linux")
     case = gpu.CASES["conv"]
     wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
-    shape = gpu.rehearsed(case.small)
+    shape = gpu.rehearsed(case.shapes[0])
     assert max(gpu.check(case, torch.float32, "cpu", shape).values()) <= 1e-4
     assert gpu.check(wrong, torch.float32, "cpu", shape)["output 0"] > 5e-3
+    leaves = gpu.drawn(case, shape, "cpu", torch.float32)
+    assert gpu.compare(case, leaves)[0] <= 1e-4
+    assert gpu.compare(wrong, leaves)[0] > 5e-3
+
+
+def test_the_gpu_benchmark_sees_sequences_that_are_mixed_up(gpu: ModuleType) -> None:
+    """Where it is timed, only two are compared: the others must not show in them, nor they in the others."""
+    case = gpu.CASES["conv"]
+    leaves = gpu.drawn(case, {"B": 4, "S": 6, "D": 16, "K": 4}, "cpu", torch.float32)
+    mixed = case._replace(ours=lambda x, b: case.ours(x, "torch").roll(1 if b == "triton" else 0, 0))
+    assert gpu.compare(mixed, leaves)[0] > 0.1
+    leaking = case._replace(ours=lambda x, b: case.ours({**x, "x": x["x"] + 0.0 * x["x"].sum(0)}, "torch"))
+    assert gpu.compare(leaking, leaves)[0] <= 1e-4
+    leaking = case._replace(ours=lambda x, b: case.ours(x, "torch") + (1e-6 * x["x"].sum(0) if b == "triton" else 0))
+    assert gpu.compare(leaking, leaves) == (float("inf"), "gradient of x, between")
 
 
 def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: ModuleType) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is for Linux")
     case = gpu.CASES["mlstm"]
     shape = {"B": 1, "S": 8, "H": 1, "DK": 8, "DV": 8}
 
@@ -139,6 +217,79 @@ def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: Mo
     assert gpu.check(case._replace(ours=swapped), torch.float32, "cpu", shape)["output 0"] > 1e-2
     nothing = case._replace(ours=lambda x, b: case.ours(x, "reference") * (float("nan") if b == "triton" else 1))
     assert gpu.check(nothing, torch.float32, "cpu", shape)["output 0"] == float("inf")
+
+
+@pytest.mark.parametrize(("slowly", "late"), [(1.0, False), (5.0, True)])
+def test_the_pause_covers_the_queueing_or_the_table_says_so(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, slowly: float, late: bool
+) -> None:
+    """A device that only sleeps, and a clock of its own: queueing takes 3 ms, later `slowly` times that."""
+    host, device, queued = [0.0], [0.0], [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = device[0] = max(device[0], host[0])
+
+        def query(self) -> bool:
+            return self.at <= host[0]
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    def pause(cycles: int) -> None:
+        device[0] = max(device[0], host[0]) + cycles / 1e6
+
+    def call() -> None:
+        queued[0] += 1
+        host[0] += 3.0 * (slowly if queued[0] > 3 else 1.0)
+        device[0] = max(device[0], host[0]) + 0.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", pause)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: host.__setitem__(0, max(host[0], device[0])))
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: host[0] / 1e3)
+    clock = gpu.Clock("cpu")
+    clock.cuda, clock.cycles = True, 1e6
+    took = clock(call)
+    assert took.late == late
+    assert took.ms == pytest.approx(3.0 * slowly - 6.1 if late else 0.5)
+
+
+forked = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # xdist has threads; none holds a lock here
+
+
+@forked
+def test_what_dies_or_hangs_takes_nothing_along(children: ModuleType) -> None:
+    def work(what: str) -> Iterator[str]:
+        yield f"{what} began"
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60 if what == "hangs" else 0)
+        yield f"{what} ended"
+
+    began = time.monotonic()
+    jobs = [(what,) for what in ("dies", "hangs", "works")]
+    found = [(job[0], str(x)) for job, x in children.records(work, jobs, 2, began + 60, 3.0)]
+    assert time.monotonic() - began < 30
+    assert sorted(found) == [
+        ("dies", "dies began"), ("dies", "its process ended with -9"),
+        ("hangs", "hangs began"), ("hangs", "more than 3 s"),
+        ("works", "works began"), ("works", "works ended"),
+    ]  # fmt: skip
+
+
+@forked
+def test_nothing_goes_on_when_time_is_over(children: ModuleType) -> None:
+    def work(seconds: float) -> Iterator[str]:
+        time.sleep(seconds)
+        yield "done"
+
+    found = [*children.records(work, [(0.0,), (60.0,), (0.0,)], 1, time.monotonic() + 2.5, 100.0)]
+    assert found[0] == ((0.0,), "done")
+    assert [(job, type(x)) for job, x in found[1:]] == [((60.0,), children.Late), ((0.0,), children.Late)]
 
 
 def test_without_a_device_it_says_so(root: Path) -> None:

@@ -1,0 +1,66 @@
+"""Work in processes of its own: one that breaks the device, hangs or dies takes nothing else along.
+
+They are forked, so that none imports torch again; who calls must not have touched a CUDA device before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+J = TypeVar("J", bound=tuple[Any, ...])
+
+
+class Late(Exception):
+    """The time of all jobs was over before this one was."""
+
+def records(
+    work: Callable[..., Iterable[Any]], jobs: Iterable[J], at_once: int, end: float, seconds: float
+) -> Iterator[tuple[J, Any]]:
+    """What work(*job) yields, beside the job, as it comes. An Exception stands for what a job did not come to say.
+
+    No job begins after `end` (of time.monotonic), and none goes on after it or for longer than `seconds`.
+    """
+    fork, waiting = multiprocessing.get_context("fork"), list(jobs)
+    running: dict[Connection, tuple[J, Any, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once and time.monotonic() < end:
+                job = waiting.pop(0)
+                reader, writer = fork.Pipe(duplex=False)
+                process = fork.Process(target=_run, args=(writer, work, job), daemon=True)
+                process.start()
+                writer.close()
+                running[reader] = job, process, min(end, time.monotonic() + seconds)
+            if not running:
+                break
+            first = min(until for _, _, until in running.values())
+            ready = wait([*running], max(0.0, first - time.monotonic()))
+            for reader, (job, process, _) in [*running.items()]:
+                if reader not in ready:
+                    continue
+                try:
+                    yield job, reader.recv()
+                except EOFError:
+                    process.join()
+                    del running[reader]
+                    if process.exitcode:
+                        yield job, RuntimeError(f"its process ended with {process.exitcode}")
+            for reader, (job, process, until) in [*running.items()]:
+                if time.monotonic() >= until and not reader.poll():
+                    process.kill()
+                    del running[reader]
+                    yield job, Late("out of time") if until == end else TimeoutError(f"more than {seconds:.0f} s")
+        for job in waiting:
+            yield job, Late("out of time")
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+
+
+def _run(writer: Connection, work: Callable[..., Iterable[Any]], job: tuple[Any, ...]) -> None:
+    for record in work(*job):
+        writer.send(record)

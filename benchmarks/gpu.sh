@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# tests/gpu, then benchmarks/gpu.py, in one command that ends within 10 minutes and leaves four files in a folder.
+#
+#     bash benchmarks/gpu.sh FOLDER                          tests for up to 4 minutes, the benchmark for the rest
+#     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm --tune     no tests; what follows the folder is for gpu.py
+#
+# Whatever is cut off leaves what it had: logs are written as they come, tables after every line. Needed are torch,
+# triton, pytest, pytest-xdist and hypothesis; nothing is installed or fetched.
+#
+# Peers are found where Python finds modules. Where nothing can be installed, put their wheels (pure Python, with what
+# they need and is missing: mlstm_kernels, flash-linear-attention, fla-core, einops) into a folder and name it:
+#
+#     PEERS=WHEELS bash benchmarks/gpu.sh FOLDER
+#
+# They are unpacked, not installed, into a folder that is put behind this checkout on PYTHONPATH. By hand:
+#
+#     for wheel in WHEELS/*.whl; do python3 -m zipfile -e "$wheel" UNPACKED; done; export PYTHONPATH=.:UNPACKED
+#
+# Of the environment: SECONDS_IN_ALL (570), TESTS (240: seconds of tests), WORKERS (12), PYTHON (python3), PEERS.
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+out=${1:?where to put the results}
+shift
+mkdir -p "$out"
+python=${PYTHON:-python3}
+export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITON_INTERPRET=${TRITON_INTERPRET:-0}
+if [ -n "${PEERS:-}" ]; then
+    unpacked=$(mktemp -d)
+    for wheel in "$PEERS"/*.whl; do "$python" -m zipfile -e "$wheel" "$unpacked"; done
+fi
+
+failed=0
+if [ "${TESTS:-240}" != 0 ]; then
+    # compilers within the processes, each of which would start a pool; of pytest's plugins, what is asked for alone
+    TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
+        "$python" -m pytest tests/gpu -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
+        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/gpu/.* $' || true; } || failed=1
+fi
+
+# for the benchmark alone, so that no peer's needs stand before what the tests need
+[ -n "${PEERS:-}" ] && export PYTHONPATH=.:$unpacked
+left=$((${SECONDS_IN_ALL:-570} - SECONDS))
+timeout -k 5 $((left + 10)) "$python" benchmarks/gpu.py --out "$out" \
+    --minutes "$(awk "BEGIN { print ($left - 10) / 60 }")" "$@" 2>&1 | tee "$out/benchmark.log" || failed=1
+cat "$(ls -t "$out"/*.md | head -1)"
+echo "$SECONDS seconds in all; failed: $failed"
+exit $failed

@@ -1,0 +1,382 @@
+"""What `gpu.py` checks and times: the shapes, how ours and its peers are called, and what a case costs at least.
+
+A peer is any package that computes the same, or a landmark that does not. None is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks import kernels
+
+Shape = dict[str, int]
+Leaves = dict[str, Tensor]
+Call = Callable[[Leaves], Any]  # the leaves -> what is computed: a tensor or several
+PEERS = ("mlstm_kernels", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "flashrnn")  # distributions
+
+
+class Peer(NamedTuple):
+    """module: what must be importable ("" for torch's own). back: its output as ours; None for a landmark."""
+
+    module: str
+    change: Callable[[Leaves], Leaves]
+    call: Call
+    back: Callable[[Any], Tensor] | None = None
+
+
+class Case(NamedTuple):
+    """One computation at some shapes.
+
+    short: what a check has instead, where a shape has more: all that chooses a launch stays, or is chosen as for a
+    large call. draw(shape) makes the leaves, those in `narrow` in the dtype at hand, those in `shared` without a batch;
+    ours(leaves, backend) computes. moved(shape) -> bytes that forward and backward cannot but read and write, with two
+    bytes a number; exps, products(shape) -> special functions and multiply-accumulates of the same.
+    """
+
+    about: str
+    shapes: list[Shape]
+    short: Shape
+    draw: Callable[[Shape], Leaves]
+    narrow: tuple[str, ...]
+    ours: Callable[[Leaves, str | None], Any]
+    moved: Callable[[Shape], tuple[float, float]]
+    shared: tuple[str, ...] = ()
+    peers: dict[str, Peer] = {}  # noqa: RUF012  # read only
+    exps: Callable[[Shape], tuple[float, float]] | None = None
+    products: Callable[[Shape], tuple[float, float]] | None = None
+    torch_form: bool = False
+    forward_only: bool = False
+
+
+_seeds = itertools.count()
+
+
+def normal(*shape: int, shift: float = 0.0, scale: float = 1.0) -> Tensor:
+    """No two alike, or a kernel that confuses two inputs would pass; the same again in the next run."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(next(_seeds))
+    return torch.randn(shape, generator=generator) * scale + shift
+
+
+def drawn(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> Leaves:
+    """On the device: there it takes no time."""
+    global _seeds
+    _seeds = itertools.count()
+    with torch.device(device):
+        return {name: x.to(dtype if name in case.narrow else torch.float32) for name, x in case.draw(shape).items()}
+
+
+def checked(case: Case, shape: Shape) -> Shape:
+    return {name: min(size, case.short.get(name, size)) for name, size in shape.items()}
+
+
+# --- mLSTM ----------------------------------------------------------------------------------------------------------
+
+
+def draw_mlstm(s: Shape) -> Leaves:
+    B, S, H, DK, DV = s["B"], s["S"], s["H"], s["DK"], s["DV"]
+    out = {"q": normal(B, S, H, DK), "k": normal(B, S, H, DK), "v": normal(B, S, H, DV)}
+    return out | {"i": normal(B, S, H), "f": normal(B, S, H, shift=3.0)}
+
+
+def ours_mlstm(x: Leaves, backend: str | None) -> Any:
+    return kernels.mlstm(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def heads_first(x: Leaves) -> Leaves:
+    return {name: y.transpose(1, 2).contiguous() for name, y in x.items()}
+
+
+def mlstm_xl_chunk(x: Leaves) -> Any:
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+
+    return mlstm_chunkwise__xl_chunk(**x, chunk_size=128, autocast_kernel_dtype=x["q"].dtype)
+
+
+def simple_gla(x: Leaves) -> Any:
+    """No mLSTM: no stabiliser, no normaliser. A landmark for what chunks cost."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], F.logsigmoid(x["f"]))[0]
+
+
+def attend(x: Leaves) -> Any:
+    """Causal attention with as many features: a landmark."""
+    return F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
+
+
+def as_heads_of_128(x: Leaves) -> Leaves:
+    B, S, H, D = x["v"].shape
+    return {name: x["v"].reshape(B, S, -1, min(128, H * D)).transpose(1, 2).contiguous() for name in "qkv"}
+
+
+def moved_mlstm(s: Shape) -> tuple[float, float]:
+    tokens = s["B"] * s["S"] * s["H"]
+    return tokens * (4 * s["DK"] + 4 * s["DV"] + 8), tokens * (8 * s["DK"] + 6 * s["DV"] + 16)
+
+
+def products_mlstm(s: Shape) -> tuple[float, float]:
+    """In chunks of 64: within them, and through the states. Shorter chunks have less to do, and more states to keep."""
+    tokens, DK, DV = s["B"] * s["S"] * s["H"], s["DK"], s["DV"]
+    return tokens * (32 * (DK + DV) + 2 * DK * DV), tokens * (32 * (3 * DK + 2 * DV) + 5 * DK * DV)
+
+
+def step_mlstm(s: Shape) -> Leaves:
+    B, H, DK, DV = s["B"], s["H"], s["DK"], s["DV"]
+    state = {"C": normal(B, H, DK, DV), "n": normal(B, H, DK), "m": normal(B, H)}
+    return draw_mlstm({**s, "S": 1}) | state
+
+
+def ours_step(x: Leaves, backend: str | None) -> Any:
+    tensors = {name: x[name][:, 0] for name in "qkvif"}
+    h, state = kernels.mlstm_step(**tensors, state=(x["C"], x["n"], x["m"]), backend=backend)  # type: ignore[arg-type]
+    return h, *state
+
+
+# --- sLSTM ----------------------------------------------------------------------------------------------------------
+
+
+def draw_slstm(s: Shape) -> Leaves:
+    B, S, H, D = s["B"], s["S"], s["H"], s["D"]
+    gates = {name: normal(B, S, H * D, shift=float(at)) for at, name in enumerate("zoif")}
+    return gates | {"recurrent": normal(H, D, 4, D, scale=D**-0.5), "bias": normal(4, H, D)}
+
+
+def ours_slstm(x: Leaves, backend: str | None) -> Any:
+    return kernels.slstm(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def for_flashrnn(x: Leaves) -> Leaves:
+    H, D = x["recurrent"].shape[:2]
+    wide = torch.stack([x[name] for name in "ifzo"], 2).unflatten(-1, (H, D)).bfloat16()
+    return {"Wx": wide, "R": x["recurrent"].permute(2, 0, 1, 3).contiguous().bfloat16(), "b": x["bias"].bfloat16()}
+
+
+def flashrnn_fused(x: Leaves) -> Any:
+    from flashrnn import flashrnn
+
+    return flashrnn(**x, function="slstm", backend="cuda_fused", dtype="bfloat16")[0]
+
+
+def moved_slstm(s: Shape) -> tuple[float, float]:
+    wide = s["B"] * s["S"] * s["H"] * s["D"]
+    return 10.0 * wide, 18.0 * wide  # gates in and y out; gates, dy in and gradients of the gates out
+
+
+# --- selective scan -------------------------------------------------------------------------------------------------
+
+
+def draw_scan(s: Shape) -> Leaves:
+    B, S, E, N = s["B"], s["S"], s["E"], s["N"]
+    out = {"u": normal(B, S, E), "dt": normal(B, S, E), "B": normal(B, S, N), "C": normal(B, S, N)}
+    out |= {"D": normal(E), "z": normal(B, S, E), "dt_bias": normal(E, shift=-4.0)}
+    return out | {"A": -torch.arange(1, N + 1.0).repeat(E, 1)}
+
+
+def ours_scan(x: Leaves, backend: str | None) -> Any:
+    return kernels.selective_scan(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def ours_both_ways(x: Leaves, backend: str | None) -> Any:
+    """As a bidirectional block calls it: each direction a launch, no copy of the sequence, the results added."""
+    there = kernels.selective_scan(**x, backend=backend)  # type: ignore[arg-type]
+    back = kernels.selective_scan(**x, reverse=True, backend=backend)  # type: ignore[arg-type]
+    return there + back  # type: ignore[operator]
+
+
+def features_first(x: Leaves) -> Leaves:
+    turned = {name: x[name].transpose(1, 2).contiguous() for name in ("u", "dt", "z", "B", "C")}
+    return {**x, **turned}
+
+
+def mamba_ssm(x: Leaves) -> Any:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    return selective_scan_fn(x["u"], x["dt"], x["A"], x["B"], x["C"], x["D"], x["z"], x["dt_bias"], True)
+
+
+def moved_scan(s: Shape) -> tuple[float, float]:
+    wide = s["B"] * s["S"] * s["E"]
+    return 8.0 * wide, 14.0 * wide  # u, dt, z, y; u, dt, z, dy, du, ddt, dz
+
+
+def exps_scan(s: Shape) -> tuple[float, float]:
+    states = s["B"] * s["S"] * s["E"] * s["N"]
+    return states, 2.0 * states
+
+
+# --- convolution, products by blocks, norm --------------------------------------------------------------------------
+
+
+def draw_conv(s: Shape) -> Leaves:
+    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"], 1, s["K"]), "bias": normal(s["D"])}
+
+
+def ours_conv(x: Leaves, backend: str | None) -> Any:
+    return kernels.causal_conv(**x, activation="silu", backend=backend)  # type: ignore[arg-type]
+
+
+def for_causal_conv1d(x: Leaves) -> Leaves:
+    out = {"x": x["x"].transpose(1, 2), "weight": x["weight"][:, 0], "bias": x["bias"]}
+    return {name: y.to(x["x"].dtype) for name, y in out.items()}
+
+
+def causal_conv1d(x: Leaves) -> Any:
+    from causal_conv1d import causal_conv1d_fn
+
+    return causal_conv1d_fn(**x, activation="silu")
+
+
+def moved_rows(s: Shape) -> tuple[float, float]:
+    """x, y; x, dy, dx."""
+    wide = s["B"] * s["S"] * s["D"]
+    return 4.0 * wide, 6.0 * wide
+
+
+def draw_linear(s: Shape) -> Leaves:
+    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"] // 4, 4, 4)}
+
+
+def ours_linear(x: Leaves, backend: str | None) -> Any:
+    return kernels.headwise_linear(**x, backend=backend)
+
+
+def draw_norm(s: Shape) -> Leaves:
+    return {"x": normal(s["B"], s["S"], s["D"]), "weight": normal(s["D"], shift=1.0), "bias": normal(s["D"])}
+
+
+def ours_norm(x: Leaves, backend: str | None) -> Any:
+    return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], backend=backend)
+
+
+def draw_tail(s: Shape) -> Leaves:
+    shape = (s["B"], s["S"], s["D"])
+    return draw_norm(s) | {"skip": normal(*shape), "skip_weight": normal(s["D"]), "gate": normal(*shape)}
+
+
+def ours_tail(x: Leaves, backend: str | None) -> Any:
+    given = {name: x[name] for name in ("skip", "skip_weight", "gate")}
+    return kernels.head_norm(x["x"], 4, x["weight"], x["bias"], **given, backend=backend)
+
+
+# --- Centaurus ------------------------------------------------------------------------------------------------------
+
+
+def draw_centaurus(s: Shape) -> Leaves:
+    B, S, H, N, M = (s[name] for name in "BSHNM")
+    out = {"x": normal(B, S, H), "A_real": -normal(N, M).abs() - 0.1, "A_imag": normal(N, M, scale=3.0)}
+    out |= {"dt": torch.logspace(-3, -1, N), "B": normal(N, H, scale=H**-0.5), "C": normal(H, N, scale=N**-0.5)}
+    return out | {"E": normal(N, M)}
+
+
+def draw_dws(s: Shape) -> Leaves:
+    return {**draw_centaurus(s), "B": normal(s["N"]), "C": normal(s["N"])}
+
+
+def ours_neck(x: Leaves, backend: str | None) -> Any:
+    return kernels.centaurus(**x, mode="neck", backend=backend)  # type: ignore[arg-type]
+
+
+def ours_dws(x: Leaves, backend: str | None) -> Any:
+    return kernels.centaurus(**x, mode="dws", backend=backend)  # type: ignore[arg-type]
+
+
+def moved_centaurus(s: Shape) -> tuple[float, float]:
+    return moved_rows({**s, "D": s["H"]})
+
+
+def turned(y: Tensor) -> Tensor:
+    return y.transpose(1, 2)
+
+
+LENGTHS = (2048, 8192, 32768)
+MLSTM_PEERS = {
+    "mlstm_kernels xl_chunk": Peer("mlstm_kernels", heads_first, mlstm_xl_chunk, turned),
+    "simple_gla (landmark)": Peer("fla", dict, simple_gla),
+    "attention (landmark)": Peer("", as_heads_of_128, attend),
+}
+SCAN_PEERS = {"mamba-ssm": Peer("mamba_ssm", features_first, mamba_ssm, turned)}
+SCAN_SHARED = ("A", "D", "dt_bias")
+CENTAURUS_SHARED = ("A_real", "A_imag", "dt", "B", "C", "E")
+# Those that an issue asks for come first: whoever is cut off has them. Lengths of checks: more mLSTM chunks than one
+# program walks, three segments and a rest of the scan, four of Centaurus; multiples of 16, as what is timed.
+CASES = {
+    "mlstm": Case(
+        "mLSTM of a 1.3B model: 4 heads, 256 by 512, 65,536 tokens in all",
+        [{"B": 65536 // S, "S": S, "H": 4, "DK": 256, "DV": 512} for S in LENGTHS], {"B": 1, "S": 1040, "H": 2},
+        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
+    ),
+    "scan": Case(
+        "selective scan of a 1.3B model: 4,096 channels of 16 states, 32,768 tokens in all",
+        [{"B": 32768 // S, "S": S, "E": 4096, "N": 16} for S in LENGTHS], {"B": 2, "S": 400},
+        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
+    ),
+    "slstm": Case(
+        "sLSTM, 16 sequences of 2,048 tokens, 4 heads",
+        [{"B": 16, "S": 2048, "H": 4, "D": D} for D in (64, 128, 256)], {"S": 48},
+        draw_slstm, ("i", "f", "z", "o"), ours_slstm, moved_slstm, ("recurrent", "bias"),
+        {"flashrnn": Peer("flashrnn", for_flashrnn, flashrnn_fused, lambda y: y[0])},
+    ),
+    "conv": Case(
+        "causal convolution of 4 taps with SiLU, 4,096 channels",
+        [{"B": 8, "S": 2048, "D": 4096, "K": 4}], {"B": 2, "S": 208},
+        draw_conv, ("x", "weight", "bias"), ours_conv, moved_rows, ("weight", "bias"),
+        {"causal-conv1d": Peer("causal_conv1d", for_causal_conv1d, causal_conv1d, turned)},
+    ),
+    "norm": Case(
+        "norm of 4 heads, 4,096 channels",
+        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
+        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, ("weight", "bias"), torch_form=True,
+    ),
+    "mlstm_heads_of_128": Case(
+        "mLSTM, 8 heads of 128, and the patches of a small vision model",
+        [{"B": 8, "S": 2048, "H": 8, "DK": 128, "DV": 128}, {"B": 64, "S": 196, "H": 4, "DK": 192, "DV": 192}],
+        {"B": 2, "S": 1040, "H": 2},
+        draw_mlstm, ("q", "k", "v"), ours_mlstm, moved_mlstm, peers=MLSTM_PEERS, products=products_mlstm,
+    ),
+    "scan_once": Case(
+        "selective scan of a small vision model, left to right",
+        [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2},
+        draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
+    ),
+    "scan_both_ways": Case(
+        "the same in both directions, added",
+        [{"B": 64, "S": 197, "E": 768, "N": 16}], {"B": 2},
+        draw_scan, ("u", "dt", "z", "B", "C"), ours_both_ways,
+        lambda s: (2 * moved_scan(s)[0], 2 * moved_scan(s)[1]), SCAN_SHARED,
+        exps=lambda s: (2 * exps_scan(s)[0], 2 * exps_scan(s)[1]),
+    ),
+    "mlstm_step": Case(
+        "mLSTM, one token of 32 sequences, 8 heads, 256 by 512 (forward alone)",
+        [{"B": 32, "H": 8, "DK": 256, "DV": 512}], {"B": 2},
+        step_mlstm, ("q", "k", "v"), ours_step, lambda s: (8.0 * s["B"] * s["H"] * s["DK"] * s["DV"], 0.0),
+        torch_form=True, forward_only=True,
+    ),
+    "tail": Case(
+        "norm of 4 heads, learnable skip and gate, 4,096 channels",
+        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
+        draw_tail, ("x", "weight", "bias", "skip", "skip_weight", "gate"), ours_tail,
+        lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]),
+        ("weight", "bias", "skip_weight"), torch_form=True,
+    ),
+    "linear": Case(
+        "product by blocks of 4, 4,096 channels",
+        [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
+        draw_linear, ("x", "weight"), ours_linear, moved_rows, ("weight",), torch_form=True,
+    ),
+    "centaurus_neck": Case(
+        "Centaurus, mode neck, 512 features, 512 channels of 4",
+        [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
+        draw_centaurus, ("x",), ours_neck, moved_centaurus, CENTAURUS_SHARED, torch_form=True,
+    ),
+    "centaurus_dws": Case(
+        "Centaurus, mode dws, 512 features and channels of 4",
+        [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
+        draw_dws, ("x",), ours_dws, moved_centaurus, CENTAURUS_SHARED, torch_form=True,
+    ),
+}
