@@ -25,7 +25,7 @@ from seqblocks.kernels import centaurus_torch, tuning
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus_reference import Bank
 from seqblocks.kernels.dispatch import register
-from seqblocks.kernels.self_check import normal
+from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 SUBSTATES = 64  # of a channel, at most
@@ -249,7 +249,7 @@ def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
 
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
     """Into how many the tokens of each of `rows` sequences are cut: one where that fills a device."""
-    if rows * up(channels, tile["BN"]) * tile["num_warps"] >= WARPS or S <= 2 * SEGMENT:
+    if large() or rows * up(channels, tile["BN"]) * tile["num_warps"] >= WARPS or S <= 2 * SEGMENT:
         return 1
     return up(S, SEGMENT)
 
@@ -262,40 +262,51 @@ class _Plan:
         self.T = SEGMENT if self.K > 1 else 0
         self.reverse = reverse
 
-    def walk(
-        self, u: Tensor, given: Sequence[Tensor], state: Tensor, resets: Tensor | None, v: Tensor, last: Tensor,
-        adjoint: bool,
+    def about(self, u: Tensor, *more: Any) -> tuple[Any, ...]:
+        """What the best launch hangs on."""
+        return self.N, self.M, u.dtype, *more, *map(common.power_of_two, (self.B, self.S))
+
+    def starts(
+        self, u: Tensor, given: Sequence[Tensor], state: Tensor, resets: Tensor | None, adjoint: bool
     ) -> Tensor:
-        """v and last are written; returns what enters each segment, [B, K, N, M, 2]."""
-        way = {"T": self.T, "ADJOINT": adjoint, "REVERSE": self.reverse}
-        sizes = (self.S, u.shape[2], self.N, self.M, self.K, *u.stride()[:2])
-        about = (self.N, self.M, u.dtype, adjoint, *map(common.power_of_two, (self.B, self.S)))
-        starts = state
-        if self.K > 1:
-            starts, ends = (state.new_empty(self.B, self.K, self.N, self.M, 2) for _ in range(2))
-            passes = None if resets is None else state.new_empty(self.B, self.K)
+        """What enters each segment, [B, K, N, M, 2]."""
+        if self.K == 1:
+            return state
+        starts, ends = (state.new_empty(self.B, self.K, self.N, self.M, 2) for _ in range(2))
+        passes = None if resets is None else state.new_empty(self.B, self.K)
 
-            def find(tile: tuning.Tile) -> Sequence[Tensor]:
-                _walk[self.B * self.K, up(self.N, tile["BN"])](
-                    u, *given, None, resets, None, ends, passes, *sizes, ENDS=True, **way, **tile
-                )
-                return (ends,)
-
-            tuning.launch("centaurus.ends", about, u, self.tile, AXES, find)
-            _carry[self.B, up(self.N, self.tile["BN"])](
-                given[0], given[1], state, ends, passes, starts, self.S, self.N, self.M, self.K,
-                T=self.T, BITS=self.T.bit_length(), ADJOINT=adjoint,
-                **{key: self.tile[key] for key in ("BN", "BM", "num_warps")},
+        def find(tile: tuning.Tile) -> Sequence[Tensor]:
+            _walk[self.B * self.K, up(self.N, tile["BN"])](
+                u, *given, None, resets, None, ends, passes, *self.sizes(u),
+                ENDS=True, T=self.T, ADJOINT=adjoint, REVERSE=self.reverse, **tile,
             )
+            return (ends,)
+
+        tuning.launch("centaurus.ends", self.about(u, adjoint), u, self.tile, AXES, find)
+        _carry[self.B, up(self.N, self.tile["BN"])](
+            given[0], given[1], state, ends, passes, starts, self.S, self.N, self.M, self.K,
+            T=self.T, BITS=self.T.bit_length(), ADJOINT=adjoint,
+            **{key: self.tile[key] for key in ("BN", "BM", "num_warps")},
+        )
+        return starts
+
+    def walk(
+        self, u: Tensor, given: Sequence[Tensor], starts: Tensor, resets: Tensor | None, v: Tensor, last: Tensor,
+        adjoint: bool,
+    ) -> None:
+        """v and last are written."""
 
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
             _walk[self.B * self.K, up(self.N, tile["BN"])](
-                u, *given, starts, resets, v, last, None, *sizes, ENDS=False, **way, **tile
+                u, *given, starts, resets, v, last, None, *self.sizes(u),
+                ENDS=False, T=self.T, ADJOINT=adjoint, REVERSE=self.reverse, **tile,
             )
             return v, last
 
-        tuning.launch("centaurus.walk", about, u, self.tile, AXES, go)
-        return starts
+        tuning.launch("centaurus.walk", self.about(u, adjoint), u, self.tile, AXES, go)
+
+    def sizes(self, u: Tensor) -> tuple[int, ...]:
+        return self.S, u.shape[2], self.N, self.M, self.K, *u.stride()[:2]
 
     def sums(
         self, u: Tensor, dv: Tensor, given: Sequence[Tensor], starts: Tensor, afters: Tensor, resets: Tensor | None
@@ -305,13 +316,12 @@ class _Plan:
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
             _sums[self.B * self.K, up(self.N, tile["BN"])](
                 u, dv, *given, starts, afters, resets, parts,
-                self.S, u.shape[2], self.N, self.M, self.K, *u.stride()[:2], *dv.stride()[:2],
+                *self.sizes(u), *dv.stride()[:2],
                 T=self.T, REVERSE=self.reverse, **tile,
             )
             return (parts,)
 
-        about = (self.N, self.M, u.dtype, *map(common.power_of_two, (self.B, self.S)))
-        tuning.launch("centaurus.sums", about, u, self.tile, AXES, go)
+        tuning.launch("centaurus.sums", self.about(u), u, self.tile, AXES, go)
         return parts.sum(0)
 
 
@@ -324,8 +334,9 @@ def _op(
     v, last = _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse)
     u, *given = lined(u), *(x.contiguous() for x in (p_re, p_im, r_re, r_im))
     marks = None if resets is None else resets.contiguous()
+    plan = _Plan(u, p_re, reverse)
     with common.on(u):
-        _Plan(u, p_re, reverse).walk(u, given, state.contiguous(), marks, v, last, False)
+        plan.walk(u, given, plan.starts(u, given, state.contiguous(), marks, False), marks, v, last, False)
     return v, last
 
 
@@ -347,11 +358,9 @@ def _op_backward(
     du = u.new_empty(*u.shape[:2], plan.N)
     before = state.new_empty(state.shape)
     with common.on(u):
-        afters = plan.walk(dv, given, _conjugate(dlast), marks, du, before, True)
-        starts = state.contiguous()
-        if plan.K > 1:  # again, rather than kept
-            scratch = du.new_empty(du.shape), state.new_empty(state.shape)
-            starts = plan.walk(u, given, starts, marks, *scratch, False)
+        afters = plan.starts(dv, given, _conjugate(dlast), marks, True)
+        plan.walk(dv, given, afters, marks, du, before, True)
+        starts = plan.starts(u, given, state.contiguous(), marks, False)  # again, rather than kept
         dp_re, dp_im, dr_re, dr_im = (x.clone() for x in plan.sums(u, dv, given, starts, afters, marks))
     if plan.F != plan.N:
         du = du.unflatten(-1, (-1, plan.F)).sum(2)
@@ -426,17 +435,26 @@ def _tiles(arch: str, channels: int, substates: int, **facts: Any) -> dict[str, 
 
 
 def _example(
-    channels: int, substates: int, resets: bool = False, reverse: bool = False, **facts: Any
+    channels: int, substates: int, mode: str = "dws", resets: bool = False, reverse: bool = False, **facts: Any
 ) -> Any:
     from seqblocks.kernels.centaurus import centaurus
 
-    N, M, S = min(channels, 32), substates, 2 * SEGMENT + 10
-    tensors = {"x": normal(2, S, N), "A_real": -normal(N, M, seed=1).abs() - 0.1, "A_imag": normal(N, M, seed=2)}
-    tensors |= {"dt": normal(N, seed=3).abs() * 0.3 + 0.01, "B": normal(N, seed=4), "C": normal(N, seed=5)}
-    options: dict[str, Any] = {"reverse": reverse, "mode": "dws", "return_state": True}
+    N = G = H = min(channels, 32)
+    M, S = substates, 2 * SEGMENT + 10
+    if mode == "full":
+        G = min(N, 2)
+        H = up(N, G)
+        N = G * H
+    tensors = {"x": normal(2, S, H), "A_real": -normal(N, M, seed=1).abs() - 0.1, "A_imag": normal(N, M, seed=2)}
+    into, out_of = ((N, H), (G, N)) if mode in ("neck", "pointwise") else ((N,), (N,))
+    tensors |= {"dt": normal(N, seed=3).abs() * 0.3 + 0.01, "B": normal(*into, seed=4), "C": normal(*out_of, seed=5)}
+    if mode != "pointwise":  # which counts each sub-state as a channel, so that there is one of each
+        tensors["E"] = normal(N, M, seed=6)
+    # a call with a state hands each channel of mode full a feature of its own, others do not
+    options: dict[str, Any] = {"reverse": reverse, "mode": mode, "return_state": mode != "full"}
     if resets:
         options["resets"] = (normal(2, S) > 1.5).to(facts["device"])
-    return centaurus, tensors | {"E": normal(N, M, seed=6)}, options
+    return centaurus, tensors, options
 
 
 register("centaurus", "triton", run, _can, _tiles, _example)

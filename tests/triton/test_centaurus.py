@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import BackendError
-from seqblocks.kernels import centaurus, centaurus_triton, why
+from seqblocks.kernels import centaurus, centaurus_triton, self_check, why
 from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
@@ -108,6 +108,47 @@ def test_empty(shape):
     y, last = centaurus(**x, mode="dws", return_state=True, backend="triton")
     assert y.shape == x["x"].shape
     assert torch.equal(last, x["state"])
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"S": 0}])
+def test_gradients_of_nothing_are_zeros(shape, mode, backend):
+    x = {name: t.float().requires_grad_() for name, t in inputs(mode, **shape).items()}
+    centaurus(**x, mode=mode, backend=backend).sum().backward()
+    for name, t in x.items():
+        assert t.grad is not None, name
+        assert not t.grad.any(), name
+
+
+FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 5, "substates": 3}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_check_tries_the_mode_whole_and_in_segments(mode, monkeypatch):
+    seen = []
+    plan = centaurus_triton._Plan
+
+    class Seen(plan):
+        def __init__(self, u, *args):
+            super().__init__(u, *args)
+            seen.append((self.K, self.F == self.N))
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
+    facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
+    assert self_check.fault(centaurus_triton._example, facts) == ""
+    assert {*seen} == {(3, mode != "full"), (1, mode != "full")}
+
+
+def test_the_check_tells_wrong_whole_launches(monkeypatch):
+    class Wrong(centaurus_triton._Plan):
+        def walk(self, u, given, starts, resets, v, last, adjoint):
+            super().walk(u, given, starts, resets, v, last, adjoint)
+            if self.K == 1:
+                v.mul_(1.1)
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
+    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"})
 
 
 @pytest.mark.parametrize("decay", [-1e-6, -1e4])
