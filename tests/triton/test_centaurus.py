@@ -73,11 +73,25 @@ def test_segments(seq, reverse, reset, state):
     compare(inputs("dws", S=seq, state=state), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
 
-def test_enough_sequences_are_not_cut():
+def test_enough_sequences_are_not_cut_and_few_no_more_than_helps():
     tile = centaurus_triton.tiles(512, 4, "sm_90")
     assert centaurus_triton.segments(64, 8192, tile, 512) == 1
     assert centaurus_triton.segments(1, 8192, tile, 512) == 64
     assert centaurus_triton.segments(1, 200, tile, 512) == 1
+    assert centaurus_triton.segments(1, 1 << 17, centaurus_triton.tiles(512, 64, "sm_90"), 512) == 33
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(("warps", "segments"), [(8, 26), (2, 13)])  # of 8 tokens; of 16, because there are enough
+def test_a_long_sequence_in_segments(warps, segments, reverse, reset, monkeypatch):
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+    monkeypatch.setattr(centaurus_triton, "WARPS", warps)
+    seq = 203
+    plan = centaurus_triton._Plan(torch.zeros(1, seq, 3), torch.zeros(3, 3), reverse)
+    assert plan.K == segments
+    marks = resets(1, seq, 70) if reset else None
+    compare(inputs("dws", batch=1, S=seq), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 4, 5])
