@@ -39,7 +39,7 @@ AXES = {"BN": (8, 16, 32, 64, 128), "STEPS": (2, 4, 8), "num_warps": (1, 2, 4, 8
 # bank [4, M, N] of p_re, p_im, r_re, r_im; states [B, 2, M, N], or [B, K, 2, M, N] of segments; passes [B, K].
 # Segments have T tokens, of which the last may lack some, in the order of the scan; ADJOINT: from its end.
 # A thread owns whole channels where it can. In tiles [M, N] the compiler gives neighbours along N, which it knows to be
-# contiguous, to neighbouring threads; and one each, since it is not told that `none`, which is 0, is a multiple of more.
+# contiguous, to neighbouring threads; and one each, since it is not told that `none`, which is 0, is aligned.
 
 
 @jit
@@ -110,23 +110,21 @@ def _tokens(x, step, i, live, COUNT: tl.constexpr):
 
 @jit
 @no_type_check
-def _marks(resets, way: tl.constexpr, i, COUNT: tl.constexpr):
+def _marks(resets, way: tl.constexpr, i, live, COUNT: tl.constexpr):
     out = ()
     if resets is not None:
         for j in tl.static_range(COUNT):
-            out = out + (tl.load(resets + (i + j) * way),)
+            out = out + (tl.load(resets + (i + j) * way, live, 0),)
     return out
 
 
 @jit
 @no_type_check
 def _go(
-    re, im, whole, turn_re, turn_im, to_re, to_im, u, us, live, resets, v, vs, i,
-    COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, WAY: tl.constexpr,
+    re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, live, v, vs, i,
+    COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, MARKS: tl.constexpr,
 ):
     """COUNT tokens of `_walk`."""
-    xs = _tokens(u, us, i, live, COUNT)
-    fresh = _marks(resets, WAY, i, COUNT)
     for j in tl.static_range(COUNT):
         x = xs[j].to(tl.float32)[None, :]
         if ADJOINT:
@@ -134,7 +132,7 @@ def _go(
             im += x * to_im
             out = tl.sum(re, 0)
             re, im = _added(0.0, 0.0, turn_re, turn_im, re, im)
-        if resets is not None:
+        if MARKS:
             re = tl.where(fresh[j] != 0, 0.0, re)
             im = tl.where(fresh[j] != 0, 0.0, im)
             whole = tl.where(fresh[j] != 0, 0.0, whole)
@@ -181,15 +179,23 @@ def _walk(
     step = tl.cast(us, tl.int64) * WAY
     wide = tl.cast(N, tl.int64) * WAY
     full = length // STEPS * STEPS
+    xs = _tokens(u, step, 0, n < tl.where(full > 0, N, 0), STEPS)  # a group ahead of the one at work
+    fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
+        next_xs = _tokens(u, step, i + STEPS, n < tl.where(i + STEPS < full, N, 0), STEPS)
+        next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, u, step, live, resets, v, wide, i,
-            STEPS, ENDS, ADJOINT, WAY,
+            re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, live, v, wide, i,
+            STEPS, ENDS, ADJOINT, resets is not None,
         )
+        xs = next_xs
+        fresh = next_fresh
     for i in range(full, length):
+        x = _tokens(u, step, i, live, 1)
+        mark = _marks(resets, WAY, i, True, 1)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, u, step, live, resets, v, wide, i,
-            1, ENDS, ADJOINT, WAY,
+            re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, live, v, wide, i,
+            1, ENDS, ADJOINT, resets is not None,
         )
     if ENDS:
         _put(last + mine, last + mine + N * M, cell, own, re, im)
@@ -247,17 +253,14 @@ def _carry(
 @jit
 @no_type_check
 def _add(
-    re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, u, us, dv, gs, live, resets, i,
-    COUNT: tl.constexpr, WAY: tl.constexpr,
+    re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, xs, grads, fresh,
+    COUNT: tl.constexpr, MARKS: tl.constexpr,
 ):
     """COUNT tokens of `_sums`."""
-    xs = _tokens(u, us, i, live, COUNT)
-    gs_ = _tokens(dv, gs, i, live, COUNT)
-    fresh = _marks(resets, WAY, i, COUNT)
     for j in tl.static_range(COUNT):
         x = xs[j].to(tl.float32)[None, :]
-        g = gs_[j].to(tl.float32)[None, :]
-        if resets is not None:
+        g = grads[j].to(tl.float32)[None, :]
+        if MARKS:
             re = tl.where(fresh[j] != 0, 0.0, re)
             im = tl.where(fresh[j] != 0, 0.0, im)
             w_re = tl.where(fresh[j] != 0, 0.0, w_re)
@@ -299,15 +302,29 @@ def _sums(
     step = tl.cast(us, tl.int64) * WAY
     wide = tl.cast(gs, tl.int64) * WAY
     full = length // STEPS * STEPS
+    there = n < tl.where(full > 0, N, 0)
+    xs = _tokens(u, step, 0, there, STEPS)
+    grads = _tokens(dv, wide, 0, there, STEPS)
+    fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
+        there = n < tl.where(i + STEPS < full, N, 0)
+        next_xs = _tokens(u, step, i + STEPS, there, STEPS)
+        next_grads = _tokens(dv, wide, i + STEPS, there, STEPS)
+        next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
         re, im, w_re, w_im, sum_re, sum_im, read_re, read_im = _add(
-            re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, u, step, dv, wide, live, resets, i,
-            STEPS, WAY,
+            re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, xs, grads, fresh,
+            STEPS, resets is not None,
         )
+        xs = next_xs
+        grads = next_grads
+        fresh = next_fresh
     for i in range(full, length):
+        x = _tokens(u, step, i, live, 1)
+        grad = _tokens(dv, wide, i, live, 1)
+        mark = _marks(resets, WAY, i, True, 1)
         re, im, w_re, w_im, sum_re, sum_im, read_re, read_im = _add(
-            re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, u, step, dv, wide, live, resets, i,
-            1, WAY,
+            re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, x, grad, mark,
+            1, resets is not None,
         )
     to_re, to_im = _pair(bank + 2 * N * M, bank + 3 * N * M, cell, own)
     after_re, after_im = _pair(afters + mine, afters + mine + N * M, cell, own)
@@ -327,7 +344,7 @@ def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
     that sums over sub-states wait for no other."""
     BM = common.power_of_two(substates)
     BN = min(common.power_of_two(channels), max(4, min(32, 256 // BM)))
-    return {"BN": BN, "BM": BM, "STEPS": 4, "num_warps": common.warps(BN * BM, 8, common.lanes(arch))}
+    return {"BN": BN, "BM": BM, "STEPS": 8, "num_warps": common.warps(BN * BM, 8, common.lanes(arch))}
 
 
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
@@ -407,7 +424,8 @@ class _Plan:
             )
             return (parts,)
 
-        tuning.launch("centaurus.sums", self.about(u), u, self.tile, AXES, go)
+        tile = {**self.tile, "STEPS": self.tile["STEPS"] // 2}  # which are of two tensors
+        tuning.launch("centaurus.sums", self.about(u), u, tile, AXES, go)
         return parts.sum(0)
 
 

@@ -59,16 +59,16 @@ def test_resets(mode, state):
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few long sequences are cut, in shorter pieces."""
-    monkeypatch.setattr(centaurus_triton, "SEGMENT", 4)
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
 
 
 @pytest.mark.usefixtures("segments")
-@pytest.mark.parametrize("seq", [9, 12, 13])
+@pytest.mark.parametrize("seq", [17, 24, 29])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("state", [False, True])
 def test_segments(seq, reverse, reset, state):
-    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 4)
+    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 8)
     marks = resets(2, seq) if reset else None
     compare(inputs("dws", S=seq, state=state), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
@@ -89,7 +89,7 @@ def test_a_long_sequence_in_segments(warps, segments, reverse, reset, monkeypatc
     monkeypatch.setattr(centaurus_triton, "WARPS", warps)
     seq = 203
     plan = centaurus_triton._Plan(torch.zeros(1, seq, 3), torch.zeros(3, 3), reverse)
-    assert plan.K == segments
+    assert segments == plan.K
     marks = resets(1, seq, 70) if reset else None
     compare(inputs("dws", batch=1, S=seq), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
