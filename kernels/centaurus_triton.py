@@ -10,7 +10,8 @@ read by what it enters. The gradient of p needs no state twice: ds/dp = w follow
 dv r w and dv s over a segment, and the gradient that enters the segment from its end times w there.
 
 Projections around it (modes neck and pointwise) are matrix products of the dtype at hand; B and C of dws and full are
-folded into the reading, but for calls that carry a state, which B belongs to.
+folded into the reading, but for calls that carry a state, which B belongs to. What goes into one output of mode full a
+program adds up before it writes; backward, with outputs and features in each other's place, what goes into one feature.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ WARPS = 4 * 132  # one for every scheduler of an H100 or H200: with as many ther
 AXES = {"BN": (8, 16, 32, 64, 128), "STEPS": (2, 4, 8), "num_warps": (1, 2, 4, 8)}  # for tuning
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: u [B, S, F] by strides over batch and tokens, channel n reads feature n mod F; v [B, S, N];
+# The kernels.   Places: u [B, S, F] by strides over batch and tokens, channel n reads feature n mod F; v [B, S, N], or
+# of each `fan` channels the sum, in parts of one program each: [B, S, N / fan, parts];
 # bank [4, M, N] of p_re, p_im, r_re, r_im; states [B, 2, M, N], or [B, K, 2, M, N] of segments; passes [B, K].
 # Segments have T tokens, of which the last may lack some, in the order of the scan; ADJOINT: from its end.
 # A thread owns whole channels where it can. In tiles [M, N] the compiler gives neighbours along N, which it knows to be
@@ -55,12 +57,17 @@ def _span(S, K, T, BACK: tl.constexpr, REVERSE: tl.constexpr):
 
 @jit
 @no_type_check
-def _cells(N, M, none, BN: tl.constexpr, BM: tl.constexpr):
-    """Of this program: the channels, which cells it owns, and where they are in [M, N]."""
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+def _cells(N, M, fan, none, BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr):
+    """Of this program: the channels, BF of each output's `fan`, and what they are below if they are there; the cells it
+    owns, and where they are in [M, N]."""
+    parts = tl.cdiv(fan, BF)
+    at = tl.arange(0, BN)
+    within = tl.program_id(1) % parts * BF + at % BF
+    n = (tl.program_id(1) // parts * (BN // BF) + at // BF) * fan + within
+    bound = tl.where(within < fan, N, 0)
     m = tl.arange(0, BM)[:, None]
-    own = (m < M) & (n < N)[None, :]
-    return n, own, none + m * N + n[None, :]
+    own = (m < M) & (n < bound)[None, :]
+    return n, bound, own, none + m * N + n[None, :]
 
 
 @jit
@@ -121,8 +128,8 @@ def _marks(resets, way: tl.constexpr, i, live, COUNT: tl.constexpr):
 @jit
 @no_type_check
 def _go(
-    re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, live, v, vs, i,
-    COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, MARKS: tl.constexpr,
+    re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, vs, there, i,
+    COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, MARKS: tl.constexpr, BF: tl.constexpr,
 ):
     """COUNT tokens of `_walk`."""
     for j in tl.static_range(COUNT):
@@ -140,7 +147,9 @@ def _go(
             re, im = _added(x, 0.0, turn_re, turn_im, re, im)
             out = tl.sum(to_re * re - to_im * im, 0)
         if not ENDS:
-            tl.store(v + (i + j) * vs, out.to(v.dtype.element_ty), live)
+            if BF > 1:
+                out = tl.sum(tl.reshape(out, (out.shape[0] // BF, BF)), 1)
+            tl.store(v + (i + j) * vs, out.to(v.dtype.element_ty), there)
     return re, im, whole
 
 
@@ -148,9 +157,9 @@ def _go(
 @no_type_check
 def _walk(
     u, bank, starts, resets, v, last, passes,
-    S, K, T, F, N, M, none, ub, us,
+    S, K, T, F, N, M, none, ub, us, fan,
     ENDS: tl.constexpr, ADJOINT: tl.constexpr, REVERSE: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, STEPS: tl.constexpr,
 ):
     """v of every token and the state at the end; or, if ENDS, each segment's end when it starts from nothing, to last.
 
@@ -158,8 +167,8 @@ def _walk(
     """
     WAY: tl.constexpr = -1 if ADJOINT != REVERSE else 1
     b, k, length, t = _span(S, K, T, ADJOINT, REVERSE)
-    n, own, cell = _cells(N, M, none, BN, BM)
-    live = n < N
+    n, bound, own, cell = _cells(N, M, fan, none, BN, BM, BF)
+    live = n < bound
     turn_re, turn_im = _pair(bank, bank + N * M, cell, own)
     to_re, to_im = _pair(bank + 2 * N * M, bank + 3 * N * M, cell, own)
     if ADJOINT:
@@ -174,19 +183,28 @@ def _walk(
     u += b * ub + t * us + n % F
     if resets is not None:
         resets += b * S + t
+    there = live
+    width = N
     if not ENDS:
-        v += (b * S + t) * N + n
+        if BF > 1:
+            parts = tl.cdiv(fan, BF)
+            o = tl.program_id(1) // parts * (BN // BF) + tl.arange(0, BN // BF)
+            there = o * fan < N
+            width = N // fan * parts
+            v += (b * S + t) * width + o * parts + tl.program_id(1) % parts
+        else:
+            v += (b * S + t) * N + n
     step = tl.cast(us, tl.int64) * WAY
-    wide = tl.cast(N, tl.int64) * WAY
+    wide = tl.cast(width, tl.int64) * WAY
     full = length // STEPS * STEPS
-    xs = _tokens(u, step, 0, n < tl.where(full > 0, N, 0), STEPS)  # a group ahead of the one at work
+    xs = _tokens(u, step, 0, n < tl.where(full > 0, bound, 0), STEPS)  # a group ahead of the one at work
     fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
-        next_xs = _tokens(u, step, i + STEPS, n < tl.where(i + STEPS < full, N, 0), STEPS)
+        next_xs = _tokens(u, step, i + STEPS, n < tl.where(i + STEPS < full, bound, 0), STEPS)
         next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, live, v, wide, i,
-            STEPS, ENDS, ADJOINT, resets is not None,
+            re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, wide, there, i,
+            STEPS, ENDS, ADJOINT, resets is not None, BF,
         )
         xs = next_xs
         fresh = next_fresh
@@ -194,8 +212,8 @@ def _walk(
         x = _tokens(u, step, i, live, 1)
         mark = _marks(resets, WAY, i, True, 1)
         re, im, whole = _go(
-            re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, live, v, wide, i,
-            1, ENDS, ADJOINT, resets is not None,
+            re, im, whole, turn_re, turn_im, to_re, to_im, x, mark, v, wide, there, i,
+            1, ENDS, ADJOINT, resets is not None, BF,
         )
     if ENDS:
         _put(last + mine, last + mine + N * M, cell, own, re, im)
@@ -278,14 +296,15 @@ def _add(
 @no_type_check
 def _sums(
     u, dv, bank, starts, afters, resets, parts,
-    S, K, T, F, N, M, none, ub, us, gb, gs,
+    S, K, T, F, N, M, none, ub, us, fan, gb, gs,
     REVERSE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """parts [B K, 4, M, N]: gradients of p_re, p_im, r_re, r_im. afters: what enters each segment from its end."""
+    """parts [B K, 4, M, N]: gradients of p_re, p_im, r_re, r_im, for dv [B, S, N / fan]. afters: what enters each segment
+    from its end."""
     WAY: tl.constexpr = -1 if REVERSE else 1
     b, _, length, t = _span(S, K, T, False, REVERSE)
-    n, own, cell = _cells(N, M, none, BN, BM)
-    live = n < N
+    n, bound, own, cell = _cells(N, M, 1, none, BN, BM, 1)
+    live = n < bound
     turn_re, turn_im = _pair(bank, bank + N * M, cell, own)
     mine = tl.program_id(0).to(tl.int64) * N * M * 2
     re, im = _pair(starts + mine, starts + mine + N * M, cell, own)
@@ -296,18 +315,18 @@ def _sums(
     read_re = tl.zeros((BM, BN), tl.float32)
     read_im = tl.zeros((BM, BN), tl.float32)
     u += b * ub + t * us + n % F
-    dv += b * gb + t * gs + n
+    dv += b * gb + t * gs + n // fan
     if resets is not None:
         resets += b * S + t
     step = tl.cast(us, tl.int64) * WAY
     wide = tl.cast(gs, tl.int64) * WAY
     full = length // STEPS * STEPS
-    there = n < tl.where(full > 0, N, 0)
+    there = n < tl.where(full > 0, bound, 0)
     xs = _tokens(u, step, 0, there, STEPS)
     grads = _tokens(dv, wide, 0, there, STEPS)
     fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
-        there = n < tl.where(i + STEPS < full, N, 0)
+        there = n < tl.where(i + STEPS < full, bound, 0)
         next_xs = _tokens(u, step, i + STEPS, there, STEPS)
         next_grads = _tokens(dv, wide, i + STEPS, there, STEPS)
         next_fresh = _marks(resets, WAY, i + STEPS, i + STEPS < full, STEPS)
@@ -383,8 +402,8 @@ class _Plan:
 
         def find(tile: tuning.Tile) -> Sequence[Tensor]:
             _walk[self.B * self.K, up(self.N, tile["BN"])](
-                u, bank, None, resets, None, ends, passes, *self.sizes(u),
-                ENDS=True, ADJOINT=adjoint, REVERSE=self.reverse, **tile,
+                u, bank, None, resets, None, ends, passes, *self.sizes(u), 1,
+                ENDS=True, ADJOINT=adjoint, REVERSE=self.reverse, BF=1, **tile,
             )
             return (ends,)
 
@@ -397,29 +416,32 @@ class _Plan:
         return starts
 
     def walk(
-        self, u: Tensor, bank: Tensor, starts: Tensor, resets: Tensor | None, v: Tensor, last: Tensor,
-        adjoint: bool,
-    ) -> None:
-        """v and last are written."""
+        self, u: Tensor, bank: Tensor, starts: Tensor, resets: Tensor | None, last: Tensor, fan: int, adjoint: bool
+    ) -> Tensor:
+        """v, of which each `fan` neighbouring channels are one sum; last is written."""
 
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _walk[self.B * self.K, up(self.N, tile["BN"])](
-                u, bank, starts, resets, v, last, None, *self.sizes(u),
-                ENDS=False, ADJOINT=adjoint, REVERSE=self.reverse, **tile,
+            BF = min(tile["BN"], common.power_of_two(fan))
+            outputs, parts = self.N // fan, up(fan, BF)
+            v = u.new_empty(self.B, self.S, outputs, parts, dtype=u.dtype if parts == 1 else torch.float32)
+            _walk[self.B * self.K, up(outputs, tile["BN"] // BF) * parts](
+                u, bank, starts, resets, v, last, None, *self.sizes(u), fan,
+                ENDS=False, ADJOINT=adjoint, REVERSE=self.reverse, BF=BF, **tile,
             )
             return v, last
 
-        tuning.launch("centaurus.walk", self.about(u, adjoint), u, self.tile, AXES, go)
+        v = tuning.launch("centaurus.walk", self.about(u, fan, adjoint), u, self.tile, AXES, go)[0]
+        return v.squeeze(-1) if v.shape[-1] == 1 else v.sum(-1).to(u.dtype)
 
     def sums(
-        self, u: Tensor, dv: Tensor, bank: Tensor, starts: Tensor, afters: Tensor, resets: Tensor | None
+        self, u: Tensor, dv: Tensor, bank: Tensor, starts: Tensor, afters: Tensor, resets: Tensor | None, fan: int
     ) -> Tensor:
         """[4, M, N], see `_sums`."""
         parts = starts.new_empty(self.B * self.K, 4, self.M, self.N)
 
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
             _sums[self.B * self.K, up(self.N, tile["BN"])](
-                u, dv, bank, starts, afters, resets, parts, *self.sizes(u), *dv.stride()[:2],
+                u, dv, bank, starts, afters, resets, parts, *self.sizes(u), fan, *dv.stride()[:2],
                 REVERSE=self.reverse, **tile,
             )
             return (parts,)
@@ -439,62 +461,70 @@ def _turned(state: Tensor) -> Tensor:
     return state.permute(0, 3, 2, 1)
 
 
+def _across(x: Tensor, fan: int) -> Tensor:
+    """The last axis, of groups of `fan`, in groups of which each has one of every former group."""
+    return x if fan in (1, x.shape[-1]) else x.unflatten(-1, (-1, fan)).transpose(-1, -2).flatten(-2)
+
+
 @common.custom_op("seqblocks::centaurus_triton")
 def _op(
     u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor, resets: Tensor | None,
-    reverse: bool,
+    reverse: bool, fan: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """v [B, S, N] in u's dtype, and the last state."""
-    v, last = _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse)
+    """v [B, S, N / fan] in u's dtype, and the last state."""
     u, marks = lined(u), None if resets is None else resets.contiguous()
+    last = torch.empty_like(_turned(state), memory_format=torch.contiguous_format)
     plan = _Plan(u, p_re, reverse)
     with common.on(u):
         bank = _together(p_re, p_im, r_re, r_im)
         starts = plan.starts(u, bank, _turned(state).contiguous(), marks, False)
-        plan.walk(u, bank, starts, marks, v, _turned(last), False)
-    return v, last
+        v = plan.walk(u, bank, starts, marks, last, fan, False)
+    return v, _turned(last)
 
 
 @_op.register_fake
-def _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse):  # type: ignore[no-untyped-def]
-    return u.new_empty(*u.shape[:2], p_re.shape[0]), _turned(state.new_empty(_turned(state).shape))
+def _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse, fan=1):  # type: ignore[no-untyped-def]
+    return u.new_empty(*u.shape[:2], p_re.shape[0] // fan), _turned(state.new_empty(_turned(state).shape))
 
 
 @common.custom_op("seqblocks::centaurus_triton_backward")
 def _op_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor,
-    resets: Tensor | None, reverse: bool,
+    resets: Tensor | None, reverse: bool, fan: int = 1,
 ) -> list[Tensor]:
-    """Gradients of u, p_re, p_im, r_re, r_im and the initial state."""
+    """Gradients of u, p_re, p_im, r_re, r_im and the initial state.
+
+    Where all outputs read all features (fan = F) the two change places: channels of one feature are neighbours then.
+    """
     dv, u = lined(dv), lined(u)
     marks = None if resets is None else resets.contiguous()
     plan = _Plan(u, p_re, reverse)
-    du = u.new_empty(*u.shape[:2], plan.N)
-    before = torch.empty_like(_turned(state), memory_format=torch.contiguous_format)
+    back = plan.N // plan.F
     with common.on(u):
         bank = _together(p_re, p_im, r_re, r_im)
-        afters = plan.starts(dv, bank, _turned(dlast).contiguous(), marks, True)
-        plan.walk(dv, bank, afters, marks, du, before, True)
+        swapped, after = (_across(x, plan.F).contiguous() for x in (bank, _turned(dlast)))
+        before = torch.empty_like(after)
+        afters = plan.starts(dv, swapped, after, marks, True)
+        du = plan.walk(dv, swapped, afters, marks, before, back, True)
+        afters, before = (_across(x, back).contiguous() for x in (afters, before))
         starts = plan.starts(u, bank, _turned(state).contiguous(), marks, False)  # again, rather than kept
-        sums = plan.sums(u, dv, bank, starts, afters, marks)
-    if plan.F != plan.N:
-        du = du.unflatten(-1, (-1, plan.F)).sum(2)
+        sums = plan.sums(u, dv, bank, starts, afters, marks, fan)
     return [du, *(x.t().clone(memory_format=torch.contiguous_format) for x in sums), _turned(before)]
 
 
 @_op_backward.register_fake
-def _op_backward_fake(dv, dlast, u, p_re, p_im, r_re, r_im, state, resets, reverse):  # type: ignore[no-untyped-def]
+def _op_backward_fake(dv, dlast, u, p_re, p_im, r_re, r_im, state, resets, reverse, fan=1):  # type: ignore[no-untyped-def]
     *grads, before = (x.new_empty(x.shape) for x in (u, p_re, p_im, r_re, r_im, _turned(state)))
     return [*grads, _turned(before)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:7])
-    ctx.reverse = inputs[7]
+    ctx.flags = inputs[7:]
 
 
 def _differentiate(ctx, dv, dlast):  # type: ignore[no-untyped-def]
-    return *_op_backward(dv, dlast, *ctx.saved_tensors, ctx.reverse), None, None
+    return *_op_backward(dv, dlast, *ctx.saved_tensors, *ctx.flags), None, *(None for _ in ctx.flags)
 
 
 def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -515,21 +545,22 @@ def run(
     H = x.shape[2]
     size = torch.exp(bank.decay)
     p_re, p_im = size * torch.cos(bank.turn), size * torch.sin(bank.turn)
-    r_re, r_im, u = bank.read, bank.across, x
+    r_re, r_im, u, fan = bank.read, bank.across, x, 1
     if bank.B.dim() == 2:
         u = x @ bank.B.t().to(x.dtype)
     else:
         folded = bank.C
         if state is None and not return_state:
             folded = bank.B * bank.C
+            fan = H if bank.mode == "full" else 1
         else:
             u = x.repeat(1, 1, bank.B.shape[0] // H) * bank.B.to(x.dtype)
         r_re, r_im = r_re * folded.unsqueeze(-1), r_im * folded.unsqueeze(-1)
     start = _turned(p_re.new_zeros(x.shape[0], 2, *p_re.t().shape)) if state is None else state
-    v, last = _op(u, p_re, p_im, r_re, r_im, start, None if resets is None else resets.to(torch.uint8), reverse)
+    v, last = _op(u, p_re, p_im, r_re, r_im, start, None if resets is None else resets.to(torch.uint8), reverse, fan)
     if bank.C.dim() == 2:
         v = v @ bank.C.t().to(x.dtype)
-    elif bank.mode == "full":
+    elif bank.mode == "full" and fan != H:
         v = v.unflatten(-1, (-1, H)).sum(-1)
     return v, last
 

@@ -100,6 +100,14 @@ def test_sizes(seq, M):
     compare(inputs("full", S=seq, M=M, G=3, H=11, state=True), mode="full", return_state=True)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("seq", [13, 43])  # 43: in segments
+@pytest.mark.parametrize(("G", "H"), [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)])
+def test_sums_of_mode_full(G, H, seq, reverse, monkeypatch):
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
+    compare(inputs("full", S=seq, G=G, H=H, M=2), mode="full", reverse=reverse, resets=resets(2, seq, 20))
+
+
 def test_zero_order_hold():
     compare(inputs("neck"), mode="neck", hold="zoh")
 
@@ -156,10 +164,9 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode, monkeypatch):
 
 def test_the_check_tells_wrong_whole_launches(monkeypatch):
     class Wrong(centaurus_triton._Plan):
-        def walk(self, u, given, starts, resets, v, last, adjoint):
-            super().walk(u, given, starts, resets, v, last, adjoint)
-            if self.K == 1:
-                v.mul_(1.1)
+        def walk(self, *args):
+            v = super().walk(*args)
+            return 1.1 * v if self.K == 1 else v
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
     assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"})
@@ -179,7 +186,7 @@ def arguments(S: int = 5) -> list[Tensor]:
 
 @pytest.mark.parametrize("marks", [None, torch.zeros(2, 5, dtype=torch.uint8)])
 def test_the_registration_is_sound(marks):
-    torch.library.opcheck(centaurus_triton._op.traced, (*arguments(), marks, False))
+    torch.library.opcheck(centaurus_triton._op.traced, (*arguments(), marks, False, 1))
 
 
 def test_compile_and_export_at_any_length():
