@@ -299,8 +299,8 @@ def _sums(
     S, K, T, F, N, M, none, ub, us, fan, gb, gs,
     REVERSE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """parts [B K, 4, M, N]: gradients of p_re, p_im, r_re, r_im, for dv [B, S, N / fan]. afters: what enters from the end of
-    each segment."""
+    """parts [B K, 4, M, N]: gradients of the bank, for dv [B, S, N / fan]. afters: what enters each segment
+    from its end."""
     WAY: tl.constexpr = -1 if REVERSE else 1
     b, _, length, t = _span(S, K, T, False, REVERSE)
     n, bound, own, cell = _cells(N, M, 1, none, BN, BM, 1)
