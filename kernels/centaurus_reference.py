@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, nothing, register
 
 MODES = ("neck", "pointwise", "dws", "full")
 
@@ -45,6 +45,10 @@ class Bank(NamedTuple):
         """The state before the first token, [B, N, M, 2]."""
         return x.new_zeros(x.shape[0], *self.decay.shape, 2)
 
+    def nothing(self, x: Tensor) -> Tensor:
+        """y of an x that is empty."""
+        return nothing(self.leave(self.enter(x), x.shape[-1]), self.decay, self.turn, self.read, self.across)
+
 
 def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *_: Any
@@ -64,7 +68,7 @@ def run(
         state = torch.stack([re, im], -1)
         outputs.append(bank.leave((bank.read * re - bank.across * im).sum(-1), x.shape[2]))
     if not outputs:
-        return bank.leave(bank.enter(x), x.shape[2]), state
+        return bank.nothing(x), state
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 

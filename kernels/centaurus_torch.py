@@ -44,7 +44,7 @@ def run(
     """
     x = x.to(bank.decay.dtype)
     if x.numel() == 0:
-        return bank.leave(bank.enter(x), x.shape[2]), bank.fresh(x) if state is None else state
+        return bank.nothing(x), bank.fresh(x) if state is None else state
     whole = state is None and resets is None and not return_state
     plan = plan or (cheapest(bank, x) if whole else "chunks")
     if plan == "chunks":

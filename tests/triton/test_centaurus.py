@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import BackendError
-from seqblocks.kernels import centaurus, centaurus_triton, why
+from seqblocks.kernels import centaurus, centaurus_triton, self_check, why
 from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
@@ -59,31 +59,53 @@ def test_resets(mode, state):
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few long sequences are cut, in shorter pieces."""
-    monkeypatch.setattr(centaurus_triton, "SEGMENT", 4)
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
 
 
 @pytest.mark.usefixtures("segments")
-@pytest.mark.parametrize("seq", [9, 12, 13])
+@pytest.mark.parametrize("seq", [17, 24, 29])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("state", [False, True])
 def test_segments(seq, reverse, reset, state):
-    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 4)
+    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 8)
     marks = resets(2, seq) if reset else None
     compare(inputs("dws", S=seq, state=state), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
 
-def test_enough_sequences_are_not_cut():
+def test_enough_sequences_are_not_cut_and_few_no_more_than_helps():
     tile = centaurus_triton.tiles(512, 4, "sm_90")
     assert centaurus_triton.segments(64, 8192, tile, 512) == 1
     assert centaurus_triton.segments(1, 8192, tile, 512) == 64
     assert centaurus_triton.segments(1, 200, tile, 512) == 1
+    assert centaurus_triton.segments(1, 1 << 17, centaurus_triton.tiles(512, 64, "sm_90"), 512) == 33
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(("warps", "segments"), [(8, 26), (2, 13)])  # of 8 tokens; of 16, because there are enough
+def test_a_long_sequence_in_segments(warps, segments, reverse, reset, monkeypatch):
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+    monkeypatch.setattr(centaurus_triton, "WARPS", warps)
+    seq = 203
+    plan = centaurus_triton._Plan(torch.zeros(1, seq, 3), torch.zeros(3, 3), reverse)
+    assert segments == plan.K
+    marks = resets(1, seq, 70) if reset else None
+    compare(inputs("dws", batch=1, S=seq), mode="dws", reverse=reverse, resets=marks, return_state=True)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("M", [1, 8])
 def test_sizes(seq, M):
     compare(inputs("full", S=seq, M=M, G=3, H=11, state=True), mode="full", return_state=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("seq", [13, 43])  # 43: in segments
+@pytest.mark.parametrize(("G", "H"), [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)])
+def test_sums_of_mode_full(G, H, seq, reverse, monkeypatch):
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
+    compare(inputs("full", S=seq, G=G, H=H, M=2), mode="full", reverse=reverse, resets=resets(2, seq, 20))
 
 
 def test_zero_order_hold():
@@ -110,6 +132,46 @@ def test_empty(shape):
     assert torch.equal(last, x["state"])
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"S": 0}])
+def test_gradients_of_nothing_are_zeros(shape, mode, backend):
+    x = {name: t.float().requires_grad_() for name, t in inputs(mode, **shape).items()}
+    centaurus(**x, mode=mode, backend=backend).sum().backward()
+    for name, t in x.items():
+        assert t.grad is not None, name
+        assert not t.grad.any(), name
+
+
+FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 5, "substates": 3}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_check_tries_the_mode_whole_and_in_segments(mode, monkeypatch):
+    seen = []
+    plan = centaurus_triton._Plan
+
+    class Seen(plan):
+        def __init__(self, u, *args):
+            super().__init__(u, *args)
+            seen.append((self.K, self.F == self.N))
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
+    facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
+    assert self_check.fault(centaurus_triton._example, facts) == ""
+    assert {*seen} == {(3, mode != "full"), (1, mode != "full")}
+
+
+def test_the_check_tells_wrong_whole_launches(monkeypatch):
+    class Wrong(centaurus_triton._Plan):
+        def walk(self, *args):
+            v = super().walk(*args)
+            return 1.1 * v if self.K == 1 else v
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
+    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"})
+
+
 @pytest.mark.parametrize("decay", [-1e-6, -1e4])
 def test_what_never_forgets_and_what_forgets_at_once(decay):
     x = inputs("dws", S=20)
@@ -124,7 +186,7 @@ def arguments(S: int = 5) -> list[Tensor]:
 
 @pytest.mark.parametrize("marks", [None, torch.zeros(2, 5, dtype=torch.uint8)])
 def test_the_registration_is_sound(marks):
-    torch.library.opcheck(centaurus_triton._op.traced, (*arguments(), marks, False))
+    torch.library.opcheck(centaurus_triton._op.traced, (*arguments(), marks, False, 1))
 
 
 def test_compile_and_export_at_any_length():
