@@ -25,7 +25,7 @@ from seqblocks.kernels.triton_common import exp, jit, lined, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
 AXES = {"T": (16, 32, 64, 128), "BD": (64, 128, 256, 512), "STEPS": (1, 2, 4, 8), "num_warps": (1, 2, 4)}  # for tuning
-WARPS = 4096  # of all programs together, at least, if runs of 8 tokens or more allow it
+WARPS = 2048  # of all programs together, at least, if runs of 8 tokens allow it: a large GPU holds as many at a time
 
 
 # ------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def centaurus(
         if resets is not None and resets.shape != x.shape[:2]:
             raise ValueError(f"centaurus wants resets {list(x.shape[:2])}; got {list(resets.shape)}")
         run = dispatch.choose(
-            "centaurus", backend, device=x.device.type, dtype=torch.float64 if double else x.dtype, mode=mode,
+            "centaurus", backend, device=x.device, dtype=torch.float64 if double else x.dtype, mode=mode,
             channels=bank.decay.shape[0], substates=bank.decay.shape[1], resets=resets is not None, reverse=reverse,
         )
         y, last = run(

@@ -263,4 +263,4 @@ class _Within(torch.autograd.Function):
         return _Within.apply(dv, W.transpose(1, 2), piece), dW, None
 
 
-register("centaurus", "torch", run, always("chunk by chunk or by FFT, on any device"))
+register("centaurus", "torch", run, always("chunk by chunk or by FFT, on any device"), by_hand=True)

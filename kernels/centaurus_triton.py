@@ -25,7 +25,7 @@ from torch import Tensor
 from seqblocks.kernels import centaurus_torch, tuning
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus_reference import Bank
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import no_second_derivative, register
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
@@ -472,7 +472,7 @@ def _op(
     reverse: bool, fan: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """v [B, S, N / fan] in u's dtype, and the last state."""
-    u, marks = lined(u), None if resets is None else resets.contiguous()
+    u, marks = lined(u), common.marks(resets)
     last = torch.empty_like(_turned(state), memory_format=torch.contiguous_format)
     plan = _Plan(u, p_re, reverse)
     with common.on(u):
@@ -496,8 +496,7 @@ def _op_backward(
 
     Where all outputs read all features (fan = F) the two change places: channels of one feature are neighbours then.
     """
-    dv, u = lined(dv), lined(u)
-    marks = None if resets is None else resets.contiguous()
+    dv, u, marks = lined(dv), lined(u), common.marks(resets)
     plan = _Plan(u, p_re, reverse)
     back = plan.N // plan.F
     with common.on(u):
@@ -521,18 +520,19 @@ def _op_backward_fake(dv, dlast, u, p_re, p_im, r_re, r_im, state, resets, rever
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:7])
     ctx.flags = inputs[7:]
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dv, dlast):  # type: ignore[no-untyped-def]
-    return *_op_backward(dv, dlast, *ctx.saved_tensors, *ctx.flags), None, *(None for _ in ctx.flags)
-
-
-def _refuse(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError("the Triton form of centaurus has no second derivative; use backend='reference' for it")
+    u, p, *_, state, _ = ctx.saved_tensors
+    if dv is None:
+        dv = u.new_zeros(*u.shape[:2], p.shape[0] // ctx.flags[1])
+    grads = _op_backward(dv, common.filled(dlast, state), *ctx.saved_tensors, *ctx.flags)
+    return *grads, None, *(None for _ in ctx.flags)
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
-_op_backward.register_autograd(_refuse)
+_op_backward.register_autograd(no_second_derivative("centaurus", "Triton"))
 
 
 def run(
@@ -557,7 +557,7 @@ def run(
             u = x.repeat(1, 1, bank.B.shape[0] // H) * bank.B.to(x.dtype)
         r_re, r_im = r_re * folded.unsqueeze(-1), r_im * folded.unsqueeze(-1)
     start = _turned(p_re.new_zeros(x.shape[0], 2, *p_re.t().shape)) if state is None else state
-    v, last = _op(u, p_re, p_im, r_re, r_im, start, None if resets is None else resets.to(torch.uint8), reverse, fan)
+    v, last = _op(u, p_re, p_im, r_re, r_im, start, common.marks(resets), reverse, fan)
     if bank.C.dim() == 2:
         v = v @ bank.C.t().to(x.dtype)
     elif bank.mode == "full" and fan != H:

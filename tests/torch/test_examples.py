@@ -125,7 +125,7 @@ def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_python_is_learned(root: Path, tmp_path: Path) -> None:
     """A fifth of the usual run: far below the 4.7 bits of knowing only how frequent each byte is."""
     _, bits = language(root, tmp_path / "out", "--steps", "48")

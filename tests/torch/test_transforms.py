@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ REST: dict[str, list[Tensor]] = {
     "mlstm": [rand(*shape, seed=1 + at) for at, shape in enumerate((HEADS, HEADS, GATE, GATE))],
     "slstm": [rand(*shape, seed=1 + at) for at, shape in enumerate((WIDE, WIDE, WIDE, (2, 4, 4, 4), (4, 2, 4)))],
     "selective_scan": [rand(*WIDE, seed=1), -rand(E, N, seed=2).exp(), rand(B, S, N, seed=3), rand(B, S, N, seed=4)],
+    "centaurus": [
+        -rand(E, N, seed=1).exp(), rand(E, N, seed=2), rand(E, seed=3).exp(), rand(E, seed=4), rand(E, seed=5),
+        rand(E, N, seed=6),
+    ],
     "causal_conv": [rand(E, 1, 3, seed=1)],
     "head_norm": [],
     "headwise_linear": [rand(4, 2, 2, seed=1)],
@@ -33,7 +38,7 @@ REST: dict[str, list[Tensor]] = {
 
 
 def call(op: str, x: Tensor, backend: str | None = None) -> Tensor:
-    options = {"heads": 2} if op == "head_norm" else {}
+    options: dict[str, Any] = {"head_norm": {"heads": 2}, "centaurus": {"mode": "dws"}}.get(op, {})
     y: Tensor = getattr(kernels, op)(x, *REST[op], **options, backend=backend)
     return y
 
@@ -67,7 +72,7 @@ def test_as_the_definition(op: str, transform: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["mlstm", "slstm", "selective_scan", "causal_conv"])
+@pytest.mark.parametrize("op", ["mlstm", "slstm", "selective_scan", "centaurus", "causal_conv"])
 def test_asked_for_by_name_they_say_what_they_lack(op: str) -> None:
     with pytest.raises(BackendError, match="reverse mode alone"):
         dual(lambda x: call(op, x, "torch"), first(op))

@@ -42,7 +42,8 @@ from seqblocks.kernels import (
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (
-    "BB", "L", "T", "BLOCKS", "BI", "BO", "TILES", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BM", "STEPS", "num_warps",
+    "BB", "L", "T", "BLOCKS", "BI", "BO", "TILES", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BF", "BM", "STEPS",
+    "num_warps",
 )
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
@@ -187,14 +188,13 @@ def mlstm_step(width: int, dtype: torch.dtype) -> None:
     mlstm_triton.run(q, k, v, i, f, state, None, **given, normalize=True, return_state=True)
 
 
-def centaurus(batch: int, substates: int, dtype: torch.dtype, **change: Any) -> None:
-    seq, width = 512, 256
-    u = torch.zeros(batch, seq, width, dtype=dtype, requires_grad=True)
+def centaurus(batch: int, substates: int, dtype: torch.dtype, fan: int = 1, **change: Any) -> None:
+    seq, width = 512, 256 if fan == 1 else 40 * fan
+    u = torch.zeros(batch, seq, width if fan == 1 else fan, dtype=dtype, requires_grad=True)
     parameters = [torch.zeros(width, substates, requires_grad=True) for _ in range(4)]
     marks = torch.zeros(batch, seq, dtype=torch.uint8) if change.pop("resets", False) else None
-    v, last = centaurus_triton._op(
-        u, *parameters, torch.zeros(batch, width, substates, 2, requires_grad=True), marks, change.pop("reverse", False)
-    )
+    state = torch.zeros(batch, width, substates, 2, requires_grad=True)
+    v, last = centaurus_triton._op(u, *parameters, state, marks, change.pop("reverse", False), fan)
     (v.sum() + last.sum()).backward()
 
 
@@ -256,6 +256,7 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     bank = centaurus_triton
     for substates in (1, 8, 64):
         yield f"centaurus M={substates} bf16", bank, lambda m=substates: centaurus(128, m, torch.bfloat16)
+    yield "centaurus M=8 bf16 full", bank, lambda: centaurus(2, 8, torch.bfloat16, fan=64)
     yield "centaurus M=8 bf16 segments reverse resets", bank, lambda: centaurus(
         1, 8, torch.bfloat16, reverse=True, resets=True)
 

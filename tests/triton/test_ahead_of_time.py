@@ -46,6 +46,10 @@ def golden(root: Path, op: str) -> list[str]:
     return (root / GOLDEN / f"{op}.txt").read_text(encoding="utf-8").splitlines()
 
 
+def kernels(lines: list[str]) -> set[str]:
+    return {line.split("|")[1].strip() for line in lines[1:]}
+
+
 def compare(lines: list[str], recorded: list[str]) -> None:
     if lines[0] == recorded[0]:
         assert lines == recorded
@@ -54,27 +58,29 @@ def compare(lines: list[str], recorded: list[str]) -> None:
 
 
 OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus")
-TYPICAL = {  # of each op the case that is compiled every time; with `slow` all are
-    "selective_scan": "selective_scan N=16 bf16 reverse resets",
-    "causal_conv": "causal_conv K=4 bf16 silu reverse resets",
-    "head_norm": "head_norm D=192 bf16 skip gate",
-    "headwise_linear": "headwise_linear O=4 I=4 bf16",
-    "mlstm": "mlstm D=128 bf16 many chunks resets",
-    "slstm": "slstm D=64 bf16 reverse resets",
-    "centaurus": "centaurus M=8 bf16 segments reverse resets",
+TYPICAL = {  # of each op the cases that are compiled every time, which have all its kernels; with `long` all are
+    "selective_scan": ["selective_scan N=16 bf16 segments resets"],
+    "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
+    "head_norm": ["head_norm D=192 bf16 skip gate"],
+    "headwise_linear": ["headwise_linear O=4 I=4 bf16", "headwise_linear O=4 I=4 fp32"],
+    "mlstm": ["mlstm D=128 bf16 many chunks resets", "mlstm step D=128 bf16"],
+    "slstm": ["slstm D=64 bf16 reverse resets", "slstm D=256 bf16"],
+    "centaurus": ["centaurus M=8 bf16 segments reverse resets"],
 }
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.markexpr == "":
-        pytest.skip("the slow tests are run too, and test_all compiles this one among others")
-    lines = table([TYPICAL[op]], root, tmp_path)
+        pytest.skip("everything is run, and test_all compiles these among others")
+    lines = table(TYPICAL[op], root, tmp_path)
     hold(lines)
-    compare(lines, [line for line in golden(root, op) if line.startswith((TYPICAL[op] + " ", "triton "))])
+    first, *recorded = golden(root, op)
+    compare(lines, [first, *(line for line in recorded if line.partition("|")[0].strip() in TYPICAL[op])])
+    assert kernels(lines) == kernels([first, *recorded])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("op", OPS)
 def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
     lines = table([op], root, tmp_path)
@@ -87,5 +93,5 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
     names = table(["--names"], root, tmp_path)
     assert {name.split()[0] for name in names} == set(OPS) == {path.stem for path in (root / GOLDEN).glob("*.txt")}
-    assert set(TYPICAL.values()) <= set(names)
+    assert {name for several in TYPICAL.values() for name in several} <= set(names)
     assert {path.stem.removesuffix("_triton") for path in (root / "kernels").glob("*_triton.py")} == set(OPS)

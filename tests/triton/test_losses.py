@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from seqblocks.kernels import selective_scan
-from tests.triton import test_mlstm, test_selective_scan, test_slstm
+from seqblocks.kernels import centaurus, selective_scan
+from tests.triton import test_centaurus, test_mlstm, test_selective_scan, test_slstm
 from tests.triton.compare import check, float32_bar, interpreted
 
 pytestmark = interpreted
@@ -18,8 +18,12 @@ SCANS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "selective_scan": (
         lambda **given: selective_scan(**given, return_state=True), test_selective_scan.tensors(S=5), float32_bar(5)
     ),
+    "centaurus": (
+        lambda **given: centaurus(**given, mode="dws", return_state=True), test_centaurus.inputs("dws", state=True),
+        8 * float32_bar(9),
+    ),
 }
-OUTPUTS = {"mlstm": 4, "slstm": 5, "selective_scan": 2}
+OUTPUTS = {"mlstm": 4, "slstm": 5, "selective_scan": 2, "centaurus": 2}
 
 
 @pytest.mark.parametrize(("op", "at"), [(op, at) for op, n in OUTPUTS.items() for at in range(n)])
