@@ -499,9 +499,10 @@ def segments(warps: int, S: int) -> int:
     With fewer the time is that of one token after another, which is what segments are for; they take each exponential
     once more. None is shorter than 128 tokens.
     """
-    if large():  # so that these are tried too
-        return 3
-    return 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
+    cut = 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
+    if large():  # the other way, so that both are tried
+        return 3 if cut == 1 else 1
+    return cut
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
