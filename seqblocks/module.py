@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from seqblocks import fusion, graph
 from seqblocks.errors import RunError
+from seqblocks.fusion import Fused, Part
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.op import Op
 from seqblocks.state import States
@@ -78,6 +79,14 @@ def reads(node: Node) -> tuple[int, ...]:
     return tuple(dict.fromkeys(v for v in wanted if v in inputs or v not in made))
 
 
+def hooked(step: nn.Module) -> bool:
+    """Whether somebody wants to see what it is called with or what it returns, or computes it another way."""
+    return bool(
+        step._forward_hooks or step._forward_pre_hooks or step._backward_hooks or step._backward_pre_hooks
+        or "forward" in step.__dict__
+    )
+
+
 class Primitive(nn.Module):
     """Owns the parameters that an op declares, and calls the op."""
 
@@ -103,13 +112,9 @@ class Primitive(nn.Module):
             own |= {name: getattr(other, name) for name in self._lent if hasattr(other, name)}
         return own
 
-    @property
-    def hooked(self) -> bool:
-        """Whether somebody wants to see what it is called with or what it returns, or computes it another way."""
-        return bool(
-            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-            or "forward" in self.__dict__
-        )
+    def _finish(self, tensors: list[Tensor], call: Call, fused: Fused, behind: list[Part]) -> tuple[Tensor, States]:
+        """What `forward` gives, and the steps behind it on that, as one."""
+        return fused.run([(self.op, self.own(call), [*tensors]), *behind]), {}
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         own = self.own(call)
@@ -143,6 +148,9 @@ def _hands_on(kind: type[nn.Module]) -> bool:
     return "call" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+Tail = tuple[Fused, list[Part]]
+
+
 class Body(nn.Module):
     """Runs the nodes of a graph in order; children carry the nodes' names."""
 
@@ -156,7 +164,8 @@ class Body(nn.Module):
         self._dying = _dying(body, self._plan)
         self._fused = fusion.find(body, model.types)
 
-    def _run(self, env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
+    def _run(self, env: dict[int, Tensor], call: Call, tail: Tail | None = None) -> tuple[Tensor, States]:
+        """The result and the states. With a tail, of the last step and what stands behind this body, as one."""
         states: States = {}
         at = 0
         while at < len(self._plan):
@@ -164,19 +173,21 @@ class Body(nn.Module):
             dead = self._dying[at]
             steps = self._together(at)
             if steps:
-                y = self._run_together(at, steps, env, call)
+                y, state = self._run_together(at, steps, env, call)
                 *_, outputs, split = self._plan[at + len(steps) - 1]
                 dead = tuple(v for each in self._dying[at : at + len(steps)] for v in each)
             else:
                 child = self._modules[name]
                 assert child is not None
                 tensors = [env[v] for v in wanted]
-                if _takes_call(child):
+                if tail and at == len(self._plan) - 1:
+                    y, state = child._finish(tensors, call.into(name), *tail)  # type: ignore[operator]
+                elif _takes_call(child):
                     y, state = child(*tensors, call=call.into(name))
                 else:
                     y, state = self._foreign(child, tensors, self._body.nodes[at], call), {}
-                if state:
-                    states[name] = state
+            if state:
+                states[name] = state
             at += len(steps) or 1
             if split:
                 env.update(zip(outputs, y.split(split, -1), strict=True))
@@ -193,26 +204,33 @@ class Body(nn.Module):
         y: Tensor = child(*tensors)
         return y
 
-    def _together(self, at: int) -> list[Primitive]:
+    def _together(self, at: int) -> list[Any]:
         """The steps from here on that run as one, if nobody looks at one of them or has put something in its place."""
         if at not in self._fused or nn.modules.module._has_any_global_hook():
             return []
         steps = [self._modules[node.name] for node in self._fused[at].nodes]
-        for step, node in zip(steps, self._fused[at].nodes, strict=True):
-            if type(step) is not Primitive or type(step.op) is not type(node.op) or step.hooked:
-                return []
-        return steps  # type: ignore[return-value]
+        return steps if all(map(_as_made, steps, self._fused[at].nodes)) else []
 
-    def _run_together(self, at: int, steps: list[Primitive], env: dict[int, Tensor], call: Call) -> Tensor:
-        parts = []
-        for behind, step in enumerate(steps):
-            first, *rest = self._plan[at + behind][1]
-            inputs = [None if behind else env[first], *(env[v] for v in rest)]  # the main input is on its way
-            parts.append((step.op, step.own(call), inputs))
-        return self._fused[at].run(parts)
+    def _run_together(self, at: int, steps: list[Any], env: dict[int, Tensor], call: Call) -> tuple[Tensor, States]:
+        behind: list[Part] = []
+        for more, step in enumerate(steps[1:], 1):
+            _, *rest = self._plan[at + more][1]  # the main input is on its way
+            behind.append((step.op, step.own(call), [None, *(env[v] for v in rest)]))
+        name, wanted, *_ = self._plan[at]
+        tensors = [env[v] for v in wanted]
+        done: tuple[Tensor, States] = steps[0]._finish(tensors, call.into(name), self._fused[at], behind)
+        return done
 
     def _get_name(self) -> str:
         return self._label or "Body"
+
+
+def _as_made(step: nn.Module | None, node: Node) -> bool:
+    """Whether it is the step that was built, and of a block its last one too, and nobody looks at it."""
+    while type(step) is Block and node.kind == "block" and not hooked(step):
+        node = node.bodies[""].nodes[-1]
+        step = step._modules[node.name]
+    return type(step) is Primitive and type(step.op) is type(node.op) and not hooked(step)
 
 
 def _handed(node: Node) -> tuple[int, ...]:
@@ -242,6 +260,9 @@ class Block(Body):
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
+
+    def _finish(self, tensors: list[Tensor], call: Call, fused: Fused, behind: list[Part]) -> tuple[Tensor, States]:
+        return self._run(dict(zip(self._wanted, tensors, strict=True)), call, (fused, behind))
 
 
 class Residual(Block):

@@ -75,12 +75,16 @@ def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str 
 Path = tuple[tuple[str, bool], ...]  # labels, and whether each is that of a repeat's layer
 
 
-def _walk(body: Graph, types: dict[int, Wire | None], path: Path) -> Iterator[tuple[Path, Node, Fused | None]]:
-    fused = find(body, types)
+def _walk(
+    body: Graph, types: dict[int, Wire | None], path: Path, tail: Fused | None = None
+) -> Iterator[tuple[Path, Node, Fused | None]]:
+    """tail: what the last step runs as one with, if that stands behind the body."""
+    found = find(body, types)
     for at, node in enumerate(body.nodes):
         here = (*path, (node.name, False))
+        fused = found.get(at) or (tail if at == len(body.nodes) - 1 else None)
         if node.calls:
-            yield here, node, fused.get(at)
+            yield here, node, fused
         for label, inner in node.bodies.items():
             inside = (*here, (label, node.kind == "repeat")) if label else here
-            yield from _walk(inner, types, inside)
+            yield from _walk(inner, types, inside, fused if node.kind == "block" else None)

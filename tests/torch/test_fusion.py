@@ -18,6 +18,7 @@ BLOCKS = {
     "vil": ("vil", "vil: {dim: 8, heads: 2}"),
     "vil2": ("vil", "vil2: {dim: 8, heads: 2}"),
     "xlstm_large_block": ("xlstm", "xlstm_large_block: {dim: 16, heads: 2}"),
+    "mlstm_block": ("xlstm", "mlstm_block: {dim: 16, heads: 2, multiple: 16}"),  # the norm is the cell's last step
 }
 TAIL = """
 seqblocks: 1
@@ -128,6 +129,68 @@ def test_a_hook_on_any_of_them_is_called() -> None:
     assert seen.count("Primitive") == 4
 
 
+CELL = """
+seqblocks: 1
+blocks:
+  outer:
+    steps: [{linear: {features: 8}}, inner]
+  inner:
+    steps: [{causal_conv: {kernel: 3}}, {head_norm: {heads: 2, name: norm}}]
+model:
+  input: {features: 8}
+  steps:
+    - linear: {features: 8, as: z}
+    - outer: {from: input, name: cell}
+    - gate: {by: z}
+"""
+
+
+def test_the_last_step_of_a_block_runs_as_one_with_what_follows() -> None:
+    made = model(CELL)
+    assert groups(made) == [["outer", "gate"]]
+    x = torch.randn(2, 5, 8)
+    for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):
+        assert torch.equal(a, b)
+    made.eval()
+    whole, state = made(x), None
+    for at in range(5):
+        y, state = made.step(x[:, at], state)
+        torch.testing.assert_close(y, whole[:, at])
+
+
+@pytest.mark.parametrize("name", ["cell", "cell.inner", "cell.inner.norm", "gate"])
+def test_whoever_looks_into_the_block_sees_every_step(name: str) -> None:
+    made, x = model(CELL), torch.randn(1, 5, 8)
+    wanted, seen = made(x), []
+    handle = made.get_submodule(name).register_forward_hook(lambda *_: seen.append("called"))
+    assert torch.equal(made(x), wanted)
+    handle.remove()
+    inside = made.get_submodule(name)
+    first = inside.forward
+    inside.forward = lambda *a, **k: seen.append("called") or first(*a, **k)  # type: ignore[method-assign,func-returns-value]
+    assert torch.equal(made(x), wanted)
+    assert seen == ["called"] * 2
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "outer: {from: input, name: cell, as: y}\n    - gate: {by: y, name: twice}",  # somebody else reads it
+        "outer: {from: input, name: cell, as: [y, w]}",  # it is divided
+        "outer: {from: input, name: cell}\n    - relu",
+        "residual: {from: input, name: cell, steps: [outer]}",  # the norm is not what it gives
+    ],
+)
+def test_what_a_block_gives_must_be_the_norms(step: str) -> None:
+    text = CELL.replace("outer: {from: input, name: cell}", step)
+    if "[y, w]" in step:
+        text = text.replace("gate: {by: z}", "linear: {from: y, features: 8, name: last}")
+    made, x = model(text), torch.randn(1, 5, 8)
+    assert ["outer", "gate"] not in groups(made)
+    for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_what_takes_the_place_of_a_step_is_used() -> None:
     made = model(TAIL + "    - gate: {by: z}\n")
 
@@ -160,7 +223,7 @@ def test_names_stay_and_a_compiler_sees_no_break() -> None:
 
 def test_bundled_models_have_them() -> None:
     """Where a spec has the verbs next to each other, they run as one: in every layer."""
-    for name, layers in (("vil_tiny", 24), ("vil_digits", 4)):
+    for name, layers in (("vil_tiny", 24), ("vil_digits", 4), ("xlstm_125m_7_1", 22)):
         built = check.load_model(name)
         bodies = [node.bodies[""] for node in graph.walk(built.graph) if "" in node.bodies]
         assert sum(len(fusion.find(body, built.types)) for body in bodies) == layers
