@@ -40,8 +40,9 @@ def code(options: argparse.Namespace) -> int:
 def kernels(options: argparse.Namespace) -> int:
     """For each step that uses a kernel: the form that would run there, how it is launched, or why no faster one is."""
     dtype = dtype_named(options.dtype, "--dtype")
-    if not re.fullmatch(r"sm_\d+|gfx\w+", options.arch, re.ASCII):
-        raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {options.arch}")
+    arch = "sm_90" if options.arch is None else options.arch
+    if not re.fullmatch(r"sm_\d+|gfx\w+", arch, re.ASCII):
+        raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {arch}")
     model = require_model(*load(options.what, options))
     try:
         import torch
@@ -50,15 +51,17 @@ def kernels(options: argparse.Namespace) -> int:
     from seqblocks.kernels.dispatch import requested
     from seqblocks.plan import plan
 
-    device = _device(torch, options.device)
-    steps = plan(model, device, getattr(torch, dtype), options.arch)
+    device = _device(torch, options.device or ("cpu" if options.arch is None else "cuda"))
+    if options.arch and device != "cuda":
+        raise UsageError(f"--arch {arch} is of a GPU, and --device {options.device} is none")
+    steps = plan(model, device, getattr(torch, dtype), arch)
     stuck = [step for step in steps if step.form is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not stuck, "spec": options.what, "device": device, "dtype": dtype}
-        facts |= {"arch": options.arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
+        facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
         output.dump(facts | {"notes": [override.idle for override in model.idle]})
     elif not options.quiet:
-        where = f"{device} ({options.arch})" if device == "cuda" else device
+        where = f"{device} ({arch})" if device == "cuda" else device
         output.write(f"{model.name} on {where} in {dtype}: what {requested()} would run")
         _table(steps, requested())
     return UnavailableError.exit_status if stuck else 0

@@ -24,10 +24,14 @@ from seqblocks.kernels.selective_scan_reference import complete
 WORKING_SET = 1 << 20  # elements of one chunk's states
 
 
+def _length(u: Tensor, N: int) -> int:
+    """Tokens of a chunk."""
+    return max(8, min(128, WORKING_SET // max(1, u.shape[0] * u.shape[2] * u.shape[3] * N)))
+
+
 def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
     """Chunks (first, end), in the order of the scan."""
-    batch, S = u.shape[:2]
-    L = max(8, min(128, WORKING_SET // max(1, batch * u.shape[2] * u.shape[3] * N)))
+    S, L = u.shape[1], _length(u, N)
     spans = [(a, min(a + L, S)) for a in range(0, S, L)]
     return spans[::-1] if reverse else spans
 
@@ -52,7 +56,10 @@ def _chunk(
 def _scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states between chunks [chunks, B, G, E, N]."""
+    """y, the last state, and the states between chunks, [chunks, B, G, E, N] in a line.
+
+    (An axis for the chunks could be one long, and then a compiler would take it for one of just that length.)
+    """
     with without_autocast(u.device.type):
         spans = _spans(u, A.shape[-1], reverse)
         y, between = torch.empty_like(u), h0.new_empty(len(spans), *h0.shape)
@@ -62,12 +69,13 @@ def _scan(
             _, states, _ = _chunk(u, dt, A, B, h, resets, (a, b), reverse)
             y[:, a:b] = (states @ C[:, a:b].unsqueeze(-1)).squeeze(-1)
             h = states[:, 0 if reverse else -1]
-        return y, h.clone(), between
+        return y, h.clone(), between.flatten()
 
 
 @_scan.register_fake
 def _scan_fake(u, dt, A, B, C, h0, resets, reverse):  # type: ignore[no-untyped-def]
-    return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(len(_spans(u, A.shape[-1], reverse)), *h0.shape)
+    chunks = -(-u.shape[1] // _length(u, A.shape[-1]))  # no list of them: the length may be unknown
+    return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
 @torch.library.custom_op("seqblocks::selective_scan_backward", mutates_args=())
@@ -80,7 +88,7 @@ def _scan_backward(
         spans = _spans(u, A.shape[-1], reverse)
         du, ddt, dB, dC = (torch.empty_like(x) for x in (u, dt, B, C))
         dA = torch.zeros_like(A)
-        carry = dlast.clone()
+        carry, between = dlast.clone(), between.view(len(spans), *dlast.shape)
         for at in range(len(spans) - 1, -1, -1):
             a, b = spans[at]
             decay, states, scaled = _chunk(u, dt, A, B, between[at], resets, (a, b), reverse)

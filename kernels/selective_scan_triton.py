@@ -570,7 +570,7 @@ def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states between chunks [B, chunks, E, N] (no chunks unless `keep`)."""
+    """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `keep`)."""
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
@@ -596,7 +596,7 @@ def _op(
 @_op.register_fake
 def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
     chunks = up(u.shape[1], CHUNK) if keep else 0
-    return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0], chunks, *A.shape)
+    return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
 
 
 @common.custom_op("seqblocks::selective_scan_triton_backward")

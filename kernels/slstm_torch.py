@@ -156,7 +156,7 @@ def run(
     if gates.shape[1] == 0:
         return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
     y, c, n, m, _ = _slstm(gates, recurrent, bias, *state, resets, reverse)
-    last = 0 if reverse else gates.shape[1] - 1
+    last = 0 if reverse else -1  # the length may be unknown to who compiles
     return y, SLSTMState(y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m)))
 
 

@@ -122,6 +122,10 @@ def primitive(verb: str) -> Callable[[T], T]:
         known = PRIMITIVES.get(verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"the verb '{verb}' is taken by {known.__module__}.{known.__qualname__}")
+        if not cls.__module__.startswith("seqblocks.ops.") and builtin_verbs().get(verb):
+            raise ValueError(f"the verb '{verb}' is built in; {cls.__module__}.{cls.__qualname__} needs another")
+        if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
+            raise TypeError(f"{cls.__qualname__}.ports must be a tuple of Port(name, about, …), not {cls.ports!r}")
         cls.verb = verb
         PRIMITIVES[verb] = cls
         return cls

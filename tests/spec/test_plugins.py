@@ -71,3 +71,22 @@ def test_a_verb_can_be_taken_once() -> None:
         @op.primitive("silu")
         class Other(op.Op):
             """Not the real one."""
+
+
+def test_a_built_in_verb_is_taken_before_anybody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "PRIMITIVES", {})
+    with pytest.raises(ValueError, match=r"the verb 'silu' is built in; .*Other needs another"):
+
+        @op.primitive("silu")
+        class Other(op.Op):
+            """Not the real one."""
+
+
+def test_ports_are_ports() -> None:
+    class Mix(op.Op):
+        """Two inputs."""
+
+        ports = {"x": "sequence"}  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match=r"Mix.ports must be a tuple of Port\(name, about, …\)"):
+        op.primitive("mix_of_two")(Mix)
