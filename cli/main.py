@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
     explain.add_argument("--dtype", default="float32", help="of the model")
     explain.add_argument("--device", help="cpu (the default), cuda, …; it need not be here")
-    explain.add_argument("--arch", help="of the GPU, for the size of tiles: sm_90 (the default), gfx942, …; means --device cuda")
+    explain.add_argument("--arch", help="of the GPU, for the size of tiles: sm_90 (the default), gfx942, …")
     return top
 
 
