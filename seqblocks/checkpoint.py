@@ -145,11 +145,14 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     missing = [name for name in wanted if name not in tensors]
     spare = [name for name in tensors if name not in wanted]
     if missing or spare:
-        raise RunError(f"the weights are not of this model: missing {listing(missing)}; not known {listing(spare)}")
+        told = [f"{len(names)} {what} ({listing(names, 4)})" for what, names in (
+            ("are missing", missing), ("are not known here", spare)) if names]
+        raise RunError(f"the weights are not this model's: {'; '.join(told)}")
     for name in wanted:
         parameter = model.get_parameter(name)
         if parameter.shape != tensors[name].shape:
-            raise RunError(f"{name} must be {list(parameter.shape)}, and is {list(tensors[name].shape)}")
+            sizes = f"{list(tensors[name].shape)}, and {list(parameter.shape)} here"
+            raise RunError(f"the weights are not this model's: {name} is {sizes}")
         parameter.copy_(tensors[name])
 
 

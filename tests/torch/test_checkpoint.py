@@ -60,7 +60,7 @@ model:
     assert torch.equal(again.eval()(x), model.eval()(x))
     save(again, path)
     assert restore(path).graph.graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
-    with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight must be \[8, 8\], and is \[6, 6\]"):
+    with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight is \[6, 6\], and \[8, 8\] here"):
         restore(path, set={"dim": 8})
     with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
         restore(path, set={"dmi": 8})
@@ -170,3 +170,13 @@ def test_missing_and_spare_tensors_are_named() -> None:
         load_official(model, tensors)
     with pytest.raises(seqblocks.RunError, match=r"hold more than the spec maps: other"):
         load_official(model, {**tensors, "pairs.0.0.final": spare, "other": spare})
+
+
+def test_weights_for_other_layers_are_told_by_number_and_name(tmp_path: Path) -> None:
+    steps = "[{repeat: {times: n, steps: [linear: {features: 4}]}}]"
+    text = f"seqblocks: 1\nlet: {{n: 2}}\nmodel: {{input: {{features: 4}}, steps: {steps}}}"
+    save(seqblocks.build_text(text), tmp_path / "model.pt")
+    with pytest.raises(seqblocks.RunError, match=r"this model's: 2 are not known here \(repeat\.1\.linear\.weight, "):
+        restore(tmp_path / "model.pt", set={"n": 1})
+    with pytest.raises(seqblocks.RunError, match=r"this model's: 2 are missing \(repeat\.2\.linear\.weight, "):
+        restore(tmp_path / "model.pt", set={"n": 3})
