@@ -193,7 +193,8 @@ CODES: dict[str, Code] = {
         HEAD + "blocks: {mine: {steps: [gelu]}}\n",
     ),
     "E310": Code(
-        "an override finds nothing", "`--set` replaces what the spec says, addressed by names; it adds nothing else."
+        "an override finds nothing",
+        "`--set` replaces what the spec says, addressed by names, or gives a step in it an argument; it adds nothing else.",
     ),
     "E311": Code(
         "a reserved name",

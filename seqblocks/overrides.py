@@ -109,7 +109,7 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
             if depth == 0:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
-            hint = did_you_mean(part, known) or "an override replaces what the spec says; it adds nothing"
+            hint = did_you_mean(part, known) or "an override replaces what the spec says, or a step's argument"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
                 hint = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
             expected = f"one of {listing(known)}" if known else None
