@@ -194,7 +194,7 @@ CODES: dict[str, Code] = {
     ),
     "E310": Code(
         "an override finds nothing",
-        "`--set` replaces what the spec says, addressed by names, or gives a step in it an argument; it adds nothing else.",
+        "`--set` replaces what the spec says, addressed by names, or gives a step an argument; it adds nothing else.",
     ),
     "E311": Code(
         "a reserved name",
