@@ -49,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
     spec.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
 
+    plug = _Parser(add_help=False)
+    plug.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="a module, or a file.py, of your own that defines primitives; may be given several times",
+    )
+
     top = _Parser(prog="seqblocks", description="A YAML spec says what a sequence model is; seqblocks proves it.")
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
@@ -57,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=VERBS[name], description=VERBS[name], parents=[*parents, common])
 
     one = "path of a spec, name of a bundled one, or - for standard input"
-    build = verb("build", spec)
+    build = verb("build", spec, plug)
     build.add_argument("spec", metavar="SPEC", help=one)
     build.add_argument("--summary", action="store_true", help="show a table of its steps")
     build.add_argument("--depth", type=_count, metavar="N", help="levels of the table")
@@ -67,17 +73,17 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     build.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
     build.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
-    check = verb("check", spec)
+    check = verb("check", spec, plug)
     check.add_argument("spec", nargs="+", metavar="SPEC", help=one)
     verb("list")
-    ops = verb("ops")
+    ops = verb("ops", plug)
     ops.add_argument("name", nargs="?", metavar="NAME", help="a verb")
-    show = verb("show", spec)
+    show = verb("show", spec, plug)
     show.add_argument("spec", metavar="SPEC", help=one)
     show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")
-    schema = verb("schema")
+    schema = verb("schema", plug)
     schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
-    explain = verb("explain", spec)
+    explain = verb("explain", spec, plug)
     explain.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
     explain.add_argument("--dtype", default="float32", help="of the model")
     explain.add_argument("--device", help="cpu (the default), cuda, …; it need not be here")
@@ -127,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if getattr(options, "imports", None):
+        from seqblocks.cli import imports
+
+        imports.run(options)
     # each verb's room is opened only when it is asked for: `check` must not pay for tables, nor for torch
     if options.verb == "check":
         from seqblocks.cli import check
@@ -172,6 +182,12 @@ def _internal(error: Exception, options: argparse.Namespace) -> int:
         import traceback
 
         traceback.print_exception(error, file=sys.stderr)
+    from seqblocks.cli import imports, output
+
+    theirs = imports.failed_primitive(error)
+    if theirs:
+        output.problem(theirs, options)
+        return UsageError.exit_status
     kind = type(error).__name__
     print(
         f"seqblocks: internal error ({kind}: {error}).\n"

@@ -143,7 +143,8 @@ CODES: dict[str, Code] = {
     "E301": Code(
         "an unknown verb",
         "No primitive, combinator, block in sight or plug-in has this name. `seqblocks ops` lists the verbs; blocks of "
-        "other files come in with `use:`.",
+        "other files come in with `use:`, primitives of your own with `--import my_ops.py` (in Python, with "
+        "`import` before building).",
         "- siluu",
         "- silu",
     ),

@@ -25,6 +25,7 @@ from seqblocks.op import (
     Op,
     Port,
     builtin_verbs,
+    check_declared,
     field_infos,
     fields_of,
     find_primitive,
@@ -37,6 +38,7 @@ from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
 MAX_STEPS = 50_000
+NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -136,7 +138,7 @@ class Frame(Wiring):
             raise Fault(
                 "E301",
                 f"there is no verb {quote(step.verb)}",
-                hint=_offered(step.verb) or did_you_mean(step.verb, verbs) or "`seqblocks ops` lists the verbs",
+                hint=_offered(step.verb) or did_you_mean(step.verb, verbs) or NO_VERB,
                 notes=failed,
             )
         except Fault as fault:
@@ -171,6 +173,8 @@ class Frame(Wiring):
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
+            if not cls.__module__.startswith("seqblocks.ops."):
+                check_declared(cls, type, parameters, state, macs)
             calls = arguments.calls(*wires)
         parameters = initialised(self, step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)

@@ -25,8 +25,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from seqblocks.errors import Fault
-from seqblocks.parameters import Parameter, State
+from seqblocks.errors import Fault, UsageError
+from seqblocks.parameters import INITIALISERS, Init, Parameter, State
 from seqblocks.types import Kind, Wire, divisors_near
 
 PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
@@ -183,6 +183,36 @@ def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
         elif plugins:
             load_plugins()
     return PRIMITIVES.get(verb)
+
+
+STATE_DTYPES = ("model", "float64", "float32", "bfloat16", "float16", "int64")
+
+
+def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any) -> None:
+    """Hold what a primitive from elsewhere declares for one use against what it may. Raises UsageError."""
+
+    def sizes(shape: Any) -> bool:
+        return isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape)
+
+    def each(table: Any, kind: Any) -> bool:
+        return isinstance(table, dict) and all(isinstance(x, kind) and sizes(x.shape) for x in table.values())
+
+    wrong = None
+    if not isinstance(type, Wire):
+        wrong = "shape", "a Wire, for instance x or x.with_features(8)", type
+    elif not each(parameters, Parameter):
+        wrong = "parameters", "a dict of name: Parameter(sizes, Init(…))", parameters
+    elif bad := [p.init for p in parameters.values() if not (isinstance(p.init, Init) and p.init.name in INITIALISERS)]:
+        wrong = "parameters", f"Init with one of {', '.join(INITIALISERS)}", bad[0]
+    elif not each(state, State):
+        wrong = "state", "a dict of name: State(sizes)", state
+    elif bad := [s.dtype for s in state.values() if s.dtype not in STATE_DTYPES]:
+        wrong = "state", f"a dtype that is one of {', '.join(STATE_DTYPES)}", bad[0]
+    elif not isinstance(macs, int | float):
+        wrong = "macs", "a number", macs
+    if wrong:
+        method, wanted, found = wrong
+        raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must give {wanted}, not {str(found)[:80]}")
 
 
 # --- what kind of value an argument takes: decided by the field's type, never by how the text looks ---------------

@@ -94,6 +94,8 @@ def test_console(page: Path, tmp_path: Path, update_golden: bool) -> None:
     for kind, code, _ in blocks(page):
         if kind == "yaml" and code.startswith("seqblocks:"):
             (tmp_path / "spec.yaml").write_text(code, encoding="utf-8")
+        if kind == "python" and (named := re.match(r"# (\w+)\.py\n", code)):
+            (tmp_path / f"{named[1]}.py").write_text(code, encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     for kind, code, line in blocks(page):
         if kind != "console":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -91,3 +94,106 @@ def test_ports_are_ports() -> None:
 
     with pytest.raises(TypeError, match=r"Mix.ports must be a tuple of Port\(name, about, …\)"):
         op.primitive("mix_of_two")(Mix)
+
+
+# --- seqblocks VERB --import MODULE
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+DECORATOR = '@primitive("plugged_scale")\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text("print('hello')\n" + PLUGIN)
+    (tmp_path / "spec.yaml").write_text(TEXT)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "json.py").write_text("from helper import *\n")  # called like a module of Python's own
+    (tmp_path / "sub" / "helper.py").write_text(PLUGIN)
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["mine", "mine.py", "./mine.py", "sub/json.py"])
+def test_a_module_of_ones_own_on_the_command_line(module: str, run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "spec.yaml", "--import", module, "--format", "json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["specs"][0]["params"] == 5  # what the module prints is kept out of the results
+    assert done.stderr == ("hello\n" if "mine" in module else "")
+
+
+def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None:
+    for words in (["show", "spec.yaml"], ["ops", "plugged_scale"], ["ops"], ["schema"]):
+        done = run_cli(*words, "--import", "mine", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "plugged_scale" in done.stdout
+    twice = run_cli("check", "-q", "spec.yaml", "--import", "mine.py", "--import", "mine", cwd=folder)
+    assert (twice.returncode, twice.stderr) == (0, "hello\n")
+    (folder / "other.yaml").write_text(TEXT.replace("plugged_scale: {start: 2 * 3}", "zwwz"))
+    without = run_cli("check", "other.yaml", cwd=folder)
+    assert (without.returncode, "must be imported first (--import my_ops.py)" in without.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("mine.py", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nwhat a"),
+        ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nwhat a"),
+        ("mine", "1 +\n", "failed at mine.py:8: SyntaxError: invalid syntax\nmend it there"),
+        ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nmend it there"),
+        ("mine", "primitive('silu')(Op)\n", "failed at mine.py:8: ValueError: the verb 'silu' is built in"),
+        ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module ends the program"),
+        ("mnie.py", "", "there is no such file; did you mean 'mine.py'?"),
+        ("mnie", "", "there is no such module; it is looked for in the current folder"),
+        ("sub/mine", "", "there is no such module; it is looked for in the current folder"),
+        ("sub/helper", "", "there is no such module; a file is named with its ending: --import sub/helper.py"),
+        ("", "", "there is no such module"),
+        (".mine", "", "there is no such module"),
+    ],
+)
+def test_a_module_that_fails(module: str, line: str, told: str, run_cli: Run, folder: Path) -> None:
+    (folder / "mine.py").write_text(PLUGIN.replace(DECORATOR, "\n" + line + DECORATOR))
+    done = run_cli("check", "spec.yaml", "--import", module, cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --import {module}")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> None:
+    (folder / "spec.yaml").write_text(TEXT.replace("plugged_scale: {start: 2 * 3}", "linear: {features: 5}"))
+    (folder / "mine.py").write_text(PLUGIN.replace(DECORATOR, ""))
+    done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
+    assert done.returncode == 0
+    assert done.stderr == 'note: --import mine: no primitive is defined there (with @primitive("verb"))\n'
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("def shape(self, x): return x.width", "error: a primitive failed at mine.py:11: AttributeError: 'Wire'"),
+        ("def shape(self, x): pass", "mine.Scale.shape must give a Wire, for instance x or x.with_features(8)"),
+        ("def state(self, x): return []", "mine.Scale.state must give a dict of name: State(sizes), not []"),
+        ("def state(self, x): return {'s': Parameter((1,), 0)}", "mine.Scale.state must give a dict of name: State"),
+        ("def macs(self, x): pass", "mine.Scale.macs must give a number, not None"),
+    ],
+)
+def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Path) -> None:
+    (folder / "mine.py").write_text(PLUGIN.replace("    start: float", f"    {method}\n    start: float"))
+    done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("(x.features,)", "parameters must give a dict of name: Parameter(sizes, Init(…))"),
+        ("Parameter((x.features / 2,), Init('ones'))", "parameters must give a dict of name: Parameter(sizes"),
+        ("Parameter((x.features,), Init('onse'))", "parameters must give Init with one of zeros, ones,"),
+    ],
+)
+def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: Path) -> None:
+    (folder / "mine.py").write_text(PLUGIN.replace('Parameter((x.features,), Init("constant", (self.start,)))', given))
+    done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
+    assert done.returncode == 2
+    assert told in done.stderr

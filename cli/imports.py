@@ -1,0 +1,122 @@
+"""`--import`: modules of the user's own, whose primitives a spec may then use; and whose fault it is if one fails."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+
+from seqblocks import op
+from seqblocks.cli import output
+from seqblocks.errors import SeqblocksError, UsageError, did_you_mean
+
+
+def run(options: argparse.Namespace) -> None:
+    """Import what `--import` names, in that order. Raises UsageError: what failed, where, and what to do."""
+    for name in options.imports:
+        before = dict(op.PRIMITIVES)
+        with contextlib.redirect_stdout(sys.stderr):  # results alone go to standard output
+            module = _module(name)
+        # one that was imported before (by another of these, or as a plug-in) has its primitives already
+        theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
+        if before == op.PRIMITIVES and not theirs and not options.quiet:
+            output.notes([f'--import {name}: no primitive is defined there (with @primitive("verb"))'], options)
+
+
+def _module(name: str) -> ModuleType:
+    is_file = name.endswith(".py")
+    folder = Path(name).parent if is_file else Path()
+    sys.path.append(str(folder.resolve()))  # last: what lies there takes no installed module's place
+    try:
+        return _from_file(name) if is_file else importlib.import_module(name)
+    except SeqblocksError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not is_file and _not_found(error, name):
+            raise UsageError(f"--import {name}: there is no such module; {_instead(name)}") from None
+        at = f" at {where}" if (where := place(error)) else ""
+        hint = "mend it there; --traceback shows how Python came to it"
+        if isinstance(error, ModuleNotFoundError):
+            hint = "what a module imports must be installed, or lie beside it"
+        raise UsageError(f"--import {name} failed{at}: {said(error)}\n{hint}") from error
+
+
+def _from_file(name: str) -> ModuleType:
+    path = Path(name).resolve()
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise UsageError(f"--import {name}: there is no such file; {near or f'looked at {path}'}")
+    name = path.stem.replace(".", "_")
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin != str(path):  # called like another module, whose place it must not take
+        name += "_of_yours"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _not_found(error: BaseException, name: str) -> bool:
+    """Whether the module itself is not there, or its name can be none."""
+    if isinstance(error, ModuleNotFoundError):
+        return error.name == name or name.startswith(f"{error.name}.")
+    return isinstance(error, (ValueError, TypeError)) and not place(error)
+
+
+def _instead(name: str) -> str:
+    if Path(f"{name}.py").is_file():
+        return f"a file is named with its ending: --import {name}.py"
+    return "it is looked for in the current folder and among what is installed; a file is named by its path, my_ops.py"
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, SystemExit):
+        return "the module ends the program, and should only define primitives"
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0]}"
+
+
+def failed_primitive(error: BaseException) -> str | None:
+    """What to say of an error that a primitive from elsewhere has raised; None if it is no such error."""
+    theirs = {cls.__module__.split(".")[0] for cls in op.PRIMITIVES.values()} - {"seqblocks"}
+    where = place(error, theirs) if theirs else None
+    return where and f"a primitive failed at {where}: {said(error)}\nmend it there; --traceback shows how it was called"
+
+
+def place(error: BaseException, modules: Collection[str] = ()) -> str | None:
+    """`file:line` where it failed in code that is neither ours nor Python's, the user's own before installed packages.
+
+    With `modules`, in these alone.
+    """
+    if isinstance(error, SyntaxError) and error.filename and not modules:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    walk = traceback.walk_tb(error.__traceback__)
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line) for frame, line in walk]
+    known = {"seqblocks", *sys.stdlib_module_names}
+    tops = [(name.split(".")[0], file, line) for name, file, line in reversed(frames)]
+    theirs = [(file, line) for top, file, line in tops if (top in modules if modules else top not in known)]
+    installed = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    own = [(file, line) for file, line in theirs if not file.startswith(installed)]
+    return next((f"{_shown(file)}:{line}" for file, line in own + theirs), None)
+
+
+def _shown(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
