@@ -76,6 +76,9 @@ class Residual(Combinator):
         if before and after and before.axes != after.axes:
             same_kind = before.kind == after.kind and before.length == after.length
             notes = [n for n in (before.whence("the input"), after.whence("the result")) if n]
+            hint = f"end the branch with `proj_down: {{features: {before.features}}}`"
+            if frame.home.source.name.startswith("<bundled"):  # that is no file of the reader's
+                hint = f"the block is used on {before.features} features: give it arguments that fit"
             frame.fault(
                 Fault(
                     "E404",
@@ -83,7 +86,7 @@ class Residual(Combinator):
                     expected=str(before),
                     found=str(after),
                     notes=notes,
-                    hint=f"end the branch with `proj_down: {{features: {before.features}}}`" if same_kind else None,
+                    hint=hint if same_kind else None,
                 ),
                 step,
             )

@@ -1,7 +1,8 @@
 """Typed spec -> graph: numbers are computed, names are resolved, shapes are proved.
 
-One walk does it all. A step that is at fault yields a value of unknown type, which silences whatever depends on it, so
-that a file's independent faults are all found in one run. Blocks that nothing uses are walked too, with UNKNOWN for
+One walk does it all. A step that is at fault yields a value of unknown type, and a number or word that is at fault is
+UNKNOWN from there on (`Names.spoil`). Both silence whatever depends on them, so that a file's independent faults are all
+found in one run, each once. Blocks that nothing uses are walked too, with UNKNOWN for
 arguments without a default.
 """
 
@@ -324,6 +325,7 @@ class Frame(Wiring):
         )
         inner.names = Names(inner.names, values)
         inner.names.written = written or {}
+        inner.names.of_block = True
         inner.let(block.let)
         before = (shared.steps, shared.ties)
         body = inner.lower_steps(block.steps, entered, inside)

@@ -6,7 +6,7 @@ Whether a value is an expression, a word or a flag is decided by the argument's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,8 @@ class Names(MappingABC[str, Any]):
         self.known: dict[str, Any] = values or {}
         self.pending: dict[str, Callable[[], Any]] = {}
         self.written: dict[str, tuple[Node, Names]] = {}  # where a value comes from, and what its own names stand for
+        self.spoilt: set[str] = set()  # expressions over names of this scope whose value was at fault
+        self.of_block = False  # whether these are the arguments and the `let:` of a block
 
     def __getitem__(self, name: str) -> Any:
         if name in self.pending:
@@ -64,14 +66,41 @@ class Names(MappingABC[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def source(self, name: str) -> tuple[Node, Names] | None:
-        """The text that gave a name its value, and the names that were in scope there."""
+    def home(self, names: Iterable[str]) -> Names | None:
+        """The innermost scope that holds one of these names: what is made of them has one value there."""
         here: Any = self
+        wanted = set(names)
         while isinstance(here, Names):
-            if name in here.known or name in here.pending:
-                return here.written.get(name)
+            if not wanted.isdisjoint(here.known) or not wanted.isdisjoint(here.pending):
+                return here
             here = here.outer
         return None
+
+    def source(self, name: str) -> tuple[Node, Names] | None:
+        """The text that gave a name its value, and the names that were in scope there."""
+        home = self.home([name])
+        return home.written.get(name) if home else None
+
+    def spoil(self, text: str, names: Iterable[str], blamed: bool = True) -> None:
+        """An expression's value was at fault: from here on it is UNKNOWN, and so is what is made of it.
+
+        A bare name leads on to the text behind it, so that a value handed from block to block is at fault once. Which
+        name of a longer expression is to blame, nobody knows: inside a block all of them are UNKNOWN, for the rest of
+        that block hangs on the same arguments; outside it only that very expression is.
+        """
+        home = self.home(names)
+        if home is None or text in home.spoilt:
+            return
+        home.spoilt.add(text)
+        if text.isidentifier():
+            home.known[text] = UNKNOWN
+            node, behind = home.written.get(text, (None, home))
+            if isinstance(node, Scalar) and isinstance(node.value, str) and (blamed or behind is home):
+                behind.spoil(node.value, _names_in(node.value), blamed)
+        elif home.of_block:
+            for name in names:
+                if self.home([name]) is home:
+                    home.spoil(name, [name], blamed=False)
 
     def settle(self) -> None:
         """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
@@ -121,6 +150,8 @@ class Scope:
             span, node = where.span, where
         written = self._written(node) if node else ()
         self.report.add(fault.dress(span, [*written, *reversed(self.trail)]))
+        if isinstance(node, Scalar) and id(node) in self.looked_up:
+            self.names.spoil(node.text, self.looked_up[id(node)])
 
     def _written(self, node: Node) -> Iterator[Note]:
         """Where the numbers behind a value stand: entries of `let:`, arguments of a block, and what those name."""
@@ -193,8 +224,9 @@ class Scope:
                 self.looked_up[id(node)] = (text,)
                 return self.names[text]
             expression = expressions.parse(text)
-            self.looked_up[id(node)] = tuple(dict.fromkeys(name for name, _ in expression.names))
-            return expression.evaluate(self.names)
+            names = self.looked_up[id(node)] = tuple(dict.fromkeys(name for name, _ in expression.names))
+            home = self.names.home(names)
+            return UNKNOWN if home and text in home.spoilt else expression.evaluate(self.names)
         except expressions.NameFault as fault:
             self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
         except Fault as fault:

@@ -62,6 +62,15 @@ def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.Monkey
     assert codes("one_fault_in_48_layers", monkeypatch) == ["E401"]
 
 
+def test_what_hangs_on_a_fault_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong argument of a block, or one wrong value handed to several, is one fault; what is independent stays."""
+    found = told("one_argument_of_bundled_blocks", monkeypatch).diagnostics
+    own = [next(n.span.line for n in d.notes[::-1] if n.span and n.text.startswith("in block")) for d in found]
+    assert sorted(own) == [6, 7, 8, 9, 10]  # one for each step of the file
+    assert codes("one_value_for_several_blocks", monkeypatch) == ["E401", "E404"]
+    assert codes("one_expression_twice", monkeypatch) == ["E401", "E404", "E401", "E401"]
+
+
 def test_the_text_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     error = told("more_than_twenty", monkeypatch)
     assert len(error.diagnostics) == MAX_DIAGNOSTICS
