@@ -10,8 +10,8 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NoReturn
 
 from seqblocks._version import __version__
 from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean
@@ -33,8 +33,37 @@ BROKEN_PIPE = 141
 class _Parser(argparse.ArgumentParser):
     """Errors that say what to type, as exceptions."""
 
+    verbs: ClassVar[dict[str, _Parser]] = {}
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse has it, but what is not known is told here, where the options of the verb are at hand."""
+        options, extra = super().parse_known_args(args, namespace)
+        if isinstance(getattr(options, "spec", None), list) and not any(word.startswith("-") for word in extra):
+            options.spec += extra  # specs behind an option, which argparse does not take
+            extra = []
+        verb = next((name for name, parser in self.verbs.items() if parser is self), None)
+        if extra and verb:
+            raise UsageError(self._unknown(verb, extra[0]))
+        return options, extra
+
+    def names(self) -> list[str]:
+        """The long options."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+    def _unknown(self, verb: str, word: str) -> str:
+        helps = f"`seqblocks {verb} --help` tells what {verb} takes"
+        if not word.startswith("-"):
+            return f"there is a word too many: '{word}'; {helps}"
+        name = word.partition("=")[0]
+        letters = [known for known in self.names() if known.startswith(f"-{name}")] if len(name) == 2 else []
+        hint = f"did you mean '{letters[0]}'?" if len(letters) == 1 else _near(name, self.names())
+        others = [other for other, parser in self.verbs.items() if name in parser.names()]
+        if others:
+            return f"{verb} has no option {name}, but {' and '.join(others)} {'has' if len(others) == 1 else 'have'}"
+        return f"{verb} has no option {name}: {hint or helps}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,8 +88,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=_version())
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
 
-    def verb(name: str, *parents: _Parser) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=VERBS[name], description=VERBS[name], parents=[*parents, common])
+    def verb(name: str, *parents: _Parser) -> _Parser:
+        made = verbs.add_parser(name, help=VERBS[name], description=VERBS[name], parents=[*parents, common])
+        _Parser.verbs[name] = made
+        return made
 
     one = "path of a spec, name of a bundled one, or - for standard input"
     build = verb("build", spec, plug)
@@ -112,6 +143,8 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     try:
         _known_verb(words)
         options = parser().parse_args(words)
@@ -156,7 +189,20 @@ def _run(options: argparse.Namespace) -> int:
     return status
 
 
+def _near(option: str, known: Iterable[str]) -> str | None:
+    """`did_you_mean` for options: dashes, which all have, make nothing alike."""
+    hint = did_you_mean(option.lstrip("-"), [name.lstrip("-") for name in known])
+    return hint and hint.replace("'", "'--", 1)
+
+
 def _known_verb(words: Sequence[str]) -> None:
+    dashes = next((w for w in words if w.startswith(("–", "—", "−"))), None)
+    if dashes:
+        raise UsageError(f"'{dashes}' begins with another dash; an option begins with two of these: --")
+    first = words[0] if words else ""
+    if first.startswith("-") and not any(own.startswith(first) for own in ("-h", "--help", "--version")):
+        hint = _near(first, ("--help", "--version")) or "options come behind the verb, as in `seqblocks list -q`"
+        raise UsageError(f"{first} is no option of seqblocks itself: {hint}")
     verb = next((w for w in words if not w.startswith("-")), None)
     if verb is not None and verb not in VERBS:
         hint = did_you_mean(verb, VERBS) or f"the verbs are {', '.join(VERBS)}"

@@ -1,9 +1,8 @@
 """Typed spec -> graph: numbers are computed, names are resolved, shapes are proved.
 
 One walk does it all. A step that is at fault yields a value of unknown type, and a number or word that is at fault is
-UNKNOWN from there on (`Names.spoil`). Both silence whatever depends on them, so that a file's independent faults are all
-found in one run, each once. Blocks that nothing uses are walked too, with UNKNOWN for
-arguments without a default.
+UNKNOWN from there on (`Names.spoil`). Both silence whatever depends on them: all independent faults of a file are found
+in one run, each once. Blocks that nothing uses are walked too, with UNKNOWN for arguments without a default.
 """
 
 from __future__ import annotations

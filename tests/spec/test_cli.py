@@ -101,6 +101,36 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("build good.yaml --sumary", "build has no option --sumary: did you mean '--summary'?"),
+        ("build good.yaml --deth=3", "build has no option --deth: did you mean '--depth'?"),
+        ("check good.yaml -f json", "check has no option -f: did you mean '--format'?"),
+        ("check good.yaml -set dim=3", "check has no option -set: did you mean '--set'?"),
+        ("check good.yaml --summary", "check has no option --summary, but build has"),
+        ("list --zzz", "list has no option --zzz: `seqblocks list --help` tells what list takes"),
+        ("build good.yaml extra", "there is a word too many: 'extra'; `seqblocks build --help` tells what build takes"),
+        ("--versoin", "--versoin is no option of seqblocks itself: did you mean '--version'?"),
+        ("--format json list", "--format is no option of seqblocks itself: options come behind the verb"),
+        ("check good.yaml —set dim=3", "'—set' begins with another dash; an option begins with two of these: --"),
+        ("buidl good.yaml", "there is no verb 'buidl': did you mean 'build'?"),
+    ],
+)
+def test_a_misspelt_option(words: str, told: str, run_cli: Run, folder: Path) -> None:
+    done = run_cli(*words.split(), cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {told}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "good.yaml", "--set", "dim=9", "good.yaml", cwd=folder)
+    assert done.stdout.count("good.yaml: ok, 40 parameters") == 2, done.stderr
+    assert run_cli("help").stdout == run_cli("--help").stdout
+    assert run_cli("help", "build").stdout == run_cli("build", "--help").stdout
+
+
+@pytest.mark.parametrize(
     ("option", "given", "told"),
     [
         ("--depth", "x", "argument --depth: 'x' is not a whole number"),
