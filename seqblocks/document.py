@@ -368,6 +368,14 @@ class _Reader:
             at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
             return Diagnostic("E101", "not YAML: the quote that opens here is not closed", at)
         notes, hint = [], self.slip(line)
+        if problem in _NO_COLON and not any(o.flow for o in self.stack):
+            found = self.colon(line)
+            if found:
+                number, start, word = found
+                span = Span(self.source, number, start, number, start + len(word))
+                mended = f"{word}: {_bare(self.source.line(number))[start + len(word):].strip()}".rstrip()
+                return Diagnostic("E101", f"not YAML: a colon is missing behind {quote(word)}", span, hint=mended)
+            hint = _two_keys(self.source.line(line)) or hint
         unclosed = next((o for o in reversed(self.stack) if o.flow), None)
         if unclosed:
             bracket = "{" if unclosed.mapping else "["
@@ -377,6 +385,23 @@ class _Reader:
         if "\t" in text[:column]:
             hint = "indent with spaces: YAML does not allow tabs"
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
+
+    def colon(self, line: int) -> tuple[int, int, str] | None:
+        """The word behind which a colon is most likely missing, as (line, column, word): in this line or just above."""
+        numbers = [n for n in range(line, 0, -1) if _bare(self.source.line(n))][:4]
+        for at, number in enumerate(numbers):
+            text = _bare(self.source.line(number))
+            before = _bare(self.source.line(numbers[at + 1])) if at + 1 < len(numbers) else ""
+            below = _bare(self.source.line(numbers[at - 1])) if at else ""
+            word = re.match(r"(\s*(?:- +)?)([A-Za-z_]\w*)(?=\s|$)", text)
+            if not word or re.search(r":(\s|$)", text):
+                continue
+            if before and _indent(before) < _indent(text) and not re.search(r":$|^\s*- ", before):
+                continue  # the text of the line above goes on here
+            if text.lstrip().startswith("- ") and _indent(below) <= _indent(text):
+                continue  # a step without arguments
+            return number, len(word[1]) + 1, word[2]
+        return None
 
     def slip(self, line: int) -> str | None:
         """What is most likely wrong where a block ends too early: a hint, from this line and those above it."""
@@ -413,6 +438,21 @@ class _Reader:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
+
+
+def _bare(line: str) -> str:
+    """A line without its comment."""
+    return re.sub(r"(^|\s)#.*", "", line).rstrip()
+
+
+def _two_keys(line: str) -> str | None:
+    """A hint where a key and its value stand where the value of another key is wanted: `- embed: features: 64`."""
+    match = re.match(r"\s*(?:- +)?(\w+): +(\w+): +([^#]*[^#\s])", line)
+    return match and f"two keys in one line: `{match[1]}: {{{match[2]}: {match[3]}}}`"
+
+
+# how libyaml and PyYAML's own parser say it
+_NO_COLON = ("could not find expected ':'", *(f"mapping values are not allowed {x}" for x in ("here", "in this context")))
 
 
 def _place(before: str) -> tuple[int, int]:

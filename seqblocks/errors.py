@@ -15,6 +15,7 @@ Inner code raises a short `Fault`; the one place that knows the position (`lower
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -259,6 +260,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     lowered = {w.lower(): w for w in reversed(words)}
     close = difflib.get_close_matches(word[:80].lower(), lowered, n=1, cutoff=0.6)
     return f"did you mean '{lowered[close[0]]}'?" if close else None
+
+
+def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
+    """A hint where `text` is a key and its value without the colon (or the space) between them.
+
+    `known` are the keys that there may be; without them any word will do.
+    """
+    match = re.match(r"([A-Za-z_]\w*)(\s*=\s*|:|\s+)\S", text)
+    if not match or (known is not None and match[1] not in known):
+        return None
+    if match[2] == ":":
+        return f"a space is missing behind the colon of `{match[1]}:`"
+    if "=" in match[2]:
+        return f"between a key and its value stands a colon: `{match[1]}: …`"
+    return f"a colon is missing behind `{match[1]}`"
+
+
+def key_hint(key: str, known: Iterable[str]) -> str | None:
+    """A hint for a key that is not known: it holds its value too, or is misspelt."""
+    words = list(known)
+    return missing_colon(key, words) or did_you_mean(key, words)
 
 
 def listing(words: Iterable[object], limit: int = 12) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.document import Mapping, Node, Sequence, kind_of, plain
-from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Note, Report, Span, key_hint, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
 from seqblocks.op import (
@@ -33,7 +33,7 @@ from seqblocks.op import (
 )
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Step
-from seqblocks.spec import STEP_KEYS, Block, SpecFile, bundled
+from seqblocks.spec import MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled
 from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
@@ -135,10 +135,11 @@ class Frame(Wiring):
                 return self._op(step, op, previous, maker)
             verbs = [*COMBINATORS, *self.home.visible, *builtin_verbs(), *PRIMITIVES]
             failed = tuple(Note(text) for text in load_plugins())
+            hint = _offered(step.verb) or key_hint(step.verb, verbs) or NO_VERB
             raise Fault(
                 "E301",
                 f"there is no verb {quote(step.verb)}",
-                hint=_offered(step.verb) or did_you_mean(step.verb, verbs) or NO_VERB,
+                hint=hint,
                 notes=failed,
             )
         except Fault as fault:
@@ -215,7 +216,7 @@ class Frame(Wiring):
                     "E201",
                     f"unknown key {quote(key)} in {step.verb}",
                     expected=f"one of {listing(words, 16)}",
-                    hint=did_you_mean(key, words),
+                    hint=key_hint(key, words),
                 )
                 self.fault(fault, span)
                 sound = False
@@ -349,7 +350,7 @@ class Frame(Wiring):
                     "E201",
                     f"block {block.name} has no argument {quote(key)}",
                     expected=f"one of {listing(words, 16)}",
-                    hint=did_you_mean(key, words),
+                    hint=key_hint(key, words),
                     notes=[Note("the block is defined here", block.span)],
                 )
                 self.fault(fault, span)
@@ -426,9 +427,11 @@ def lower_file(
 
 def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
     assert file.model is not None
-    wire = read_input(frame, file.model.get("input"), file.model_span)
+    misspelt = any(key not in MODEL_KEYS for key in file.model.entries)  # told already, and perhaps this
+    given = file.model.get("input")
+    wire = read_input(frame, given, file.model_span) if given or not misspelt else None
     steps = file.model.get("steps")
-    if steps is None:
+    if steps is None and not misspelt:
         frame.fault(Fault("E202", "the model has no steps"), file.model_span)
     x = frame.value(wire, "input")
     frame.wires["input"] = x

@@ -13,7 +13,7 @@ from typing import Any
 
 from seqblocks import expressions
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
-from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.op import FieldKind
 from seqblocks.spec import STEP_KEYS, is_name
@@ -390,7 +390,14 @@ class Scope:
             return Step(verb, span, {}, {})
         if not isinstance(node, Mapping):
             message = f"the arguments of {quote(verb)} must be a mapping"
-            self.fault(Fault("E203", message, found=kind_of(node), hint=f"{verb}: {{name: value}}"), node.span)
+            first = verb.partition(" ")[0]
+            if first != verb and is_verb(first):  # `- embed {features: 64}`
+                fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))
+                self.fault(fault, span.within(0, len(first)))
+                return None
+            text = missing_colon(node.text) if isinstance(node, Scalar) else None
+            fault = Fault("E203", message, found=kind_of(node), hint=text or f"{verb}: {{name: value}}")
+            self.fault(fault, node.span)
             return None
         torn = self.comma_trap(node)
         if torn:

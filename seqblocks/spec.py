@@ -25,7 +25,9 @@ from seqblocks.errors import (
     SpecError,
     UsageError,
     did_you_mean,
+    key_hint,
     listing,
+    missing_colon,
     quote,
 )
 from seqblocks.op import builtin_verbs
@@ -118,7 +120,7 @@ def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -
     words = tuple(known)
     for key, span, _ in node:
         if key not in words:
-            expected, hint = f"one of {listing(words)}", did_you_mean(key, words)
+            expected, hint = f"one of {listing(words)}", key_hint(key, words)
             report.add(Diagnostic("E201", f"unknown key {quote(key)} in {what}", span, expected, hint=hint))
 
 
@@ -157,7 +159,9 @@ class Reader:
         if root is None:
             return None
         if not isinstance(root, Mapping):
-            self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint="begin with `seqblocks: 1`")
+            hint = missing_colon(root.text, FILE_KEYS) if isinstance(root, Scalar) else None
+            hint = hint or f"begin with `seqblocks: {VERSION}`"
+            self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint=hint)
             return None
         file = SpecFile(source, root)
         known_keys(self.report, root, FILE_KEYS, "a spec")
@@ -182,7 +186,8 @@ class Reader:
         if node is None or isinstance(node, Mapping):
             return node
         if not (isinstance(node, Scalar) and node.value is None):
-            self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node))
+            hint = missing_colon(node.text) if isinstance(node, Scalar) else None
+            self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node), hint=hint)
         return None
 
     def _text(self, root: Mapping, key: str) -> str:
