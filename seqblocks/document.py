@@ -368,7 +368,7 @@ class _Reader:
             at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
             return Diagnostic("E101", "not YAML: the quote that opens here is not closed", at)
         notes, hint = [], self.slip(line)
-        if problem in _NO_COLON and not any(o.flow for o in self.stack):
+        if problem.startswith(_NO_COLON) and not any(o.flow for o in self.stack):
             found = self.colon(line)
             if found:
                 number, start, word = found
@@ -451,8 +451,7 @@ def _two_keys(line: str) -> str | None:
     return match and f"two keys in one line: `{match[1]}: {{{match[2]}: {match[3]}}}`"
 
 
-# how libyaml and PyYAML's own parser say it
-_NO_COLON = ("could not find expected ':'", *(f"mapping values are not allowed {x}" for x in ("here", "in this context")))
+_NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # as libyaml and PyYAML say it
 
 
 def _place(before: str) -> tuple[int, int]:

@@ -252,13 +252,62 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
     )
 
 
+# What things are called here -> what other libraries call them, where that is not close in letters.
+_CALLED = {
+    "silu": "swish swish_1 silu_and_mul",
+    "gelu": "gelu_new gelu_tanh gelu_fast gelu_approx gelu_approximate gelu_pytorch_tanh quick_gelu gelu_python",
+    "sigmoid": "logistic",
+    "none": "identity linear id null no",
+    "linear": "dense fc fully_connected affine matmul nn.linear",
+    "causal_conv": "conv conv1d short_conv depthwise_conv convolution",
+    "attention": "mha sdpa self_attention multihead_attention multi_head_attention",
+    "head_norm": "group_norm groupnorm multihead_norm",
+    "layer_norm": "ln norm",
+    "ssm": "s6 selective_scan",
+    "swiglu": "mlp ffn glu feed_forward",
+    "pool": "avg_pool mean_pool global_pool average_pool",
+    "position_embed": "pos_embed positional_embedding positional_encoding",
+    "unembed": "lm_head logits",
+    "repeat": "layers stack loop",
+    "scan": "bidirectional flip",
+    "features": "dim d_model width units size hidden_size out out_dim embed_dim",
+    "times": "num_layers n_layers depth count layers",
+    "hidden": "d_ff intermediate_size expansion",
+    "tokens vocabulary": "vocab vocab_size num_tokens num_embeddings",
+    "p": "prob rate probability drop",
+    "sum": "add plus residual",
+    "concat": "cat join stack",
+    "product": "mul multiply times gate",
+    "mean": "avg average",
+    "reverse": "backward backwards flip",
+    "xavier_uniform": "glorot glorot_uniform xavier",
+}
+ELSEWHERE: dict[str, list[str]] = {}
+for _ours, _theirs in _CALLED.items():
+    for _name in _theirs.split():
+        ELSEWHERE.setdefault(_name, []).extend(_ours.split())
+
+# What there is -> what is looked for and is not there.
+_ABSENT = {
+    "the activations are gelu, relu, sigmoid, silu, softplus and tanh":
+        "celu elu hard_sigmoid hard_swish hard_tanh hardsigmoid hardswish hardtanh leaky_relu mish prelu relu2 relu6 "
+        "selu softmax softsign squared_relu",
+    "the norms are head_norm, layer_norm and rms_norm": "batch_norm batchnorm instance_norm weight_norm l2_norm",
+}  # fmt: skip
+INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A hint that names the closest known word, if one is close."""
+    """A hint that names the known word that is meant: close in letters, or what another library's word is here."""
     import difflib  # only a spec with a fault pays for it
 
-    words = list(known)
-    lowered = {w.lower(): w for w in reversed(words)}
-    close = difflib.get_close_matches(word[:80].lower(), lowered, n=1, cutoff=0.6)
+    lowered = {w.lower(): w for w in reversed(list(known))}
+    word = word[:80].lower()
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.6)
+    alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
+    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.8):
+        only = " It is the exact one; its approximations are not there" if alias == "gelu" else ""
+        return f"did you mean '{lowered[alias]}'?{only}"
     return f"did you mean '{lowered[close[0]]}'?" if close else None
 
 

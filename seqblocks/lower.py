@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.document import Mapping, Node, Sequence, kind_of, plain
-from seqblocks.errors import Fault, Note, Report, Span, key_hint, listing, quote
+from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, key_hint, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.inputs import read_input
 from seqblocks.op import (
@@ -135,7 +135,7 @@ class Frame(Wiring):
                 return self._op(step, op, previous, maker)
             verbs = [*COMBINATORS, *self.home.visible, *builtin_verbs(), *PRIMITIVES]
             failed = tuple(Note(text) for text in load_plugins())
-            hint = _offered(step.verb) or key_hint(step.verb, verbs) or NO_VERB
+            hint = _offered(step.verb) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
             raise Fault(
                 "E301",
                 f"there is no verb {quote(step.verb)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +377,18 @@ def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
         "the override dim=8 changes nothing: the spec says so already",
         "the override spare=3 changes nothing: the spec says so already",
     ]
+
+
+def test_the_words_that_hints_lead_to_exist() -> None:
+    """What stands for other libraries' words is a verb, an argument or a word of the language."""
+    from seqblocks import reference
+    from seqblocks.errors import ELSEWHERE, INSTEAD
+    from seqblocks.parameters import INITIALISERS
+
+    verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
+    arguments = [argument for told in verbs.values() for argument in told["arguments"]]
+    known = {*verbs, *INITIALISERS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
+    assert {ours for names in ELSEWHERE.values() for ours in names} <= known
+    told = {word for text in INSTEAD.values() for word in re.findall(r"\w+", text)}
+    assert told - {"the", "are", "and", "activations", "norms"} <= set(verbs)
+    assert not set(INSTEAD) & known
