@@ -132,15 +132,30 @@ def _choices(node: Node) -> dict[str, tuple[Mapping, str]]:
             if key in ("args", "let"):
                 out |= {k: v for k, v in _choices(value).items() if k not in out}
             elif key in ("steps", "branches"):
-                out |= {k: v for k, v in _steps(value).items() if k not in out}
+                out |= {k: v for k, v in _steps(value, key == "steps").items() if k not in out}
     elif isinstance(node, Sequence):
         out |= _steps(node)
     return out
 
 
-def _steps(node: Node) -> dict[str, tuple[Mapping, str]]:
+def _with_arguments(item: Node) -> Node:
+    """A step that is a verb alone, `- silu` or `- silu:`, as `- silu: {}`: what it means, with room for an argument."""
+    match item:
+        case Scalar(value=str(verb)):
+            return Mapping(item.span, 2, 2, {verb: (item.span, Mapping(item.span, 1, 1, {}))})
+        case Mapping(entries=entries) if len(entries) == 1:
+            ((verb, span, arguments),) = list(item)
+            if isinstance(arguments, Scalar) and arguments.value is None:
+                return replace(item, entries={verb: (span, Mapping(arguments.span, 1, 1, {}))})
+    return item
+
+
+def _steps(node: Node, bare: bool = True) -> dict[str, tuple[Mapping, str]]:
     out: dict[str, tuple[Mapping, str]] = {}
-    for item in node.items if isinstance(node, Sequence) else ():
+    items = node.items if isinstance(node, Sequence) else []
+    if bare:
+        items[:] = map(_with_arguments, items)
+    for item in items:
         if isinstance(item, Mapping) and len(item.entries) == 1:
             ((verb, _, arguments),) = list(item)
             name = verb

@@ -285,6 +285,23 @@ def test_overrides_reach_a_blocks_defaults_and_a_steps_words() -> None:
     assert (conv.op.kernel, conv.op.activation) == (5, "silu")
 
 
+def test_overrides_give_a_bare_step_an_argument() -> None:
+    head = "blocks:\n  b: {steps: [silu, layer_norm]}\n"
+    steps = "layer_norm\ncausal_conv:\nb\nresidual: {steps: [dropout]}"
+    changes = {
+        "model.layer_norm.bias": False,
+        "model.causal_conv.kernel": 3,
+        "blocks.b.layer_norm.eps": 0.1,
+        "model.residual.dropout.p": 0.5,
+    }
+    made = model(steps, head, set=changes)
+    ops = {node.verb + str(len(node.parameters)): node.op for node in graph.walk(made.graph) if node.op}
+    assert set(ops) == {"layer_norm1", "layer_norm2", "causal_conv2", "silu0", "dropout0"}
+    assert (ops["causal_conv2"].kernel, ops["layer_norm2"].eps, ops["dropout0"].p) == (3, 0.1, 0.5)
+    with pytest.raises(SpecError, match="unknown key 'kernal' in causal_conv"):
+        model(steps, head, set={"model.causal_conv.kernal": 3})
+
+
 def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() -> None:
     text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
     check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
