@@ -7,8 +7,9 @@ from typing import Any
 
 from seqblocks import check, graph
 from seqblocks.cli import output
-from seqblocks.errors import UsageError, did_you_mean
-from seqblocks.spec import bundled
+from seqblocks.errors import UsageError, did_you_mean, listing
+from seqblocks.overrides import as_text
+from seqblocks.spec import Block, bundled, looks_like_path
 
 
 def list(options: argparse.Namespace) -> int:
@@ -34,9 +35,12 @@ def list(options: argparse.Namespace) -> int:
 
 
 def ops(options: argparse.Namespace) -> int:
-    """All verbs, or one in full."""
+    """All verbs, one in full, or the blocks of a spec."""
     from seqblocks import reference
 
+    source, colons, name = (options.name or "").partition("::")
+    if colons or (source and looks_like_path(source)):
+        return _blocks_of(source, name, options)
     verbs = reference.verbs()
     if options.name is None:
         if options.format == "json":
@@ -46,13 +50,13 @@ def ops(options: argparse.Namespace) -> int:
         for name, verb in verbs.items():
             output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].splitlines()[0]}")
         return 0
-    block = None if options.name in verbs else _block(options.name)
-    if block:
-        output.dump(block) if options.format == "json" else output.write(_told(block))
+    bundle = None if options.name in verbs else _bundle(options.name)
+    if bundle:
+        _show_block(check.load(bundle)[0].blocks[options.name], bundle, options)
         return 0
     if options.name not in verbs:
         blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
-        lists = "`seqblocks ops` lists them, `seqblocks list` the bundled blocks"
+        lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
         hint = did_you_mean(options.name, [*verbs, *blocks]) or lists
         raise UsageError(f"there is no verb '{options.name}': {hint}")
     verb = verbs[options.name]
@@ -63,27 +67,57 @@ def ops(options: argparse.Namespace) -> int:
     return 0
 
 
-def _block(name: str) -> dict[str, Any] | None:
-    """What is to be known of a bundled block; None if no bundled file has it."""
-    from seqblocks import document
+def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
+    """`my.yaml` lists the blocks of a spec, `my.yaml::block` tells all about one."""
+    blocks = check.load(source)[0].blocks
+    if not blocks:
+        raise UsageError(f"{source} defines no blocks")
+    use = source if source in bundled() or "/" in source else f"./{source}"
+    if name:
+        if name not in blocks:
+            hint = did_you_mean(name, blocks) or f"its blocks are {listing(blocks)}"
+            raise UsageError(f"{source} defines no block '{name}': {hint}")
+        _show_block(blocks[name], use, options)
+    elif options.format == "json":
+        output.dump({each.name: _facts(each, use) for each in blocks.values()})
+    else:
+        width = max(map(len, blocks))
+        for each in blocks.values():
+            output.write(f"  {each.name:<{width}}  {each.about}".rstrip())
+    return 0
 
+
+def _bundle(name: str) -> str | None:
+    """The bundled file that defines a block; None if none does."""
     for source, path in bundled().items():
-        if path.parent.name == "blocks":
-            found = check.load(source)[0].blocks.get(name)
-            if found:
-                defaults = {a.name: a.default and document.plain(a.default) for a in found.args.values()}
-                arguments = [{"name": a.name, "type": a.type, "default": defaults[a.name]} for a in found.args.values()]
-                return {"name": name, "use": source, "about": found.about, "arguments": arguments}
+        if path.parent.name == "blocks" and name in check.load(source)[0].blocks:
+            return source
     return None
 
 
+def _facts(block: Block, use: str) -> dict[str, Any]:
+    """What is to be known of a block, as plain data."""
+    from seqblocks import document
+
+    defaults = {a.name: a.default and document.plain(a.default) for a in block.args.values()}
+    arguments = [{"name": a.name, "type": a.type, "default": defaults[a.name]} for a in block.args.values()]
+    return {"name": block.name, "use": use, "about": block.about, "arguments": arguments}
+
+
+def _show_block(block: Block, use: str, options: argparse.Namespace) -> None:
+    told = _facts(block, use)
+    output.dump(told) if options.format == "json" else output.write(_told(told))
+
+
 def _told(block: dict[str, Any]) -> str:
-    lines = [f"{block['name']}: {block['about']}", "", f"a block; the spec says  use: [{block['use']}]"]
+    about = f": {block['about']}" if block["about"] else ""
+    lines = [f"{block['name']}{about}", "", f"a block; the spec says  use: [{block['use']}]"]
     if block["arguments"]:
         lines += ["", "arguments:"]
         width = max(len(a["name"]) for a in block["arguments"])
         for a in block["arguments"]:
-            default = "required" if a["default"] is None else f"default {a['default']}"
+            given = a["default"] if isinstance(a["default"], str) else as_text(a["default"])
+            default = "required" if a["default"] is None else f"default {given}"
             lines.append(f"  {a['name']:<{width}}  {a['type']}, {default}")
     return "\n".join(lines)
 

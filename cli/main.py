@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("spec", nargs="+", metavar="SPEC", help=one)
     verb("list")
     ops = verb("ops", plug)
-    ops.add_argument("name", nargs="?", metavar="NAME", help="a verb")
+    ops.add_argument("name", nargs="?", metavar="NAME", help="a verb, FILE.yaml::BLOCK, or FILE.yaml")
     show = verb("show", spec, plug)
     show.add_argument("spec", metavar="SPEC", help=one)
     show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")

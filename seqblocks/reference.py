@@ -164,7 +164,8 @@ so a call with a comma is quoted there: `{features: "round_up(2 * dim, 64)"}`; i
 ## Steps
 
 A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. Verbs are primitives, combinators
-and blocks; all are written alike. What a bundled block takes, `seqblocks ops mlstm_block` tells. Every step may have
+and blocks; all are written alike. What a bundled block takes, `seqblocks ops mlstm_block` tells, and what one of your own takes,
+`seqblocks ops my.yaml::my_block`. Every step may have
 
 - `from: name` (or `x: name`): the wire it reads, instead of the output of the step before. `input` is what the enclosing
   list of steps was given. Some verbs take a list, and join the wires along the features. What one step reads has one number
@@ -197,7 +198,8 @@ is decided by what the argument takes: a legal word means itself, anything else 
 ## Overrides
 
 `--set dim=96` (or `set={"dim": 96}` in Python) replaces a value by its name: an entry of `let`, `blocks.NAME.ARGUMENT` for
-a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4`; inside a `pattern` its word is part of
+a default, or the path of a step by namespaces, such as `model.blocks.feed_forward.expand=4` (a bare step goes by its verb:
+`model.layer_norm.eps=1e-6`); inside a `pattern` its word is part of
 the path, not the layer's number: `model.blocks.m.mlstm_block.heads=8`. `input.image.size=[64, 64]` works likewise. Defaults of
 files in `use:` are not changed from outside: give the argument where the block is used.
 

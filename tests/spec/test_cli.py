@@ -299,6 +299,28 @@ def test_ops_explain_and_show(run_cli: Run) -> None:
     assert "mapping" in run_cli("show", "vil_small_block", "--stage", "document").stdout
 
 
+def test_ops_tells_of_blocks_in_a_file(run_cli: Run, folder: Path) -> None:
+    block = "{about: a block of mine, args: {dim: int, act: silu, bias: true}, steps: [silu]}"
+    (folder / "blocks.yaml").write_text(f"seqblocks: 1\nblocks: {{b: {{steps: [silu]}}, mine: {block}}}\n")
+    assert run_cli("ops", "blocks.yaml", cwd=folder).stdout == "  b\n  mine  a block of mine\n"
+    assert run_cli("ops", "blocks.yaml::mine", cwd=folder).stdout == (
+        "mine: a block of mine\n\na block; the spec says  use: [./blocks.yaml]\n\narguments:\n"
+        "  dim   int, required\n  act   word, default silu\n  bias  bool, default true\n"
+    )
+    data = json.loads(run_cli("ops", f"{folder}/blocks.yaml::mine", "--format", "json").stdout)
+    assert (data["name"], data["use"], len(data["arguments"])) == ("mine", f"{folder}/blocks.yaml", 3)
+    assert json.loads(run_cli("ops", "xlstm::mlstm_cell", "--format", "json").stdout)["use"] == "xlstm"
+    for name, status, told in (
+        ("blocks.yaml::mien", 2, "blocks.yaml defines no block 'mien': did you mean 'mine'?"),
+        ("good.yaml", 2, "good.yaml defines no blocks"),
+        ("bad.yaml::mine", 1, "there is no verb 'linaer'"),
+        ("absent.yaml::mine", 1, "'absent.yaml' cannot be read"),
+    ):
+        done = run_cli("ops", name, cwd=folder)
+        assert (done.returncode, done.stdout) == (status, "")
+        assert told in done.stderr
+
+
 def test_check_leaves_torch_rich_and_numpy_alone(root: Path) -> None:
     code = (
         "import sys; from seqblocks.cli.main import main; main(['check', 'vil_tiny']);"
