@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from textwrap import wrap
 
 from rich import box
 from rich.console import Console
@@ -28,28 +30,34 @@ def summary(found: Summary, options: argparse.Namespace) -> None:
     out.print(f"[bold]{escape(found.name)}[/]  {_text(found.input)} {_arrow(plain)} {_text(found.output)}")
     out.print(_table(found, out.width, plain))
     for label, value in _totals(found, options):
-        out.print(f"[bold]{label:<12}[/]{_text(value)}", soft_wrap=True)
+        first, *more = wrap(value, max(out.width - LABEL, 20), break_long_words=False, break_on_hyphens=False)
+        out.print(f"[bold]{label:<{LABEL}}[/]{_text(first)}", soft_wrap=True)
+        for line in more:
+            out.print(" " * LABEL + _text(line), soft_wrap=True)
 
+
+LABEL = 12  # columns before what a footer says
 
 # What a narrow terminal does without, step by step; verb, output and parameters stay. "verb" is the column alone: the
 # verb then stands behind the name, as in the YAML. Names are cut as a last resort.
 LAYOUTS = (
     (), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "state"),
-    ("in", "notes", "verb", "state", "MACs/token"),
+    ("in", "notes", "verb", "state", "MACs"),
 )  # fmt: skip
 
 
 def _table(found: Summary, width: int, plain: bool) -> Table:
     """The widest layout that fits: columns are given up rather than squeezed until they say nothing."""
     rows = list(_flat(found.rows, 0))
-    columns = _columns(rows, plain)
+    columns = _columns(rows, found.counted_per, plain)
+    titles = {"in": f"in {_arrow(plain)} out", "MACs": f"MACs/{found.counted_per}"}
     for given_up in LAYOUTS:
         kept = {title: cells for title, cells in columns.items() if title not in given_up}
         if "in" in kept:
             kept.pop("out", None)
         if "verb" in given_up:
             kept["step"] = [_step(row, depth) for row, depth in rows]
-        widths = {title: max(map(len, (title, *cells))) for title, cells in kept.items()}
+        widths = {title: max(map(len, (titles.get(title, title), *cells))) for title, cells in kept.items()}
         spare = width - sum(widths.values()) - 3 * (len(kept) - 1)  # a space, a rule and a space between columns
         if spare >= 0:
             break
@@ -59,8 +67,8 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
     table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     styles = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
     for title in kept:
-        number = title in ("params", "MACs/token", "state")
-        shown = f"in {_arrow(plain)} out" if title == "in" else title
+        number = title in ("params", "MACs", "state")
+        shown = titles.get(title, title)
         table.add_column(
             shown,
             style=styles.get(title),
@@ -85,7 +93,7 @@ def _step(row: Row, depth: int, room: int = 10**9, plain: bool = False) -> str:
     return " " * depth + name + verb
 
 
-def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:
+def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, list[str]]:
     columns = {
         "step": ["  " * depth + _name(row) for row, depth in rows],
         "verb": [row.verb if row.verb != row.names[0] else "" for row, _ in rows],
@@ -94,7 +102,7 @@ def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:
         ],
         "out": [row.output for row, _ in rows],
         "params": [_number(row.params) for row, _ in rows],
-        "MACs/token": ["?" if row.macs is None else _number(row.macs) for row, _ in rows],
+        "MACs": [_macs(row, per) for row, _ in rows],
         "state": [_number(row.state) for row, _ in rows],
         "notes": [", ".join(row.notes) for row, _ in rows],
     }
@@ -105,14 +113,17 @@ def _columns(rows: list[tuple[Row, int]], plain: bool) -> dict[str, list[str]]:
 def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     size = output.bytes_of(found.params_bytes)
     yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
-    if found.macs_per_token is None:
+    tokens = found.tokens or options.length
+    if found.counted_per != "token" and found.input_macs is not None:
+        one, all = output.short(found.input_macs), output.short(options.batch * found.input_macs)
+        each = f"{one}MACs = {output.short(2 * found.input_macs)}FLOPs per {found.counted_per} ({tokens:,} tokens)"
+        yield "cost", each + (f"; {all}MACs for {options.batch}" if options.batch > 1 else "")
+    elif found.macs_per_token is None:
         yield "cost", "MACs per token depend on the length of the sequence: give --length"
     else:
         each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
-        tokens = found.tokens or options.length
-        if tokens:
-            total = options.batch * tokens * found.macs_per_token
-            each += f"; {output.short(total)}MACs for {options.batch} x {tokens:,} tokens"
+        if tokens and found.input_macs is not None:
+            each += f"; {output.short(options.batch * found.input_macs)}MACs for {options.batch} x {tokens:,} tokens"
         yield "cost", each
     if found.state and found.streams is None:
         total = options.batch * found.state_bytes
@@ -132,10 +143,31 @@ def _flat(rows: list[Row], depth: int) -> Iterator[tuple[Row, int]]:
 def _name(row: Row) -> str:
     if len(row.names) == 1:
         return row.names[0]
-    names = row.names if len(row.names) < 4 else [*row.names[:2], "...", row.names[-1]]
-    if [int(n) for n in row.names] == list(range(int(row.names[0]), int(row.names[-1]) + 1)):
-        names = [f"{row.names[0]}-{row.names[-1]}"]
-    return f"{', '.join(names)} ({len(row.names)} x)"
+    if not all(name.isdecimal() for name in row.names):
+        return f"{', '.join(row.names)} ({len(row.names)} x)"
+    return f"{_ranges([int(name) for name in row.names])} ({len(row.names)} x)"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0-5; 0, 2, ..., 22 where steps are equal; else runs, 0-2, 4, of which the middle ones may be left out."""
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(shown if len(shown) < 5 else [*shown[:2], "...", shown[-1]])
+
+
+def _macs(row: Row, per: str) -> str:
+    macs = row.macs if per == "token" else row.input_macs
+    if macs is None:
+        return "?"
+    return _number(macs) if per == "token" else output.short(macs) if macs else "-"
 
 
 def _number(value: float) -> str:

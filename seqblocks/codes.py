@@ -359,7 +359,7 @@ CODES: dict[str, Code] = {
     ),
     "E703": Code(
         "other costs than expected",
-        "FLOPs per token are twice the multiply-accumulates that the summary shows.",
+        "FLOPs per token are twice the multiply-accumulates per token (`macs_per_token` of `build --format json`).",
         framed("- linear: {features: 8}") + "expect: {flops_per_token: 64}\n",
         framed("- linear: {features: 8}") + "expect: {flops_per_token: 128}\n",
     ),

@@ -59,6 +59,24 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
     return node.macs / node.type.every if node.type else float(node.macs)
 
 
+def input_macs(body: Graph, tokens: int | None) -> float | None:
+    """Multiply-accumulates for one whole input, each step at the number of tokens that it has itself."""
+    each = [node_input_macs(node, tokens) for node in body.nodes]
+    return None if None in each else sum(m for m in each if m is not None)
+
+
+def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
+    """Of one node, for one whole input."""
+    if node.bodies:
+        inside = [input_macs(body, tokens) for body in node.bodies.values()]
+        return None if None in inside else sum(m for m in inside if m is not None) * max(1, len(node.directions))
+    if not node.macs or not node.type or node.type.kind == "vector":
+        return float(node.macs)
+    if isinstance(node.type.length, int):
+        return float(node.macs * node.type.length)
+    return node.macs * tokens / node.type.every if tokens else None
+
+
 def count_state(body: Graph) -> int:
     return sum(s.numel for node in graph.walk(body) for s in node.state.values())
 

@@ -1,17 +1,27 @@
 """Tables as plain data: what a model costs, step by step.
 
-MACs are multiply-accumulates of one token (of one whole input behind a pooling); FLOPs are twice that. State is counted
-per sequence, in the dtype it is kept in.
+MACs are multiply-accumulates, per token and per input; FLOPs are twice that. What one input is depends on the model: an
+image, a sequence that becomes a vector, or else a token (`Summary.counted_per`). State is counted per sequence, in the
+dtype it is kept in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqblocks import graph
-from seqblocks.cost import count_state, macs, node_macs, params_bytes, state_bytes, tokens_of
+from seqblocks.cost import (
+    count_state,
+    input_macs,
+    macs,
+    node_input_macs,
+    node_macs,
+    params_bytes,
+    state_bytes,
+    tokens_of,
+)
 from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, Model
 
@@ -28,14 +38,14 @@ class Row:
     params: int
     macs: float | None  # per token; None: unknown
     state: int  # numbers per sequence
+    input_macs: float | None = None  # for one whole input; None: unknown
     tied: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
-        out = {
-            key: getattr(self, key) for key in ("names", "verb", "kind", "input", "output", "params", "macs", "state")
-        }
+        facts = ("names", "verb", "kind", "input", "output", "params", "macs", "input_macs", "state")
+        out = {key: getattr(self, key) for key in facts}
         return out | {"tied": self.tied, "notes": self.notes, "steps": [row.as_data() for row in self.rows]}
 
 
@@ -55,6 +65,8 @@ class Summary:
     dtype: str
     rows: list[Row]
     streams: str | None  # why it cannot, or None
+    input_macs: float | None = None  # of one whole input; None: unknown
+    counted_per: str = "token"  # what a person counts costs by: token, sequence or image
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,8 +106,17 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         dtype,
         rows,
         streams,
+        input_macs(model.graph, tokens),
+        _counted_per(model, tokens),
         notes,
     )
+
+
+def _counted_per(model: Model, tokens: int | None) -> str:
+    """A classifier gives one answer for all tokens, and an image's tokens are its own affair."""
+    if tokens and model.input.kind == "image":
+        return "image"
+    return "sequence" if tokens and model.output and model.output.kind == "vector" else "token"
 
 
 def _rows(model: Model, body: Graph, tokens: int | None, depth: int | None, path: str) -> Iterator[Row]:
@@ -110,6 +131,7 @@ def _rows(model: Model, body: Graph, tokens: int | None, depth: int | None, path
             graph.count_node(node),
             node_macs(node, tokens),
             sum(s.numel for s in node.state.values()) + sum(count_state(b) for b in node.bodies.values()),
+            node_input_macs(node, tokens),
             dict(node.ties),
             _notes(node),
         )
@@ -120,6 +142,8 @@ def _rows(model: Model, body: Graph, tokens: int | None, depth: int | None, path
 
 
 def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+    if node.directions:
+        return _directions(model, node, tokens, depth, name)
     if list(node.bodies) == [""]:
         return list(_rows(model, node.bodies[""], tokens, depth, name))
     groups: list[Row] = []
@@ -134,6 +158,7 @@ def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | Non
             graph.count(body),
             macs(body, tokens),
             count_state(body),
+            input_macs(body, tokens),
             rows=rows,
         )
         same = next((g for g in groups if node.kind == "repeat" and _alike(g, row)), None)
@@ -142,6 +167,28 @@ def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | Non
         else:
             groups.append(row)
     return groups
+
+
+def _directions(model: Model, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+    """The orders of a scan: one line where each owns all, else the first with what is shared, the others without."""
+    (body,) = node.bodies.values()
+    inside = list(graph.parameters(body))
+    alike = len(node.owned) == len(inside)
+    owned = sum(item.parameter.numel for item in inside if item.name in node.owned and item.tied is None)
+    first = Row(
+        list(node.directions) if alike else [node.directions[0]],
+        "",
+        "direction",
+        str(model.types[body.input]),
+        str(model.types[body.result]),
+        graph.count(body),
+        macs(body, tokens),
+        count_state(body),
+        input_macs(body, tokens),
+        rows=list(_rows(model, body, tokens, depth, name)),
+    )
+    others = [] if alike else node.directions[1:]
+    return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
 
 
 def _alike(a: Row, b: Row) -> bool:

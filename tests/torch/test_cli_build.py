@@ -25,6 +25,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ("xlstm_80", ["xlstm_125m_7_1", "--device", "meta"], 80),
         ("xlstm_60", ["xlstm_125m_7_1", "--device", "meta"], 60),
         ("vil2_digits_100", ["vil_digits", "--image-size", "12x16"], 100),
+        ("vim_tiny_80", ["vim_tiny", "--batch", "2", "--set", "drop_path=0.1", "--set", "classes=10"], 80),
         ("block_120", ["vil_small_block", "--length", "2048", "--batch", "2"], 120),
     ],
 )
@@ -32,13 +33,74 @@ def test_the_table(name: str, arguments: list[str], width: int, run_cli: Run, ro
     done = run_cli("build", *arguments, "--summary", env={"COLUMNS": str(width)})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert max(map(len, done.stdout.splitlines()[1:-5])) <= width
+    assert max(map(len, done.stdout.splitlines()[1:])) <= width
     golden = root / "tests" / "golden" / "cli" / f"{name}.txt"
     text = "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
     if update_golden:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text, encoding="utf-8")
     assert golden.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ([0, 1], "0-1"),
+        ([0, 2], "0, 2"),
+        ([0, 1, 2, 3, 4], "0-4"),
+        ([0, 1, 2, 4], "0-2, 4"),
+        ([0, 2, 3, 4], "0, 2-4"),
+        ([0, 2, 4], "0, 2, 4"),
+        ([1, 3, 5, 7, 9], "1, 3, ..., 9"),
+        ([0, 1, 2, 4, 5, 6, 8, 9, 12, 13], "0-2, 4-6, 8-9, 12-13"),
+        ([0, 1, 3, 4, 6, 7, 9, 10, 12, 13], "0-1, 3-4, ..., 12-13"),
+    ],
+)
+def test_layers_by_ranges(numbers: list[int], shown: str) -> None:
+    from seqblocks.cli.show import _ranges
+
+    assert _ranges(numbers) == shown
+
+
+@pytest.mark.parametrize(
+    ("own", "rows"),
+    [
+        ("all", [("forward, reverse (2 x)", 36)]),
+        ("none", [("forward", 36), ("reverse", 0)]),
+        ("[a]", [("forward", 36), ("reverse", 12)]),
+        ("[b.bias]", [("forward", 36), ("reverse", 4)]),
+    ],
+)
+def test_whose_parameters_a_scan_of_two_orders_counts(
+    own: str, rows: list[tuple[str, int]], run_cli: Run, tmp_path: Path
+) -> None:
+    steps = "[{causal_conv: {kernel: 2, name: a}}, {causal_conv: {kernel: 5, name: b}}]"
+    scan = f"scan: {{order: [forward, reverse], own: {own}, steps: {steps}}}"
+    (tmp_path / "two.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{scan}}}]}}\n")
+    data = json.loads(run_cli("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
+    (found,) = data["steps"]
+    told = [(", ".join(row["names"]), row["params"]) for row in found["steps"]]
+    assert told == [(name.removesuffix(" (2 x)"), params) for name, params in rows]
+    assert found["params"] == sum(row["params"] * len(row["names"]) for row in found["steps"])
+    assert found["macs"] == sum(row["macs"] * len(row["names"]) for row in found["steps"]) == 2 * 4 * 7
+    table = run_cli("build", "two.yaml", "--summary", cwd=tmp_path).stdout
+    for name, _ in rows:
+        assert f"\n  {name} " in table
+
+
+@pytest.mark.parametrize(
+    ("spec", "per", "tokens"), [("vil_digits", "image", 16), ("centaurus_keywords", "sequence", 16000)]
+)
+def test_a_classifier_is_counted_by_what_it_classifies(spec: str, per: str, tokens: int, run_cli: Run) -> None:
+    data = json.loads(run_cli("build", spec, "--format", "json").stdout)
+    assert data["counted_per"] == per
+    # a figure per token, times the tokens, is the figure per input; all steps here have tokens that divide these
+    assert data["input_macs"] == pytest.approx(data["macs_per_token"] * tokens, rel=1e-12)
+    assert data["input_macs"] == sum(row["input_macs"] for row in data["steps"])
+    table = run_cli("build", spec, "--summary", "--batch", "3").stdout
+    assert f"MACs/{per}" in table
+    assert f"FLOPs per {per} ({tokens:,} tokens); " in table
+    assert "MACs for 3\n" in table
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
