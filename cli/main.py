@@ -10,6 +10,7 @@ import argparse
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -256,6 +257,7 @@ def entry() -> NoReturn:
     """
     gc.disable()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, on import; nothing here needs it
     if "build" in sys.argv[1:2]:
         gc.enable()
     status = main()

@@ -123,6 +123,16 @@ def test_build_says_what_it_built(run_cli: Run) -> None:
     assert data["steps"][0]["names"] == ["patch_embed"]
 
 
+def test_torch_without_numpy_does_not_speak_first(run_cli: Run, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    bare = [sys.executable, "-c", "import torch"]
+    told = subprocess.run(bare, env={**os.environ, **env}, capture_output=True, text=True, check=True).stderr
+    assert "Failed to initialize NumPy" in told  # else there is nothing to test
+    done = run_cli("build", "vil_digits", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_absent_is_said(run_cli: Run) -> None:
     import torch
 
