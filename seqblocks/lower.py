@@ -133,6 +133,8 @@ class Frame(Wiring):
             op = find_primitive(step.verb)
             if op:
                 return self._op(step, op, previous, maker)
+            if self.home.lacks or step.verb in self.home.lost:  # that it could not be read, is told
+                return None
             verbs = [*COMBINATORS, *self.home.visible, *builtin_verbs(), *PRIMITIVES]
             failed = tuple(Note(text) for text in load_plugins())
             hint = _offered(step.verb) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB

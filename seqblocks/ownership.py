@@ -86,6 +86,9 @@ def ties(scope: Wiring, step: Step, parameters: dict[str, Parameter]) -> dict[st
         try:
             name, theirs = _tie_target(scope, target)
         except Fault as unknown:
+            other = target.removesuffix(".bias")
+            if not isinstance(node, Mapping) and key == "bias" and "." not in other and "weight" in parameters:
+                unknown.hint = f"`bias: false`, or tie the weight alone: `tie: {{weight: {other}.weight}}`"
             scope.fault(unknown, span)
             continue
         if theirs.shape != parameters[key].shape:

@@ -79,6 +79,8 @@ class SpecFile:
     model_span: Span | None = None
     expect: Mapping | None = None
     checkpoint: Node | None = None
+    lacks: bool = False  # whether some of `use:` could not be read, so that nobody knows what verbs it has
+    lost: set[str] = field(default_factory=set)  # blocks whose definition is at fault
 
 
 # --- where specs are found ------------------------------------------------------------------------------------------
@@ -106,7 +108,9 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
         return document.decode(path.read_bytes(), shown, report)
     except OSError as error:
         reason = error.strerror or str(error)
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}"))
+        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+        near = did_you_mean(path.name, (other.name for other in beside)) if not path.exists() else None
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", hint=near))
     except ValueError as error:  # a null byte in the name
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}"))
     return None
@@ -223,6 +227,8 @@ class Reader:
                 self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
                 continue
             other = self._used(item.value, item.span, base)
+            file.lacks = file.lacks or other is None
+            file.lost |= other.lost if other else set()
             for name, block in (other.blocks if other else {}).items():
                 clash = file.visible.get(name)
                 if clash and clash is not block:
@@ -277,6 +283,7 @@ class Reader:
         return self.files[key]
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
+        file.lost.add(name)
         if not is_name(self.report, name, span):
             return
         if name in COMBINATORS or name in builtin_verbs():
@@ -299,6 +306,7 @@ class Reader:
             name, span, file, self._text(node, "about"), args, self._mapping(node, "let"), steps, node.get("checkpoint")
         )
         file.blocks[name] = file.visible[name] = block
+        file.lost.discard(name)
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:
@@ -350,6 +358,8 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
         found = bundled()
         if name not in found:
             hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled ones; a file ends in .yaml"
+            ending = next((end for end in (".yaml", ".yml") if os.path.isfile(name + end)), None)
+            hint = f"did you mean '{name}{ending}'?" if ending else hint
             raise SpecError([Diagnostic("E803", f"there is no bundled spec {quote(name)}", hint=hint)])
         path, shown = found[name], f"{name}.yaml"
     text = read_text(path, shown, report)
