@@ -12,14 +12,19 @@ given, and whether the verb has it is checked as if it stood in the file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from seqblocks import document
 from seqblocks.document import Mapping, Node, Scalar, Sequence
 from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
 from seqblocks.graph import Override
+
+ASKED = "an override replaces what the spec says, or a step's argument"
+USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
 
 
 def as_text(value: Any) -> str:
@@ -47,7 +52,8 @@ def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[
         if slot is None:
             continue
         holder, key = slot
-        span, old = holder.entries.get(key, (value.span, None))
+        whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
+        span, old = holder.entries.get(key, (whole, None))
         if old is None or document.plain(old) != document.plain(value):
             holder.entries[key] = (span, value)
             done.append(Override(path, text, value))
@@ -69,18 +75,23 @@ def _parse(text: str, shown: str, report: Report) -> Node | None:
         node = None
     if node is None:
         return None
-    source = Source.of(shown, shown)
-    return _moved(node, Span(source, 1, 1, 1, len(shown) + 1))
+    return _moved(node, Source.of(shown, shown), len(shown) - len(text))
 
 
-def _moved(node: Node, span: Span) -> Node:
-    """The same value, standing at the override rather than at line 1 of a text nobody sees."""
+def _moved(node: Node, source: Source, before: int) -> Node:
+    """The same value, standing in the override rather than in line 1 of a text nobody sees."""
+    a = node.span
+    if a.line == a.end_line == 1:
+        span = Span(source, 1, a.column + before, 1, a.end_column + before)
+    else:
+        span = Span(source, 1, 1, 1, len(source.text) + 1)
     if isinstance(node, Scalar):
         return replace(node, span=span)
     if isinstance(node, Sequence):
-        return replace(node, span=span, items=[_moved(item, span) for item in node.items])
+        return replace(node, span=span, items=[_moved(item, source, before) for item in node.items])
     assert isinstance(node, Mapping)
-    return replace(node, span=span, entries={k: (span, _moved(v, span)) for k, (_, v) in node.entries.items()})
+    entries = {k: (span, _moved(v, source, before)) for k, (_, v) in node.entries.items()}
+    return replace(node, span=span, entries=entries)
 
 
 def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
@@ -109,9 +120,12 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
             if depth == 0:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
-            hint = did_you_mean(part, known) or "an override replaces what the spec says, or a step's argument"
+            elsewhere = _elsewhere(root, parts)
+            hint = elsewhere or did_you_mean(part, known) or ASKED
+            if part.isdecimal() and "pattern" in choices:
+                hint = "inside a pattern its word stands in the path, not the layer's number"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
-                hint = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
+                hint = f"{USED}; {elsewhere}" if elsewhere else USED
             expected = f"one of {listing(known)}" if known else None
             report.add(_fault(shown, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
             return None
@@ -121,6 +135,33 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
         of_step = holder is not node
         node = holder.entries[key][1]
     return None
+
+
+def _elsewhere(root: Node, parts: list[str]) -> str | None:
+    """A hint that names the whole path where the end of one is right, or where a layer's number stands in it."""
+    wanted = [part for part in parts if not part.isdecimal()]
+    if wanted[:1] in (["model"], ["blocks"]):
+        wanted = wanted[1:]
+    for path, of_step in islice(_paths(root, []), 2000) if wanted else ():
+        found = path if path[-len(wanted) :] == wanted else None
+        if of_step and len(wanted) > 1 and path[1 - len(wanted) :] == wanted[:-1]:
+            found = [*path, wanted[-1]]  # an argument that the step leaves to its default
+        if found:
+            return f"did you mean '{'.'.join(found)}'?"
+    return None
+
+
+def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """All paths below a node, and whether each is a step's; what is near comes first."""
+    below = []
+    for name, (holder, key) in _choices(node).items():
+        if before or name in ("let", "blocks", "model"):
+            child = holder.entries[key][1]
+            if name not in ("steps", "branches", "args", "checkpoint"):  # their entries have shorter paths
+                yield [*before, name], holder is not node and not isinstance(child, Sequence)
+                below.append((child, [*before, name]))
+    for child, path in below:
+        yield from _paths(child, path)
 
 
 def _choices(node: Node) -> dict[str, tuple[Mapping, str]]:

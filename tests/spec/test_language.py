@@ -302,6 +302,37 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         model(steps, head, set={"model.causal_conv.kernal": 3})
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("repeat.times", "did you mean 'model.repeat.times'?"),
+        ("blocks.repeat.times", "did you mean 'model.repeat.times'?"),
+        ("b.k", "did you mean 'blocks.b.k'?"),
+        ("b.from", "did you mean 'model.repeat.b.from'?"),  # what the step leaves to its default
+        ("model.repeat.1.b.k", "did you mean 'model.repeat.b.k'?"),
+        ("model.named.1.causal_conv.kernel", "inside a pattern its word stands in the path, not the layer's number"),
+        ("features", "did you mean 'model.input.features'?"),
+        ("dmi", "did you mean 'dim'?"),
+        ("nothing.like.it", "an override replaces what the spec says, or a step's argument"),
+    ],
+)
+def test_an_override_that_finds_nothing_is_told_the_path(path: str, hint: str) -> None:
+    head = "let: {dim: 3}\nblocks: {b: {args: {k: 2}, steps: [{causal_conv: {kernel: k}}]}}"
+    steps = "repeat: {times: 2, steps: [b]}\nrepeat: {name: named, pattern: m*2, m: [causal_conv]}"
+    with pytest.raises(SpecError) as caught:
+        model(steps, head, set={path: 5})
+    (fault,) = caught.value.diagnostics
+    assert (fault.code, fault.hint) == ("E310", hint)
+
+
+def test_a_fault_of_an_override_is_shown_where_it_stands_in_it() -> None:
+    with pytest.raises(SpecError) as caught:
+        model("{linear: {features: 3}}", "let: {dim: 3}", set={"model.linear.features": check.yaml("2 * dmi")})
+    (fault,) = caught.value.diagnostics
+    assert str(fault.span) == "--set model.linear.features=2 * dmi:1:33"
+    assert (fault.code, fault.span.end_column - fault.span.column) == ("E303", 3)
+
+
 def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() -> None:
     text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
     check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
