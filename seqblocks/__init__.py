@@ -22,6 +22,10 @@ from seqblocks.errors import (
 )
 
 if TYPE_CHECKING:
+    from seqblocks import checkpoint as checkpoint
+    from seqblocks import kernels as kernels
+    from seqblocks import state as state
+    from seqblocks import testing as testing
     from seqblocks.builder import build, build_model, build_text
     from seqblocks.check import load, load_model, load_text, yaml
     from seqblocks.op import Op, primitive
@@ -32,6 +36,7 @@ _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.builder
 _LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.check")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report")
+_LAZY |= dict.fromkeys(("checkpoint", "kernels", "state", "testing"), "")  # modules, `seqblocks.testing.check_law`
 
 __all__ = [
     "BackendError",
@@ -62,7 +67,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'seqblocks' has no attribute '{name}'")
     try:
-        found = getattr(importlib.import_module(_LAZY[name]), name)
+        module = importlib.import_module(_LAZY[name] or f"seqblocks.{name}")
+        found = getattr(module, name) if _LAZY[name] else module
     except ModuleNotFoundError as error:
         if error.name == "torch":
             raise UnavailableError("building a model needs torch: pip install torch") from None
@@ -72,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_LAZY})

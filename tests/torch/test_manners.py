@@ -221,3 +221,13 @@ def test_a_model_without_storage_runs(name: str) -> None:
     assert y.device.type == "meta"
     assert y.shape[0] == 2
     assert y.shape[-1] == model.graph.output.features
+
+
+def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
+    """README: `seqblocks.testing.check_law(model)`."""
+    code = (
+        "import seqblocks, sys; assert 'torch' not in sys.modules;"
+        "seqblocks.testing.check_law, seqblocks.checkpoint.restore, seqblocks.state.detach, seqblocks.kernels.mlstm;"
+        "assert {'testing', 'checkpoint', 'state', 'kernels', 'build'} <= set(dir(seqblocks))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
