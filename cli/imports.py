@@ -45,13 +45,15 @@ def _module(name: str) -> ModuleType:
         hint = "mend it there; --traceback shows how Python came to it"
         if isinstance(error, ModuleNotFoundError):
             hint = "what a module imports must be installed, or lie beside it"
+        elif is_file and "relative import" in str(error):
+            hint = f"a module of a package is named by its dots: --import {'.'.join(Path(name).with_suffix('').parts)}"
         raise UsageError(f"--import {name} failed{at}: {said(error)}\n{hint}") from error
 
 
 def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")])
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
         raise UsageError(f"--import {name}: there is no such file; {near or f'looked at {path}'}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
@@ -90,7 +92,7 @@ def said(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "the module ends the program, and should only define primitives"
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0]}"
+    return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0][:200]}"
 
 
 def failed_primitive(error: BaseException) -> str | None:
