@@ -12,7 +12,7 @@ from seqblocks.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import dtype_named, params_bytes
-from seqblocks.errors import UnavailableError, UsageError
+from seqblocks.errors import SpecError, UnavailableError, UsageError
 from seqblocks.graph import Model
 from seqblocks.report import summarise
 
@@ -20,7 +20,13 @@ from seqblocks.report import summarise
 def run(options: argparse.Namespace) -> int:
     """Build on the device that was asked for, and hold the count against the built module."""
     dtype = dtype_named(options.dtype, "--dtype")
-    file, found = load(options.spec, options, _image_size(options))
+    image = _image_size(options)
+    try:
+        file, found = load(options.spec, options, image)
+    except SpecError as error:
+        if image and any(d.code == "E310" and "'image'" in d.message for d in error.diagnostics):
+            raise UsageError(f"--image-size is for images, and {options.spec} reads none") from None
+        raise
     model = require_model(file, found)
     summary = summarise(model, dtype, options.length, options.depth)
     _must_fit(model, dtype, options.device)

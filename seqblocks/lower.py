@@ -33,7 +33,7 @@ from seqblocks.op import (
 )
 from seqblocks.ownership import initialised, ties
 from seqblocks.scope import Names, Step
-from seqblocks.spec import MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled
+from seqblocks.spec import MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled, misread
 from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
@@ -55,6 +55,7 @@ class Frame(Wiring):
         shared.tops[id(home)] = Names()
         frame = cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
         frame.let(home.let)
+        frame.names.vague = misread(home.root, "let")
         return frame
 
     def settle(self, let: Mapping | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Scalar, kind_of
 from seqblocks.errors import Fault, Span, did_you_mean, listing, quote
+from seqblocks.expressions import NameFault
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.scope import Scope, Step
 from seqblocks.wiring import Wiring
@@ -43,7 +44,8 @@ def _init(scope: Scope, node: Node) -> Init | None:
     try:
         return read_init(node.value, scope.names)
     except Fault as fault:
-        scope.fault(fault, node.span)
+        if not (isinstance(fault, NameFault) and scope.names.may_hold(fault.name)):
+            scope.fault(fault, node.span)
         return None
 
 

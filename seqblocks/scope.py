@@ -48,6 +48,7 @@ class Names(MappingABC[str, Any]):
         self.pending: dict[str, Callable[[], Any]] = {}
         self.written: dict[str, tuple[Node, Names]] = {}  # where a value comes from, and what its own names stand for
         self.spoilt: set[str] = set()  # expressions over names of this scope whose value was at fault
+        self.vague = False  # whether there are names here that could not be read
         self.of_block = False  # whether these are the arguments and the `let:` of a block
 
     def __getitem__(self, name: str) -> Any:
@@ -65,6 +66,15 @@ class Names(MappingABC[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+    def may_hold(self, name: str) -> bool:
+        """Whether a name that is not known may be one that could not be read, which is told."""
+        here: Any = self
+        while isinstance(here, Names):
+            if here.vague and name.isidentifier():
+                return True
+            here = here.outer
+        return False
 
     def home(self, names: Iterable[str]) -> Names | None:
         """The innermost scope that holds one of these names: what is made of them has one value there."""
@@ -228,6 +238,8 @@ class Scope:
             home = self.names.home(names)
             return UNKNOWN if home and text in home.spoilt else expression.evaluate(self.names)
         except expressions.NameFault as fault:
+            if self.names.may_hold(fault.name):
+                return UNKNOWN
             self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
         except Fault as fault:
             self.fault(fault, node)
@@ -290,6 +302,8 @@ class Scope:
             return UNKNOWN
         if not kind.choices and isinstance(node.value, str):
             return text
+        if self.names.may_hold(text):
+            return UNKNOWN
         self.fault(
             Fault(
                 "E208",

@@ -38,6 +38,10 @@ BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "steps")
 EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "tolerance")
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
+_LIKE = {  # what the mappings look like
+    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "expect": "{params: 1_000}", "let": "{dim: 64}",
+    "model": "{input: {tokens: 256}, steps: […]}",
+}  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -186,11 +190,13 @@ class Reader:
         return file
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
+        """What stands under a key; None where it is no mapping, which is told, or nothing."""
         node = root.get(key)
         if node is None or isinstance(node, Mapping):
             return node
-        if not (isinstance(node, Scalar) and node.value is None):
+        if misread(root, key):
             hint = missing_colon(node.text) if isinstance(node, Scalar) else None
+            hint = hint or f"{key}: {_LIKE[key]}"
             self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node), hint=hint)
         return None
 
@@ -298,13 +304,14 @@ class Reader:
             self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
             return
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
-        args = {a.name: a for k, s, n in self._mapping(node, "args") or () if (a := self._argument(k, s, n))}
+        let, given = self._mapping(node, "let"), self._mapping(node, "args")
+        if misread(node, "let") or misread(node, "args"):  # what names it has, nobody knows
+            return
+        args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
         steps = node.get("steps")
         if steps is None:
             self.fault("E202", f"block {name} has no steps", span)
-        block = Block(
-            name, span, file, self._text(node, "about"), args, self._mapping(node, "let"), steps, node.get("checkpoint")
-        )
+        block = Block(name, span, file, self._text(node, "about"), args, let, steps, node.get("checkpoint"))
         file.blocks[name] = file.visible[name] = block
         file.lost.discard(name)
 
@@ -330,6 +337,12 @@ class Reader:
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie")
+
+
+def misread(root: Mapping, key: str) -> bool:
+    """Whether something stands under a key that is no mapping; nothing is as good as none."""
+    node = root.get(key)
+    return not (node is None or isinstance(node, Mapping) or (isinstance(node, Scalar) and node.value is None))
 
 
 def _is_bundled(path: Path) -> bool:

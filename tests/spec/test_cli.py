@@ -139,6 +139,7 @@ def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, f
         ("--batch", "0", "argument --batch: '0' is not a whole number from 1"),
         ("--length", "1.5", "argument --length: '1.5' is not a whole number"),
         ("--seed", "²", "argument --seed: '²' is not a whole number"),
+        ("--image-size", "32", "--image-size is for images, and good.yaml reads none"),
         ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
     ],
 )
