@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -37,7 +38,9 @@ class _Parser(argparse.ArgumentParser):
     verbs: ClassVar[dict[str, _Parser]] = {}
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else None
+        raise UsageError(f"{message}{': ' + hint if hint else ''}\n{self.format_usage().rstrip()}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse has it, but what is not known is told here, where the options of the verb are at hand."""

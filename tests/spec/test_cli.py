@@ -98,6 +98,7 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
     assert "did you mean 'vil_tiny'?" in run_cli("check", "vil_tinny").stderr
     assert "did you mean 'linear'?" in run_cli("ops", "linaer").stderr
     assert "did you mean 'dim'?" in run_cli("check", "good.yaml", "--set", "dmi=3", cwd=folder).stderr
+    assert ": did you mean 'json'?\nusage: " in run_cli("check", "good.yaml", "--format", "jsn", cwd=folder).stderr
     assert "did you mean 'good.yaml'?" in run_cli("check", "good", cwd=folder).stderr
     assert "did you mean 'good.yaml'?" in run_cli("check", "./goood.yaml", cwd=folder).stderr
 
