@@ -57,7 +57,7 @@ def _from_file(name: str) -> ModuleType:
         raise UsageError(f"--import {name}: there is no such file; {near or f'looked at {path}'}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
-    if found is not None and found.origin != str(path):  # called like another module, whose place it must not take
+    if found and Path(found.origin or "").resolve() != path:  # called like another module, whose place it must not take
         name += "_of_yours"
     if name in sys.modules:
         return sys.modules[name]

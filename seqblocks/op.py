@@ -192,7 +192,7 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
     """Hold what a primitive from elsewhere declares for one use against what it may. Raises UsageError."""
 
     def sizes(shape: Any) -> bool:
-        return isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape)
+        return isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
 
     def each(table: Any, kind: Any) -> bool:
         return isinstance(table, dict) and all(isinstance(x, kind) and sizes(x.shape) for x in table.values())

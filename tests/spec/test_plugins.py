@@ -187,6 +187,13 @@ def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
+    """As that of a convolution over one tap is."""
+    state = "def state(self, x):\n        from seqblocks.parameters import State\n        return {'s': State((0, 5))}"
+    (folder / "mine.py").write_text(PLUGIN.replace("    start: float", f"    {state}\n    start: float"))
+    assert run_cli("check", "spec.yaml", "--import", "mine", cwd=folder).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
