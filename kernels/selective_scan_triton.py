@@ -4,10 +4,12 @@ A program owns BE channels of one sequence with all their states and walks along
 is flipped. dt's bias and softplus, the skip D u and the gate silu(z) are part of the walk. STEPS tokens are loaded
 before the first of them is used, so that their latencies overlap.
 
-The forward pass keeps the state before every CHUNK of tokens. The backward pass walks the chunks from the last to the
-first: from the kept state it makes the states of the chunk again, into a scratch that stays in the cache, then runs
-the adjoint recurrence over them (see `selective_scan_torch.py` for the derivative). Sums over channels or sequences
-are stored in parts and added afterwards, in an order that does not vary: results are the same bits in every run.
+The forward pass keeps the state before every CHUNK of tokens. The backward pass takes the chunks from the last to
+the first, each in four steps that meet in a scratch, which stays in the cache: all that hangs on a token and channel
+alone; a walk that makes the chunk's states again, and what their outputs give; the walk back of the adjoint recurrence
+(see `selective_scan_torch.py` for the derivative); gradients of what the first step took. Sums over channels or
+sequences are stored in parts and added afterwards, in an order that does not vary: results are the same bits in every
+run.
 
 Arithmetic and states are float32 whatever the inputs are.
 """
@@ -25,7 +27,7 @@ from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.selective_scan_reference import groups_of, per_token
 from seqblocks.kernels.self_check import large, normal
-from seqblocks.kernels.triton_common import exp, jit, lined, silu, softplus, tl, up
+from seqblocks.kernels.triton_common import exp, jit, over, silu, softplus, tl, up
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
@@ -51,9 +53,9 @@ def _mine(S, K, L, W, BE: tl.constexpr):
 
 @jit
 @no_type_check
-def _cell(n, e, N, E, BACK: tl.constexpr):
-    """Places of a sequence's states, [n, e]: channels side by side forward, as threads hold them; BACK, states."""
-    return n[:, None] + e[None, :] * N if BACK else n[:, None] * E + e[None, :]
+def _cell(n, e, E):
+    """Places of a sequence's states [N, E]: channels side by side, as threads hold them."""
+    return n[:, None] * E + e[None, :]
 
 
 @jit
@@ -77,29 +79,31 @@ def _step(dt, shift, SOFTPLUS: tl.constexpr):
 
 @jit
 @no_type_check
+def _get(x, there):
+    return tl.load(x) if there is None else tl.load(x, there, 0.0)
+
+
+@jit
+@no_type_check
 def _tokens(
-    x, dt, z, B, C, dy, resets, i, end, origin, e, n, within, N, W, xs, ds, zs, Bs, Cs, gs,
-    SIGN: tl.constexpr, STEPS: tl.constexpr,
+    x, dt, z, B, C, resets, i, rest, live, known, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
 ):
-    """What tokens i to i + STEPS of a walk from `origin` bring, as it lies there: nothing, beyond `end`."""
-    xs_, dts, zs_, Bts, Cts, dys, fresh = (), (), (), (), (), (), ()
+    """What STEPS tokens bring, as it lies there, i tokens after those that are pointed at, of which `rest` are left.
+    The last one again beyond them; a mark of its own it has no more."""
+    xs_, dts, zs_, Bts, Cts, fresh = (), (), (), (), (), ()
     for j in tl.static_range(STEPS):
-        t = tl.cast(origin + SIGN * (i + j), tl.int64)
-        there = within < tl.where(i + j < end, W, 0)
-        known = n < tl.where(i + j < end, N, 0)
-        xs_ = xs_ + (tl.load(x + t * xs + e, there, 0.0),)
-        dts = dts + (tl.load(dt + t * ds + e, there, 0.0),)
+        t = SIGN * min(i + j, rest - 1)
+        xs_ = xs_ + (_get(x + t * xs, live),)
+        dts = dts + (_get(dt + t * ds, live),)
         if z is not None:
-            zs_ = zs_ + (tl.load(z + t * zs + e, there, 0.0),)
+            zs_ = zs_ + (_get(z + t * zs, live),)
         if Bs is not None:
-            Bts = Bts + (tl.load(B + t * Bs + n, known, 0.0),)
+            Bts = Bts + (_get(B + t * Bs, known),)
         if Cs is not None:
-            Cts = Cts + (tl.load(C + t * Cs + n, known, 0.0),)
-        if dy is not None:
-            dys = dys + (tl.load(dy + t * gs + e, there, 0.0),)
+            Cts = Cts + (_get(C + t * Cs, known),)
         if resets is not None:
-            fresh = fresh + (tl.load(resets + t, i + j < end, 0).to(tl.int32),)
-    return xs_, dts, zs_, Bts, Cts, dys, fresh
+            fresh = fresh + (tl.load(resets + t, i + j < rest, 0).to(tl.int32),)
+    return xs_, dts, zs_, Bts, Cts, fresh
 
 
 @jit(do_not_specialize=["S", "K", "L", "zero"])  # one compiled kernel for all lengths
@@ -107,8 +111,8 @@ def _tokens(
 def _ends(
     x, dt, A, w, z, bias, resets, ends, sums, broken,
     S, K, L, E, N, W, zero, xb, xs, db, ds, wb, ws, wg, zb, zs,
-    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    STEPS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
+    BN: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
     """What each segment leaves to the next if it starts from nothing: of states (x is u, w is B), or, BACK, to the one
     before of gradients (x is dy, w is C); the sum of its steps, and whether a sequence begins in it."""
@@ -117,56 +121,54 @@ def _ends(
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
     at = n[:, None] + e[None, :] * N
-    rate = tl.load(A + _cell(n, e, N, E, False) + zero, own, 0.0) * 1.4426950408889634
+    rate = tl.load(A + _cell(n, e, E) + zero, own, 0.0) * 1.4426950408889634
     shift = _shift(bias, e, live)
-    x += b * xb
-    dt += b * db
-    if z is not None:
-        z += b * zb
-    if resets is not None:
-        resets += b * S
-    if ws is not None:
-        w += b * wb + group * wg
+    there, known = (None, None) if EVEN else (live, n < N)
     if ws is None:
         weights = tl.load(w + at, own, 0.0).to(tl.float32)
     h = tl.zeros((BN, BE), tl.float32)
     total = tl.zeros((BE,), tl.float32)
     breaks = 0
     SIGN: tl.constexpr = 1 if REVERSE == BACK else -1
-    origin = first + end - 1 if BACK else 0
-    origin = S - 1 - origin if REVERSE else origin
-    ahead = _tokens(
-        x, dt, z, w, None, None, resets, first, end, origin, e, n, within, N, W, xs, ds, zs, ws, None, None,
-        SIGN, STEPS,
-    )
-    for i in range(first, end, STEPS):
-        xs_, dts, zs_, ws_, _, _, fresh = ahead
-        ahead = _tokens(
-            x, dt, z, w, None, None, resets, i + STEPS, end, origin, e, n, within, N, W, xs, ds, zs, ws, None, None,
-            SIGN, STEPS,
-        )
-        for j in tl.static_range(STEPS):
-            step = _step(dts[j], shift, SOFTPLUS)
-            step = tl.where(i + j < end, step, 0.0)
-            value = xs_[j].to(tl.float32)
-            if z is not None:
-                value *= silu(zs_[j].to(tl.float32))
-            if ws is not None:
-                weights = ws_[j].to(tl.float32)[:, None]
-            decay = tl.exp2(step[None, :] * rate)
-            if BACK:
-                h = decay * (h + value[None, :] * weights)
+    for start in range(0, end - first, CHUNK):
+        t = tl.cast(end - 1 - start if BACK else first + start, tl.int64)
+        t = S - 1 - t if REVERSE else t
+        x_, dt_, z_, w_, resets_ = x + b * xb + t * xs + e, dt + b * db + t * ds + e, None, None, None
+        if z is not None:
+            z_ = z + b * zb + t * zs + e
+        if ws is not None:
+            w_ = w + b * wb + group * wg + t * ws + n
+        if resets is not None:
+            resets_ = resets + b * S + t
+        rest = end - first - start
+        ahead = _tokens(x_, dt_, z_, w_, None, resets_, 0, rest, there, known, xs, ds, zs, ws, None, SIGN, STEPS)
+        for i in range(0, min(CHUNK, rest), STEPS):
+            xs_, dts, zs_, ws_, _, fresh = ahead
+            ahead = _tokens(
+                x_, dt_, z_, w_, None, resets_, i + STEPS, rest, there, known, xs, ds, zs, ws, None, SIGN, STEPS
+            )
+            for j in tl.static_range(STEPS):
+                step = tl.where(i + j < rest, _step(dts[j], shift, SOFTPLUS), 0.0)
+                value = xs_[j].to(tl.float32)
+                if z is not None:
+                    value *= silu(zs_[j].to(tl.float32))
+                if ws is not None:
+                    weights = ws_[j].to(tl.float32)[:, None]
+                decay = tl.exp2(step[None, :] * rate)
+                if BACK:
+                    value = tl.where(i + j < rest, value, 0.0)
+                    h = decay * (h + value[None, :] * weights)
+                    if resets is not None:
+                        h = tl.where(fresh[j] != 0, 0.0, h)
+                else:
+                    if resets is not None:
+                        h = tl.where(fresh[j] != 0, 0.0, h)
+                    h = decay * h + (step * value)[None, :] * weights
                 if resets is not None:
-                    h = tl.where(fresh[j] != 0, 0.0, h)
-            else:
-                if resets is not None:
-                    h = tl.where(fresh[j] != 0, 0.0, h)
-                h = decay * h + (step * value)[None, :] * weights
-            if resets is not None:
-                breaks += fresh[j]
-            total += step
+                    breaks += fresh[j]
+                total += step
     to = tl.program_id(0).to(tl.int64)
-    tl.store(ends + to * E * N + _cell(n, e, N, E, BACK), h, own)
+    tl.store(ends + to * E * N + _cell(n, e, E), h, own)
     tl.store(sums + to * E + e, total, live)
     if resets is not None:
         tl.store(broken + to, breaks)
@@ -189,7 +191,7 @@ def _carry(
         h = tl.load(given + b * E * N + at, own, 0.0)
     for i in range(K):
         k = b * K + (K - 1 - i if BACK else i)
-        cell = k * E * N + _cell(n, e, N, E, BACK)
+        cell = k * E * N + _cell(n, e, E)
         tl.store(starts + cell, h, own)
         kept = tl.exp2(tl.load(sums + k * E + e, e < E, 0.0)[None, :] * rate) * h
         if broken is not None:
@@ -200,16 +202,15 @@ def _carry(
 @jit
 @no_type_check
 def _advance(
-    h, tokens, i, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E,
+    h, tokens, i, rest, rate, shift, skip, writes, reads, y, within, W, E,
     SOFTPLUS: tl.constexpr, SIGN: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """The state after tokens i to i + STEPS, whose y it stores."""
-    xs, dts, gates, Bts, Cts, _, fresh = tokens
+    """The state after these tokens, whose y it stores."""
+    xs, dts, gates, Bts, Cts, fresh = tokens
     for j in tl.static_range(STEPS):
-        t = tl.cast(origin + SIGN * (i + j), tl.int64)
         x = xs[j].to(tl.float32)
         step = _step(dts[j], shift, SOFTPLUS)
-        step = tl.where(i + j < end, step, 0.0)  # a step of nothing leaves the state as it is
+        step = tl.where(i + j < rest, step, 0.0)  # a step of nothing leaves the state as it is
         if len(fresh) > 0:
             h = tl.where(fresh[j] != 0, 0.0, h)
         write = writes if len(Bts) == 0 else Bts[j].to(tl.float32)[:, None]
@@ -220,7 +221,7 @@ def _advance(
             out += skip * x
         if len(gates) > 0:
             out *= silu(gates[j].to(tl.float32))
-        tl.store(y + t * E + e, out.to(y.dtype.element_ty), within < tl.where(i + j < end, W, 0))
+        tl.store(y + SIGN * (i + j) * E, out.to(y.dtype.element_ty), within < tl.where(i + j < rest, W, 0))
     return h
 
 
@@ -229,10 +230,11 @@ def _advance(
 def _scan(
     u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
     S, K, L, E, N, W, zero, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
-    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """h0 [B K, N, E]: what each of the K segments of L tokens starts from, if not from nothing."""
+    """EVEN: neither channels nor states have an incomplete block. h0 [B K, N, E]: what each of the K segments of L
+    tokens starts from, if not from nothing."""
     b, begin, end, group, within, e = _mine(S, K, L, W, BE)
     live = within < W
     n = tl.arange(0, BN)
@@ -240,7 +242,7 @@ def _scan(
     at = n[:, None] + e[None, :] * N
     # The first tensors of states settle how threads hold them all: a channel each. So A and h0 have channels side by
     # side, and `zero` keeps from the compiler that it could load them four at a time.
-    along = _cell(n, e, N, E, False) + zero
+    along = _cell(n, e, E) + zero
     rate = tl.load(A + along, own, 0.0) * 1.4426950408889634  # exp2 is what the device has
     shift = _shift(bias, e, live)
     skip, writes, reads = None, None, None
@@ -250,215 +252,298 @@ def _scan(
         writes = tl.load(B + at, own, 0.0).to(tl.float32)
     if Cs is None:
         reads = tl.load(C + at, own, 0.0).to(tl.float32)
-    u += b * ub
-    dt += b * db
-    if z is not None:
-        z += b * zb
-    if resets is not None:
-        resets += b * S
-    if Bs is not None:
-        B += b * Bb + group * Bg
-    if Cs is not None:
-        C += b * Cb + group * Cg
-    y += b * S * E
+    there, known = (None, None) if EVEN else (live, n < N)
     h = tl.zeros((BN, BE), tl.float32)
     if h0 is not None:
         h = tl.load(h0 + tl.program_id(0).to(tl.int64) * E * N + along, own, 0.0)
 
-    origin = S - 1 if REVERSE else 0
     SIGN: tl.constexpr = -1 if REVERSE else 1
-    this = _tokens(
-        u, dt, z, B, C, None, resets, begin, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None, SIGN, STEPS
-    )
-    for i in range(begin, end, 2 * STEPS):
+    for start in range(begin, end, CHUNK):
+        # from a chunk's first token on 32 bits are enough for places
+        t = tl.cast(S - 1 - start if REVERSE else start, tl.int64)
+        u_, dt_, z_, B_, C_, resets_ = u + b * ub + t * us + e, dt + b * db + t * ds + e, None, None, None, None
+        if z is not None:
+            z_ = z + b * zb + t * zs + e
+        if Bs is not None:
+            B_ = B + b * Bb + group * Bg + t * Bs + n
+        if Cs is not None:
+            C_ = C + b * Cb + group * Cg + t * Cs + n
+        if resets is not None:
+            resets_ = resets + b * S + t
+        y_ = y + (b * S + t) * E + e
         if between is not None:
-            if i % CHUNK == 0:
-                tl.store(between + (b * tl.cdiv(S, CHUNK) + i // CHUNK) * E * N + along, h, own)
-        # tokens are asked for before those ahead of them are used, in turn, so that nothing need be moved
-        other = _tokens(
-            u, dt, z, B, C, None, resets, i + STEPS, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None,
-            SIGN, STEPS,
-        )
-        h = _advance(
-            h, this, i, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E, SOFTPLUS, SIGN, STEPS
-        )
-        this = _tokens(
-            u, dt, z, B, C, None, resets, i + 2 * STEPS, end, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, None,
-            SIGN, STEPS,
-        )
-        h = _advance(
-            h, other, i + STEPS, end, origin, rate, shift, skip, writes, reads, y, e, within, W, E, SOFTPLUS, SIGN,
-            STEPS,
-        )
+            tl.store(between + (b * tl.cdiv(S, CHUNK) + start // CHUNK) * E * N + along, h, own)
+        rest = end - start
+        this = _tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS)
+        for i in range(0, min(CHUNK, rest), 2 * STEPS):
+            # tokens are asked for before those ahead of them are used, in turn, so that nothing need be moved
+            other = _tokens(
+                u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+            )
+            h = _advance(h, this, i, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS)
+            this = _tokens(
+                u_, dt_, z_, B_, C_, resets_, i + 2 * STEPS, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS
+            )
+            h = _advance(
+                h, other, i + STEPS, rest, rate, shift, skip, writes, reads, y_, within, W, E, SOFTPLUS, SIGN, STEPS
+            )
     if end == S:
         tl.store(last + b * E * N + at, h, own)
 
 
-@jit(do_not_specialize=["S", "K", "L"])
+@jit
+@no_type_check
+def _tile(x, t, there):
+    """Of pointers [BE] to a chunk's first token, what lies t [ROWS, 1] away: [ROWS, BE]."""
+    return tl.load(x[None, :] + t, there, 0.0)
+
+
+@jit
+@no_type_check
+def _prepare(
+    u, dt, dy, z, B, C, shift, planes, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+    SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+):
+    """Of the `count` tokens of a chunk, in float32: step, what it writes, and dy behind the gate, into the first three
+    planes [CHUNK, BE]; B and C into rows [CHUNK, BN]. Zeros beyond `count`, which change no state and no gradient."""
+    to = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
+    for first in tl.range(0, CHUNK, 2 * ROWS, num_stages=1):
+        xs, dts, gs_, gates = (), (), (), ()
+        for j in tl.static_range(2):  # all is asked for before any is used
+            i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
+            there = i < count if EVEN else (i < count) & live[None, :]
+            xs = xs + (_tile(u, SIGN * i * us, there),)
+            dts = dts + (_tile(dt, SIGN * i * ds, there),)
+            gs_ = gs_ + (_tile(dy, SIGN * i * gs, there),)
+            if z is not None:
+                gates = gates + (_tile(z, SIGN * i * zs, there),)
+        for j in tl.static_range(2):
+            i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
+            there = i < count if EVEN else (i < count) & live[None, :]
+            step = dts[j].to(tl.float32)
+            if shift is not None:
+                step += shift[None, :]
+            if SOFTPLUS:
+                step = softplus(step)
+            step = tl.where(there, step, 0.0)
+            g = gs_[j].to(tl.float32)
+            if z is not None:
+                g *= silu(gates[j].to(tl.float32))
+            at = to + (first + j * ROWS) * BE
+            tl.store(at, step)
+            tl.store(at + CHUNK * BE, step * xs[j].to(tl.float32))
+            tl.store(at + 2 * CHUNK * BE, g)
+    to = rows + tl.arange(0, LINES)[:, None] * BN + n[None, :]
+    for first in tl.range(0, CHUNK, LINES, num_stages=1):
+        i = first + tl.arange(0, LINES)[:, None]
+        there = (i < count) & (n < N)[None, :]
+        if Bs is not None:
+            tl.store(to + first * BN, _tile(B, SIGN * i * Bs, there).to(tl.float32))
+        if Cs is not None:
+            tl.store(to + (CHUNK + first) * BN, _tile(C, SIGN * i * Cs, there).to(tl.float32))
+
+
+@jit
+@no_type_check
+def _finish(
+    u, dt, dy, z, shift, skip, planes, du, ddt, dz, dD, dbias, count, live, E, us, ds, gs, zs,
+    SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Gradients of u, dt and z from a chunk's planes, and what it adds to those of D and the bias, [ROWS, BE]."""
+    of = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
+    for first in tl.range(0, count, ROWS, num_stages=1):
+        i = first + tl.arange(0, ROWS)[:, None]
+        t = SIGN * i
+        there = i < count if EVEN else (i < count) & live[None, :]
+        x = _tile(u, t * us, there).to(tl.float32)
+        through = tl.load(of + (4 * CHUNK + first) * BE, there, 0.0)
+        rates = tl.load(of + (5 * CHUNK + first) * BE, there, 0.0)
+        step = tl.load(of + first * BE)
+        if skip is not None:
+            g = tl.load(of + (2 * CHUNK + first) * BE)
+        if SOFTPLUS:
+            raw = _tile(dt, t * ds, there).to(tl.float32)
+        if z is not None:
+            gate = _tile(z, t * zs, there).to(tl.float32)
+            out = tl.load(of + (3 * CHUNK + first) * BE, there, 0.0)
+            dout = _tile(dy, t * gs, there).to(tl.float32)
+        dx = through * step
+        if skip is not None:
+            dx += skip[None, :] * g
+            dD += g * x
+        tl.store(du[None, :] + t * E, dx.to(du.dtype.element_ty), there)
+        dstep = through * x + rates * 0.6931471805599453
+        if SOFTPLUS:
+            if shift is not None:
+                raw += shift[None, :]
+            dstep *= over(1.0 + exp(-raw))
+        if shift is not None:
+            dbias += tl.where(there, dstep, 0.0)
+        tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), there)
+        if z is not None:
+            open_ = over(1.0 + exp(-gate))
+            if skip is not None:
+                out += skip[None, :] * x
+            dgate = dout * out * open_ * (1.0 + gate * (1.0 - open_))
+            tl.store(dz[None, :] + t * E, dgate.to(dz.dtype.element_ty), there)
+    return dD, dbias
+
+
+@jit
+@no_type_check
+def _store_sums(to, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of x [BN, BE] over channels, to N places, if `tokens` is not 0. DOT: by the matrix units, which make
+    COLUMNS equal columns; among threads that hold a channel each, adding takes five exchanges a number. "twice": by
+    units that cut off 13 bits of 24, of the first eleven bits and of the rest."""
+    column = tl.arange(0, COLUMNS)
+    if DOT is None:
+        sums = tl.sum(x, 1)[:, None]
+    elif DOT == "twice":
+        first = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        sums = tl.dot(x - first, ones, tl.dot(first, ones, input_precision="tf32"), input_precision="tf32")
+    else:
+        sums = tl.dot(x, ones, input_precision=DOT)
+    there = (n < N)[:, None] & (column < tl.minimum(tokens, 1))[None, :]
+    tl.store(to + n[:, None] + column[None, :], sums, there)
+
+
+@jit(do_not_specialize=["S", "K", "L", "zero"])
 @no_type_check
 def _scan_backward(
     dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
     du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-    S, K, L, E, N, W, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
-    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    CHUNK: tl.constexpr, STEPS: tl.constexpr,
+    S, K, L, E, N, W, zero, gb, gs, ub, us, db, ds, Bb, Bs, Bg, Cb, Cs, Cg, zb, zs,
+    SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, COLUMNS: tl.constexpr,
+    BE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    LINES: tl.constexpr, SCRATCH: tl.constexpr,
 ):
     """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
 
-    gb, gs: strides of dy. dlast [B K, E, N]: what comes to each segment from the one behind it.
+    gb, gs: strides of dy. dlast [B K, N, E]: what comes to each segment from the one behind it. EVEN: the channels have
+    no incomplete block. ROWS, LINES: tokens of a tile with all channels, or all states.
     """
-    b, begin, end_, group, within, e = _mine(S, K, L, W, BE)
+    b, begin, end, group, within, e = _mine(S, K, L, W, BE)
     groups = tl.num_programs(1) // tl.cdiv(W, BE)
     block = tl.program_id(1) % tl.cdiv(W, BE)
     live = within < W
     n = tl.arange(0, BN)
-    own = live[:, None] & (n < N)[None, :]
-    at = e[:, None] * N + n[None, :]
-    rate = tl.load(A + at, own, 0.0) * 1.4426950408889634
-    shift = _shift(bias, e, live)
+    own = (n < N)[:, None] & live[None, :]
+    along = _cell(n, e, E) + zero  # as in `_scan`: a thread holds a channel
+    rate = tl.load(A + along, own, 0.0) * 1.4426950408889634
+    shift, skip, writes, reads = None, None, None, None
     if bias is not None:
-        dbias_sum = tl.zeros((BE,), tl.float32)
+        shift = tl.load(bias + e, live, 0.0).to(tl.float32)
     if D is not None:
         skip = tl.load(D + e, live, 0.0).to(tl.float32)
-        dD_sum = tl.zeros((BE,), tl.float32)
     if Bs is None:
-        writes = tl.load(B + at, own, 0.0).to(tl.float32)
-        dB_sum = tl.zeros((BE, BN), tl.float32)
+        writes = tl.load(B + n[:, None] + e[None, :] * N, own, 0.0).to(tl.float32)
+        dB_sum = tl.zeros((BN, BE), tl.float32)
     if Cs is None:
-        reads = tl.load(C + at, own, 0.0).to(tl.float32)
-        dC_sum = tl.zeros((BE, BN), tl.float32)
-    dA_sum = tl.zeros((BE, BN), tl.float32)
+        reads = tl.load(C + n[:, None] + e[None, :] * N, own, 0.0).to(tl.float32)
+        dC_sum = tl.zeros((BN, BE), tl.float32)
+    dA_sum = tl.zeros((BN, BE), tl.float32)
+    dD_sum = tl.zeros((ROWS, BE), tl.float32)
+    dbias_sum = tl.zeros((ROWS, BE), tl.float32)
     mine = tl.program_id(0).to(tl.int64)
     # the gradient of the state, as it comes from later tokens
-    carry = tl.zeros((BE, BN), tl.float32)
+    carry = tl.zeros((BN, BE), tl.float32)
     if dlast is not None:
-        carry = tl.load(dlast + mine * E * N + at, own, 0.0)
-    chunks = tl.cdiv(S, CHUNK)
-    here = tl.cdiv(end_ - begin, CHUNK)
-    program = mine * tl.num_programs(1) + tl.program_id(1)
-    cell = tl.arange(0, BE)[:, None] * BN + n[None, :]
-    cells = scratch + program * CHUNK * BE * BN + cell
-    part = ((block * (tl.num_programs(0) // K) + b) * S * groups + group) * N  # of dB and dC
-    u += b * ub
-    dt += b * db
-    if z is not None:
-        z += b * zb
-    if resets is not None:
-        resets += b * S
-    if Bs is not None:
-        B += b * Bb + group * Bg
-    if Cs is not None:
-        C += b * Cb + group * Cg
-    if Bs is not None:
-        dB += part
-    if Cs is not None:
-        dC += part
-    dy += b * gb
-    du += b * S * E
-    ddt += b * S * E
-    if z is not None:
-        dz += b * S * E
+        carry = tl.load(dlast + mine * E * N + along, own, 0.0)
 
+    scratch += (mine * tl.num_programs(1) + tl.program_id(1)) * SCRATCH
+    PLANE: tl.constexpr = CHUNK * BE
+    lane = tl.arange(0, BE)
+    rows = scratch + 6 * PLANE
+    cells = rows + 2 * CHUNK * BN + n[:, None] * BE + lane[None, :] + zero
+    part = ((block * (tl.num_programs(0) // K) + b) * S * groups + group) * N  # of dB and dC
+    ones = tl.full((BE, COLUMNS), 1.0, tl.float32)
     origin = S - 1 if REVERSE else 0
     SIGN: tl.constexpr = -1 if REVERSE else 1
-    for k in range(here):
-        first = begin + (here - 1 - k) * CHUNK
-        end = min(first + CHUNK, end_)
-        kept = tl.load(between + (b * chunks + first // CHUNK) * E * N + n[None, :] * E + e[:, None], own, 0.0)
-        tl.store(cells, kept)
-        tl.debug_barrier()
-        h = tl.load(cells)  # threads hold it otherwise than they loaded it, and so all that follows
-        ahead = _tokens(
-            u, dt, None, B, None, None, resets, first, end_, origin, e, n, within, N, W, us, ds, None, Bs, None, None,
-            SIGN, STEPS,
+    for k in range(tl.cdiv(end - begin, CHUNK) - 1, -1, -1):
+        first = begin + k * CHUNK
+        count = min(end - first, CHUNK)
+        # from here on 32 bits are enough for places
+        t = tl.cast(origin + SIGN * first, tl.int64)
+        x_, dt_, dy_, z_ = u + b * ub + t * us + e, dt + b * db + t * ds + e, dy + b * gb + t * gs + e, None
+        line = (b * S + t) * E + e
+        dz_, B_, C_, dB_, dC_ = None, None, None, None, None
+        if z is not None:
+            z_, dz_ = z + b * zb + t * zs + e, dz + line
+        if Bs is not None:
+            B_, dB_ = B + b * Bb + group * Bg + t * Bs + n, dB + part + t * (groups * N)
+        if Cs is not None:
+            C_, dC_ = C + b * Cb + group * Cg + t * Cs + n, dC + part + t * (groups * N)
+        _prepare(
+            x_, dt_, dy_, z_, B_, C_, shift, scratch, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+            SIGN, SOFTPLUS, EVEN, CHUNK, BE, BN, ROWS, LINES,
         )
-        for i in range(first, end, STEPS):
-            xs, dts, _, Bts, _, _, fresh = ahead
-            ahead = _tokens(
-                u, dt, None, B, None, None, resets, i + STEPS, end_, origin, e, n, within, N, W, us, ds, None, Bs,
-                None, None, SIGN, STEPS,
-            )
-            for j in tl.static_range(STEPS):
-                step = _step(dts[j], shift, SOFTPLUS)
-                step = tl.where(i + j < end_, step, 0.0)
-                if Bs is not None:
-                    writes = Bts[j].to(tl.float32)[None, :]
-                tl.store(cells + (i + j - first) * BE * BN, h)  # as the token before left it
-                if resets is not None:
-                    h = tl.where(fresh[j] != 0, 0.0, h)
-                h = tl.exp2(step[:, None] * rate) * h + (step * xs[j].to(tl.float32))[:, None] * writes
-        tl.debug_barrier()  # other threads read these states back
+        tl.debug_barrier()  # what follows is read by other threads than wrote it, here and below
 
-        i = first + (end - first - 1) // STEPS * STEPS
-        ahead = _tokens(
-            u, dt, z, B, C, dy, resets, i, end_, origin, e, n, within, N, W, us, ds, zs, Bs, Cs, gs, SIGN, STEPS
-        )
-        for back in range(0, end - first, STEPS):
-            i = first + (end - first - 1) // STEPS * STEPS - back
-            xs, dts, gates, Bts, Cts, gys, fresh = ahead
-            ahead = _tokens(  # where a walk ends, what it asks for is not used
-                u, dt, z, B, C, dy, resets, max(i - STEPS, 0), end_, origin, e, n, within, N, W, us, ds, zs, Bs, Cs,
-                gs, SIGN, STEPS,
-            )
-            hs = ()
+        h = tl.load(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + along, own, 0.0)
+        for i in tl.range(0, count, STEPS, num_stages=1):
+            tl.store(cells + i // STEPS * (BE * BN), h)  # as the token before left it
             for j in tl.static_range(STEPS):
-                hs = hs + (tl.load(cells + (i + j - first) * BE * BN),)
-            for j in tl.static_range(STEPS - 1, -1, -1):
-                t = tl.cast(origin + SIGN * (i + j), tl.int64)
-                there = within < tl.where(i + j < end_, W, 0)
-                known = n < tl.where(i + j < end_, N, 0)
-                x = xs[j].to(tl.float32)
-                raw = dts[j].to(tl.float32) + shift
-                step = raw
-                if SOFTPLUS:
-                    step = softplus(raw)
-                step = tl.where(i + j < end_, step, 0.0)
-                if Bs is not None:
-                    writes = Bts[j].to(tl.float32)[None, :]
-                if Cs is not None:
-                    reads = Cts[j].to(tl.float32)[None, :]
-                decay = tl.exp2(step[:, None] * rate)
-                g = gys[j].to(tl.float32)
+                plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
+                decay = tl.exp2(tl.load(plane)[None, :] * rate)
+                if resets is not None:
+                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0)
+                    decay = tl.where(fresh != 0, 0.0, decay)
+                write = tl.load(row)[:, None] if writes is None else writes
+                read = tl.load(row + CHUNK * BN)[:, None] if reads is None else reads
+                h = decay * h + tl.load(plane + PLANE)[None, :] * write
                 if z is not None:
-                    gate = gates[j].to(tl.float32)
-                    open_ = 1.0 / (1.0 + exp(-gate))
-                    out = tl.sum(h * reads, 1)
-                    if D is not None:
-                        out += skip * x
-                    dgate = g * out * open_ * (1.0 + gate * (1.0 - open_))
-                    tl.store(dz + t * E + e, dgate.to(dz.dtype.element_ty), there)
-                    g *= gate * open_
-                grad = g[:, None] * reads + carry  # of the state after this token
-                through = tl.sum(grad * writes, 1)
-                carry = decay * grad
-                if resets is not None:
-                    carry = tl.where(fresh[j] != 0, 0.0, carry)
-                p = carry * hs[j]
-                dx = through * step
-                if D is not None:
-                    dx += skip * g
-                    dD_sum += g * x
-                tl.store(du + t * E + e, dx.to(du.dtype.element_ty), there)
-                dstep = through * x + tl.sum(p * rate, 1) * 0.6931471805599453
-                if SOFTPLUS:
-                    dstep *= 1.0 / (1.0 + exp(-raw))
-                if bias is not None:
-                    dbias_sum += tl.where(there, dstep, 0.0)
-                tl.store(ddt + t * E + e, dstep.to(ddt.dtype.element_ty), there)
-                dA_sum += p * step[:, None]
-                if Bs is not None:
-                    row = tl.sum(grad * (step * x)[:, None], 0)
-                    tl.store(dB + t * (groups * N) + n, row, known)
+                    tl.store(plane + 3 * PLANE, tl.sum(h * read, 0))
+                of_read = h * tl.load(plane + 2 * PLANE)[None, :]
+                if Cs is None:
+                    dC_sum += of_read
                 else:
-                    dB_sum += grad * (step * x)[:, None]
-                if Cs is not None:
-                    row = tl.sum(h * g[:, None], 0)
-                    tl.store(dC + t * (groups * N) + n, row, known)
-                else:
-                    dC_sum += h * g[:, None]
-                h = hs[j]
-        tl.debug_barrier()  # the next chunk writes over them
+                    _store_sums(
+                        dC_ + SIGN * (i + j) * (groups * N), of_read, ones, n, N, max(count - i - j, 0), DOT, COLUMNS
+                    )
+        tl.debug_barrier()
 
+        for back in tl.range(0, count, STEPS, num_stages=1):
+            i = (count - 1) // STEPS * STEPS - back
+            h = tl.load(cells + i // STEPS * (BE * BN))
+            hs, decays = (), ()  # before these tokens
+            for j in tl.static_range(STEPS):
+                plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
+                decay = tl.exp2(tl.load(plane)[None, :] * rate)
+                if resets is not None:
+                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0)
+                    decay = tl.where(fresh != 0, 0.0, decay)
+                hs, decays = hs + (h,), decays + (decay,)
+                if j + 1 < STEPS:
+                    write = tl.load(row)[:, None] if writes is None else writes
+                    h = decay * h + tl.load(plane + PLANE)[None, :] * write
+            for j in tl.static_range(STEPS - 1, -1, -1):
+                plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
+                write = tl.load(row)[:, None] if writes is None else writes
+                read = tl.load(row + CHUNK * BN)[:, None] if reads is None else reads
+                grad = tl.load(plane + 2 * PLANE)[None, :] * read + carry  # of the state after this token
+                tl.store(plane + 4 * PLANE, tl.sum(grad * write, 0))
+                carry = decays[j] * grad
+                p = carry * hs[j]
+                tl.store(plane + 5 * PLANE, tl.sum(p * rate, 0))
+                dA_sum += p * tl.load(plane)[None, :]
+                of_write = grad * tl.load(plane + PLANE)[None, :]
+                if Bs is None:
+                    dB_sum += of_write
+                else:
+                    _store_sums(
+                        dB_ + SIGN * (i + j) * (groups * N), of_write, ones, n, N, max(count - i - j, 0), DOT, COLUMNS
+                    )
+        tl.debug_barrier()
+
+        dD_sum, dbias_sum = _finish(
+            x_, dt_, dy_, z_, shift, skip, scratch, du + line, ddt + line, dz_, dD_sum, dbias_sum,
+            count, live, E, us, ds, gs, zs, SIGN, SOFTPLUS, EVEN, CHUNK, BE, ROWS,
+        )
+        tl.debug_barrier()
+
+    at = n[:, None] + e[None, :] * N
     if begin == 0:
         tl.store(dh0 + b * E * N + at, carry, own)
     tl.store(dA + mine * E * N + at, dA_sum, own)
@@ -467,30 +552,46 @@ def _scan_backward(
     if Cs is None:
         tl.store(dC + mine * E * N + at, dC_sum, own)
     if D is not None:
-        tl.store(dD + mine * E + e, dD_sum, live)
+        tl.store(dD + mine * E + e, tl.sum(dD_sum, 0), live)
     if bias is not None:
-        tl.store(dbias + mine * E + e, dbias_sum, live)
+        tl.store(dbias + mine * E + e, tl.sum(dbias_sum, 0), live)
 
 
 # ------------------------------------------------------------------------------
 # Launching
 
 
-def tiles(states: int, width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Channels and states of a program, and its warps.
+def tiles(states: int, width: int, backward: bool, arch: str, constant: bool = False) -> dict[str, int]:
+    """Channels and states of a program, its warps, and tokens at a time.
 
-    Forward, one warp and 16 states a thread, which up to 16 states are a channel of its own: nothing but the sum over
-    more states crosses threads. Backward, dB and dC are sums over channels, and up to 32 states a program is one warp,
-    which adds without waiting for others; 16 states a thread there spill on most devices, or need too many registers.
+    One warp and 16 states a thread, which up to 16 states are a channel of its own: nothing but sums over more states
+    crosses threads, and backward those over channels. Two tokens at a time halve the states that the backward pass
+    writes down; on sm_90 registers allow it where B and C are not `constant`.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
-    each = 16 if not backward or (arch.startswith("sm_9") and BN <= 16) else 8
-    most = each * lanes // BN
+    most = 16 * lanes // BN
     BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
-    num_warps = common.warps(BE * BN, each, lanes) if backward else 1
-    steps = (1 if each == 16 or arch.startswith("sm_8") else 2) if backward else (2 if BN <= 16 else 1)
+    num_warps = common.warps(BE * BN, 16, lanes) if backward else 1
+    few = BN > 128 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
+    steps = 1 if few else 2
     return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
+
+
+def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
+    """Numbers that a program of the backward pass keeps of the chunk at hand: six a token and channel, B and C, and the
+    state before every STEPS tokens."""
+    return 6 * CHUNK * BE + 2 * CHUNK * BN + CHUNK // STEPS * BE * BN
+
+
+def _summing(arch: str, B: Tensor, C: Tensor, tile: tuning.Tile) -> tuple[str | None, int]:
+    """How `_store_sums` adds, and in how many equal columns."""
+    if tile["BE"] < 16 or tile["BN"] < 16:
+        return None, 1
+    if arch.startswith("gfx"):
+        return "ieee", 16
+    # what is cut off is less than what dB and dC lose where they are returned in 16 bits
+    return ("twice" if torch.float32 in (B.dtype, C.dtype) else "tf32"), 8
 
 
 def segments(warps: int, S: int) -> int:
@@ -513,7 +614,8 @@ def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, i
 
 def _laid_out(*tensors: Any) -> list[Any]:
     """Parameters and constants contiguous, the rest in lines."""
-    return [None if x is None else lined(x) if x.dim() > 2 else x.contiguous() for x in tensors]
+    far = 2 * CHUNK  # a chunk, and what is asked for ahead
+    return [None if x is None else common.near(x, far) if x.dim() > 2 else x.contiguous() for x in tensors]
 
 
 def _strides(*tensors: Tensor | None) -> list[int | None]:
@@ -538,6 +640,7 @@ class _Cut:
     def __init__(self, u: Tensor, A: Tensor, groups: int, W: int, tile: tuning.Tile, K: int = 0) -> None:
         self.batch, self.S, self.E = u.shape
         self.N, self.W, self.tile = A.shape[1], W, tile
+        self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
         programs = groups * up(W, tile["BE"])
         K = K or segments(self.batch * programs * tile["num_warps"], self.S)
         self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
@@ -555,7 +658,7 @@ class _Cut:
         _ends[self.grid](
             x, dt, A.t().contiguous(), w, z, bias, resets, ends, sums, broken,
             self.S, self.K, self.L, self.E, self.N, self.W, 0, *_strides(x, dt, w, z),
-            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, **self.tile,
+            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, EVEN=self.even, CHUNK=CHUNK, **self.tile,
         )
         tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
         _carry[self.batch, up(self.E, tile["BE"])](
@@ -573,6 +676,8 @@ def _op(
     """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `keep`)."""
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
+    if S > 1 or large():  # every program would do it, three instructions for two numbers
+        B, C = B.float(), C.float()
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
 
@@ -584,7 +689,7 @@ def _op(
         _scan[cut.grid](
             u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if keep else None,
             S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
-            SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
+            SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=CHUNK, **tile,
         )
         return y, last
 
@@ -605,8 +710,8 @@ def _op_backward(
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> list[Tensor]:
     """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
-    u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
-    dy, resets = lined(dy), common.marks(resets)
+    dy, u, dt, A, B, C, D, z, bias = _laid_out(dy, u, dt, A, B, C, D, z, bias)
+    resets = common.marks(resets)
     dlast = None if dlast is None else dlast.contiguous()
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]
@@ -620,7 +725,7 @@ def _op_backward(
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
-        ends = dlast
+        ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
         if cut.K > 1:
             # which is a walk like the forward one, and is launched like it
             ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), cut.K)
@@ -628,17 +733,23 @@ def _op_backward(
         rows, blocks = batch * cut.K, cut.grid[1] // groups
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
         dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(rows, E, N) for x in (B, C))
-        scratch = parts(rows * groups * blocks, CHUNK, tile["BE"], tile["BN"])
+        own = scratch_of(**tile)
+        scratch = parts(rows * groups * blocks, own)
+        four = 4 * common.lanes(common.arch(u)) * tile["num_warps"]  # numbers of a tile: four a thread
+        dot, columns = _summing(common.arch(u), B, C, tile)
         _scan_backward[cut.grid](
-            dy, ends, u, dt, A, B, C, D, z, bias, between, resets, scratch,
+            dy, ends, u, dt, A.t().contiguous(), B, C, D, z, bias, between, resets, scratch,
             du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-            S, cut.K, cut.L, E, N, W, *_strides(dy, u, dt, B, C, z),
-            SOFTPLUS=softplus, REVERSE=reverse, CHUNK=CHUNK, **tile,
+            S, cut.K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
+            SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
+            ROWS=min(CHUNK // 2, max(1, four // tile["BE"])), LINES=min(CHUNK, max(1, four // tile["BN"])),
+            SCRATCH=own, **tile,
         )
         return dA, dB, dC, dD, dbias, du, ddt, dh0
 
     with common.on(u):
-        dA, dB, dC, dD, dbias, *_ = _launch("backward", u, A, groups, tiles(N, W, True, common.arch(u)), go)
+        static = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()))
+        dA, dB, dC, dD, dbias, *_ = _launch("backward", u, A, groups, static, go)
     sums = [x.sum(0).to(like.dtype) if like is not None else x for x, like in ((dA, A), (dB, B), (dC, C), (dD, D))]
     return [du, ddt, *sums, dz, dbias.sum(0).to(bias.dtype) if bias is not None else dbias, dh0]
 

@@ -96,6 +96,11 @@ def lined(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def near(x: Tensor, tokens: int) -> Tensor:
+    """x [B, S, ...] in lines, so many tokens within 31 bits of each other: kernels count from the first of them."""
+    return lined(x) if x.stride(1) < 2**31 // tokens else x.contiguous()
+
+
 def marks(resets: Tensor | None) -> Tensor | None:
     """Resets as kernels read them: a byte a token, side by side. Of marks, themselves."""
     return None if resets is None else resets.to(torch.uint8).contiguous()
@@ -206,10 +211,18 @@ def exp(x):
 
 @jit
 @no_type_check
+def over(x):
+    """1 / x of an x from 1 up, within 4e-7 of itself. A division is five instructions more, for smaller ones."""
+    r = tl.math.rsqrt(x)
+    return r * r
+
+
+@jit
+@no_type_check
 def log_sigmoid(x):
     """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
     v = exp(-tl.abs(x))
-    r = v / (2.0 + v)
+    r = v * over(2.0 + v)
     y = r * r
     series = 1.0 + y * (1 / 3 + y * (1 / 5 + y * (1 / 7 + y * (1 / 9 + y * (1 / 11 + y * (1 / 13))))))
     return tl.minimum(x, 0.0) - 2.0 * r * series
@@ -225,7 +238,7 @@ def softplus(x):
 @jit
 @no_type_check
 def silu(x):
-    return x / (1.0 + exp(-x))
+    return x * over(1.0 + exp(-x))
 
 
 @jit
@@ -233,4 +246,4 @@ def silu(x):
 def sigmoid(x):
     """1 / (1 + e^-x), of an exponential that cannot overflow."""
     v = exp(-tl.abs(x))
-    return tl.where(x < 0.0, v, 1.0) / (1.0 + v)
+    return tl.where(x < 0.0, v, 1.0) * over(1.0 + v)

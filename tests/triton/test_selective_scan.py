@@ -92,6 +92,51 @@ def test_groups_constants_and_several_programs(shape: dict[str, Any]) -> None:
     check(tensors(**given), reverse=True)
 
 
+@pytest.mark.parametrize("sums", [("tf32", 8), ("twice", 8), ("ieee", 16), (None, 1)], ids=str)
+@pytest.mark.parametrize("shape", [{"E": 20, "N": 16}, {"E": 40, "N": 32, "groups": 2}, {"E": 16, "N": 20}], ids=str)
+def test_sums_over_channels(shape: dict[str, Any], sums: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a device adds; the interpreter's products cut nothing off."""
+    monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: sums)
+    check(tensors(batch=1, S=5, **shape), resets=compare.resets(1, 5, every=3))
+
+
+def test_sums_are_cut_off_only_where_results_are() -> None:
+    tile = selective_scan_triton.tiles(16, 64, True, "sm_90")
+    wide, narrow = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
+    kinds = [selective_scan_triton._summing("sm_90", *x, tile)[0] for x in ((narrow, narrow), (narrow, wide))]
+    assert kinds == ["tf32", "twice"]
+
+
+def test_twice_is_exact_where_units_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products that read eleven bits of a float32, as NVIDIA's do: what is left of the rest is 2^-21 of it."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    exact = InterpreterBuilder.create_dot
+
+    def cut(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a = TensorHandle((a.data.view("int32") & -8192).view("float32"), a.dtype)
+        return exact(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", cut)
+    given = tensors(batch=1, S=5, E=20, N=16)
+    check(given)
+    monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: ("tf32", 8))
+    with pytest.raises(AssertionError):
+        check(given)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("S", [1, 6, 35])
+def test_tokens_at_a_time(S: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    static = selective_scan_triton.tiles
+    monkeypatch.setattr(selective_scan_triton, "tiles", lambda *a: {**static(*a), "STEPS": steps})
+    check(tensors(batch=1, S=S), reverse=S == 6, resets=compare.resets(1, S))
+
+
+def test_no_incomplete_block_no_masks() -> None:
+    check(tensors(batch=1, S=7, E=16, N=4), resets=compare.resets(1, 7))
+
+
 @pytest.mark.parametrize(("B", "C"), [(4, 2), (1, 4)])
 def test_one_matrix_may_have_fewer_groups(B: int, C: int) -> None:
     given = tensors(E=8)
@@ -133,6 +178,7 @@ def test_any_layout_of_the_upstream_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_is_float32_inside(dtype: torch.dtype) -> None:
     check(tensors(), dtype=dtype)
+    check(tensors(E=20, N=16, S=5), dtype=dtype)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
