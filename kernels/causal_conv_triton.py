@@ -21,7 +21,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.self_check import large, normal
-from seqblocks.kernels.triton_common import exp, jit, lined, silu, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
 AXES = {"T": (16, 32, 64, 128), "BD": (64, 128, 256, 512), "STEPS": (1, 2, 4, 8), "num_warps": (1, 2, 4)}  # for tuning
@@ -173,7 +173,7 @@ def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.c
     out = grad.to(tl.float32)
     if SILU:
         before = _convolved(taps, offset, value, window, K)
-        gate = 1.0 / (1.0 + exp(-before))
+        gate = over(1.0 + exp(-before))
         out *= gate * (1.0 + before * (1.0 - gate))
     return out
 
