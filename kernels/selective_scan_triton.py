@@ -564,15 +564,16 @@ def _scan_backward(
 def tiles(states: int, width: int, backward: bool, arch: str, constant: bool = False) -> dict[str, int]:
     """Channels and states of a program, its warps, and tokens at a time.
 
-    One warp and 16 states a thread, which up to 16 states are a channel of its own: nothing but sums over more states
-    crosses threads, and backward those over channels. Two tokens at a time halve the states that the backward pass
+    One warp and 16 states a thread (8 on AMD's, backward), which up to 16 states are a channel of its own: nothing but
+    sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that the backward pass
     writes down; on sm_90 registers allow it where B and C are not `constant`.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
-    most = 16 * lanes // BN
+    each = 8 if backward and arch.startswith("gfx") else 16
+    most = each * lanes // BN
     BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
-    num_warps = common.warps(BE * BN, 16, lanes) if backward else 1
+    num_warps = common.warps(BE * BN, each, lanes) if backward else 1
     few = BN > 128 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
     steps = 1 if few else 2
     return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
