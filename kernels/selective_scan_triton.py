@@ -565,8 +565,8 @@ def tiles(states: int, width: int, backward: bool, arch: str, constant: bool = F
     """Channels and states of a program, its warps, and tokens at a time.
 
     One warp and 16 states a thread (8 on AMD's, backward), which up to 16 states are a channel of its own: nothing but
-    sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that the backward pass
-    writes down; on sm_90 registers allow it where B and C are not `constant`.
+    sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that
+    the backward pass writes down; on sm_90 registers allow it where B and C are not `constant`.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
