@@ -20,6 +20,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
+from seqblocks.kernels import self_check
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
 from seqblocks.kernels.self_check import normal
@@ -28,6 +29,7 @@ from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoi
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
+SHARED = {"sm_80": 166_912, "sm_90": 232_448}  # bytes of a program at most, where teams share heads
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: i, f, z, o, dy by strides over batch and tokens, a head's channels side by side; recurrent
@@ -386,11 +388,263 @@ def _scan_backward_by_tiles(
 
 
 # ------------------------------------------------------------------------------
+# A head in slices.   A team of programs owns a head of BB sequences: each the gates of BU channels, whose matrices stay
+# on chip. turn [2, groups BB, H, BD], and [2, 4, groups BB, H, BD] backward, hold in turn what a token gave, zeros
+# beyond D; arrived is a counter a team, a cache line each. Tokens begin to end of a walk are run: a token needs what
+# all of its team wrote at the one before, so interpreted, one program after the other, a launch has one token.
+
+
+@jit
+@no_type_check
+def _arrive(arrived):
+    """This program's stores are there for whoever sees the count."""
+    tl.debug_barrier()
+    tl.atomic_add(arrived, 1, sem="release", scope="gpu")
+
+
+@jit
+@no_type_check
+def _wait(arrived, wanted, patience):
+    """Until `wanted` arrived. The patience that is left: none, if it ran out, lest a device hang."""
+    here = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
+    asked = 0
+    while (here < wanted) & (asked < patience):
+        here = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
+        asked += 1
+    tl.debug_barrier()
+    return tl.where(here < wanted, 0, patience)
+
+
+@jit(do_not_specialize=["S", "B", "begin", "end", "first"])
+@no_type_check
+def _scan_split(
+    i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, arrived, y1, c1, n1, m1,
+    S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """As `_scan`; c1, n1, m1 hold the state at `begin`, and then that at `end`."""
+    parts = tl.num_programs(0)
+    team = first + tl.program_id(1)
+    head = (team % H).to(tl.int64)
+    b = (team // H).to(tl.int64) * BB + tl.arange(0, BB)
+    d = tl.program_id(0) * BU + tl.arange(0, BU)
+    k = tl.arange(0, BD)
+    is_b, is_d = b < B, d < D
+    here = is_b[:, None] & is_d[None, :]
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    wide = head * D + d
+    # [a gate's channel, y's channel], the four gates below one another: 64 rows, which one product takes
+    row = tl.arange(0, 4 * BU)
+    channel = tl.program_id(0) * BU + row % BU
+    into = recurrent + head * D * 4 * D + (row // BU * D + channel)[:, None] + k[None, :] * (4 * D)
+    weights = tl.load(into, (channel < D)[:, None] & (k < D)[None, :], 0.0).to(DOT)
+    bias_i = tl.load(bias + wide, is_d, 0.0)[None, :]
+    bias_f = tl.load(bias + H * D + wide, is_d, 0.0)[None, :]
+    bias_z = tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
+    bias_o = tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
+    line = (b * H + head) * BD
+    small = tl.cast(tl.cdiv(B, BB), tl.int64) * BB * H * BD
+    arrived += team * 32
+    patience = 1 << 24
+    out = tl.zeros((BB, BU), tl.float32)
+    c = tl.load(c1 + cell, here, 0.0)
+    n = tl.load(n1 + cell, here, 0.0)
+    m = tl.load(m1 + cell, here, 0.0)
+    plane = tl.cast(B, tl.int64) * S * H * D
+    t = tl.cast(S - 1 - begin if REVERSE else begin, tl.int64)
+    next_i, next_f, next_z, next_o, goes_on = _gates(
+        i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
+    )
+    for step in range(begin, end):
+        t = tl.cast(S - 1 - step if REVERSE else step, tl.int64)
+        before = turn + (step % 2) * small + line
+        after = turn + (1 - step % 2) * small + line
+        # past the first-level cache, which knows nothing of what others wrote
+        read = tl.load(before[None, :] + k[:, None], cache_modifier=".cg")
+        if resets is not None:
+            c *= goes_on
+            n *= goes_on
+            m *= goes_on
+            later = b < tl.where(step + 1 < S, B, 0)
+            goes_on = (tl.load(resets + b * S + (t - 1 if REVERSE else t + 1), later, 0) == 0).to(tl.float32)[:, None]
+        x = tl.dot(weights, read, input_precision=PRECISION)
+        xiz, xfo = tl.split(tl.permute(tl.reshape(x, (2, 2, BU, BB)), (3, 2, 0, 1)))
+        xi, xz = tl.split(xiz)
+        xf, xo = tl.split(xfo)
+        xi += next_i.to(tl.float32) + bias_i
+        xf += next_f.to(tl.float32) + bias_f
+        xz += next_z.to(tl.float32) + bias_z
+        xo += next_o.to(tl.float32) + bias_o
+        out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
+        gives = out
+        if resets is not None:
+            gives = out * goes_on
+        tl.store(after[:, None] + d[None, :], gives.to(DOT), is_d[None, :])
+        if step + 1 < end:
+            _arrive(arrived)
+        # what the others do not wait for
+        at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+        tl.store(y + at, out.to(y.dtype.element_ty), here)
+        if states is not None:
+            tl.store(states + at, c, here)
+            tl.store(states + plane + at, n, here)
+            tl.store(states + 2 * plane + at, m, here)
+            tl.store(gates_if + at, xi, here)
+            tl.store(gates_if + plane + at, xf, here)
+            tl.store(gates_zo + at, xz.to(gates_zo.dtype.element_ty), here)
+            tl.store(gates_zo + plane + at, xo.to(gates_zo.dtype.element_ty), here)
+        next_i, next_f, next_z, next_o, _ = _gates(
+            i, f, z, o, None, t - 1 if REVERSE else t + 1, b, wide, S, ib, js, fb, fs, zb, zs, ob, os,
+            b < tl.where(step + 1 < S, B, 0), is_d,
+        )
+        if step + 1 < end:
+            patience = _wait(arrived, parts * (step + 1 - begin), patience)
+            c = tl.where(patience > 0, c, float("nan"))
+    tl.store(y1 + cell, out, here)
+    tl.store(c1 + cell, c, here)
+    tl.store(n1 + cell, n, here)
+    tl.store(m1 + cell, m, here)
+
+
+@jit
+@no_type_check
+def _kept(
+    dy, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, rest, REVERSE: tl.constexpr
+):
+    """Of token t, `rest` tokens after the first: dy, what is kept of its gates, and c, n, m before it."""
+    is_b = b < tl.where(rest >= 0, B, 0)
+    here = is_b[:, None] & is_d[None, :]
+    old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
+    given = (b < tl.where(rest == 0, B, 0))[:, None] & is_d[None, :]
+    plane = tl.cast(B, tl.int64) * S * H * D
+    at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+    past = at + (H * D if REVERSE else -H * D)
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    return (
+        _load(dy, b * gb + t * gs, head * D + d, is_b, is_d),
+        tl.load(gates_if + at, here, 0.0), tl.load(gates_if + plane + at, here, 0.0),
+        tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
+        tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0),
+        tl.load(states + plane + past, old, 0.0) + tl.load(n0 + cell, given, tl.where(old, 0.0, 1.0)),
+        tl.load(states + 2 * plane + past, old, 0.0) + tl.load(m0 + cell, given, 0.0),
+    )
+
+
+@jit
+@no_type_check
+def _through(
+    turn, gate, rows, small, k, weights_if, weights_zo, PRECISION: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr
+):
+    """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels."""
+    at = (gate * small)[:, None, None] + rows[None, :, None] + k[:, None, :]
+    x = tl.dot(tl.load(turn + at, cache_modifier=".cg"), weights_if, input_precision=PRECISION)
+    read = tl.load(turn + 2 * small + at, cache_modifier=".cg")
+    x += tl.dot(read, weights_zo, input_precision=PRECISION)
+    x, other = tl.split(tl.permute(tl.reshape(x, (4, 2, BB, BU)), (0, 2, 3, 1)))
+    x, other = tl.split(tl.permute(tl.reshape(x + other, (2, 2, BB, BU)), (0, 2, 3, 1)))
+    x, other = tl.split(tl.permute(x + other, (1, 2, 0)))
+    return x + other
+
+
+@jit(do_not_specialize=["S", "B", "begin", "end", "first"])
+@no_type_check
+def _scan_backward_split(
+    dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, turn, arrived,
+    dy0, dc0, dn0, dm0,
+    S, B, H, D, gb, gs, begin, end, first,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S gives dy0."""
+    parts = tl.num_programs(0)
+    team = first + tl.program_id(1)
+    head = (team % H).to(tl.int64)
+    b = (team // H).to(tl.int64) * BB + tl.arange(0, BB)
+    d = tl.program_id(0) * BU + tl.arange(0, BU)
+    is_b, is_d = b < B, d < D
+    here = is_b[:, None] & is_d[None, :]
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    # eight products side by side, a warp each: two gates, and the gates' channels in four
+    side = tl.arange(0, 8)
+    gate = side // 4
+    k = (side % 4 * (BD // 4))[:, None] + tl.arange(0, BD // 4)[None, :]
+    back = recurrent + head * D * 4 * D + (gate[:, None] * D + k)[:, :, None] + d[None, None, :] * (4 * D)
+    square = (k < D)[:, :, None] & is_d[None, None, :]
+    weights_if = tl.load(back, square, 0.0).to(DOT)
+    weights_zo = tl.load(back + 2 * D, square, 0.0).to(DOT)
+    line = (b * H + head) * BD
+    small = tl.cast(tl.cdiv(B, BB), tl.int64) * BB * H * BD
+    arrived += team * 32
+    patience = 1 << 24
+    dc = tl.load(dc0 + cell, here, 0.0)
+    dn = tl.load(dn0 + cell, here, 0.0)
+    dm = tl.load(dm0 + cell, here, 0.0)
+    late = tl.load(dy1 + cell, (b < tl.where(begin == 0, B, 0))[:, None] & is_d[None, :], 0.0)
+    t = tl.cast(begin if REVERSE else S - 1 - begin, tl.int64)
+    at_last = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+    plane = tl.cast(B, tl.int64) * S * H * D
+    now = (b < tl.where(begin < S, B, 0))[:, None] & is_d[None, :]
+    c = tl.load(states + at_last, now, 0.0)
+    n = tl.load(states + plane + at_last, now, 1.0)
+    m = tl.load(states + 2 * plane + at_last, now, 0.0)
+    next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
+        dy, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, S - 1 - begin, REVERSE
+    )
+    for step in range(begin, tl.minimum(end, S)):
+        t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
+        goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
+        if resets is not None:
+            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+        before = turn + (step % 2) * 4 * small
+        out = _through(before, gate, line, small, k, weights_if, weights_zo, PRECISION, BB, BU)
+        out += late + next_dy.to(tl.float32)
+        late = tl.zeros((BB, BU), tl.float32)
+        gi, gf, gz, go, dc, dn, dm = _cell_gradients(
+            out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
+            c_ * goes_on, n_ * goes_on, m_ * goes_on,
+        )
+        dc *= goes_on
+        dn *= goes_on
+        dm *= goes_on
+        after = turn + (1 - step % 2) * 4 * small + line[:, None] + d[None, :]
+        tl.store(after, (gi * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + small, (gf * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + 2 * small, (gz * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + 3 * small, (go * goes_on).to(DOT), is_d[None, :])
+        if step + 1 < end:
+            _arrive(arrived)
+        at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+        tl.store(di + at, gi.to(di.dtype.element_ty), here)
+        tl.store(df + at, gf.to(df.dtype.element_ty), here)
+        tl.store(dz + at, gz.to(dz.dtype.element_ty), here)
+        tl.store(do + at, go.to(do.dtype.element_ty), here)
+        c, n, m = c_, n_, m_
+        next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
+            dy, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D, gb, gs,
+            is_d, S - 2 - step, REVERSE,
+        )
+        if step + 1 < end:
+            patience = _wait(arrived, parts * (step + 1 - begin), patience)
+            dc = tl.where(patience > 0, dc, float("nan"))
+    if end > S:
+        out = _through(turn + (S % 2) * 4 * small, gate, line, small, k, weights_if, weights_zo, PRECISION, BB, BU)
+        out = tl.where(patience > 0, out, float("nan"))
+        tl.store(dy0 + cell, out, here)
+    tl.store(dc0 + cell, dc, here)
+    tl.store(dn0 + cell, dn, here)
+    tl.store(dm0 + cell, dm, here)
+
+
+# ------------------------------------------------------------------------------
 # Launching
 
 
-def tiles(width: int, narrow: bool, backward: bool, arch: str) -> dict[str, int]:
-    """Sequences and channels of a program, whether the head is one tile, warps, and tokens loaded ahead.
+def tiles(
+    width: int, narrow: bool, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0
+) -> dict[str, int]:
+    """Sequences and channels of a program, whether the head is one tile, warps, and tokens loaded ahead; and where a
+    team shares a head, which a device with enough `processors` lets it, channels of each.
 
     The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in float32; what is loaded ahead takes
     as much again in the backward pass, which reads thirteen numbers a channel.
@@ -398,6 +652,9 @@ def tiles(width: int, narrow: bool, backward: bool, arch: str) -> dict[str, int]
     BD = max(16, common.power_of_two(width))
     most = {"sm_80": (128, 32), "sm_90": (128, 64)}.get(arch, (16, 16))[0 if narrow else 1]
     whole = most >= BD
+    split = {} if whole else _split(width, narrow, backward, arch, heads, batch, processors)
+    if split:
+        return split
     BD = BD if whole else min(BD, 64 if narrow else 32)
     # a token waits for the one before it, so it is shared by many threads: four channels each, as far as they fit
     warps = max(1, min(16 if whole and not backward else 8, ROWS * BD // (4 * common.lanes(arch))))
@@ -405,20 +662,68 @@ def tiles(width: int, narrow: bool, backward: bool, arch: str) -> dict[str, int]
     return {"BB": ROWS, "BD": BD, "WHOLE": int(whole), "num_warps": warps, "num_stages": stages}
 
 
+def _split(
+    width: int, narrow: bool, backward: bool, arch: str, heads: int, batch: int, processors: int
+) -> dict[str, int]:
+    """How teams share heads, as `tiles`; empty where no team fits onto the device.
+
+    A launch takes about as long whatever a program does, so there are to be few; then little is to be done by each.
+    """
+    BD, size = common.power_of_two(width), 2 if narrow else 4
+    found = []
+    for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32)):
+        read = 2 * BD * BB if backward else BD * BB  # at a time, of what was exchanged
+        if (4 * BD * BU + read) * size > SHARED.get(arch, 0):
+            continue
+        at_once = processors // up(width, BU)
+        if at_once:
+            found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU))
+    if not found:
+        return {}
+    _, cells, BB, BU = min(found)
+    warps = 4 if arch == "sm_90" and not backward and cells == 256 else 8
+    return {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_warps": warps, "num_stages": 1}
+
+
 class _Plan:
     def __init__(
         self, x: Tensor, others: tuple[Tensor, ...], H: int, D: int, reverse: bool, backward: bool = False
     ) -> None:
         self.B, self.S = x.shape[:2]
-        self.D = D
+        self.H, self.D = H, D
         dtypes = {y.dtype for y in (x, *others)}
         narrow = dtypes == {torch.bfloat16}
-        self.tile = tiles(D, narrow, backward, common.arch(x))
+        self.processors = common.processors(x)
+        about = D, narrow, backward, common.arch(x), H
+        self.tile = tiles(*about, self.B, self.processors)
+        self.split = "BU" in self.tile
+        if self.split and self_check.large():  # as for a batch that a device takes in pieces
+            self.tile = tiles(*about, 64 * self.processors, self.processors)
         self.whole = bool(self.tile.pop("WHOLE"))
         self.grid = (H, up(self.B, self.tile["BB"]))
         self.dot = torch.bfloat16 if narrow else torch.float32
         self.all = {"REVERSE": reverse, "DOT": tl.bfloat16 if narrow else tl.float32}
         self.all |= {"PRECISION": "ieee" if narrow or dtypes == {torch.float32} else "tf32", **self.tile}
+
+    def turn(self, planes: int, like: Tensor) -> Tensor:
+        """What teams exchange, zeros: [2, planes, B, H, D] with whole tiles of sequences and channels."""
+        rows = self.grid[1] * self.tile["BB"]
+        return like.new_zeros(2, planes, rows, self.H, self.tile["BD"], dtype=self.dot)
+
+    def counters(self, like: Tensor) -> Tensor:
+        """A cache line a team."""
+        return like.new_zeros(self.H * self.grid[1], 32, dtype=torch.int32)
+
+    def launch_teams(self, kernel: Any, steps: int, *args: Any) -> None:
+        """As many teams at once as the device holds: a launch of more would wait for programs that never start, so a
+        cooperative launch refuses it."""
+        parts, teams = up(self.D, self.tile["BU"]), self.H * self.grid[1]
+        at_once = max(1, self.processors // parts)
+        most = 1 if common.INTERPRETED else steps  # interpreted, nobody runs while another waits
+        for first in range(0, teams, at_once):
+            grid = (parts, min(at_once, teams - first))
+            for begin in range(0, steps, most):
+                kernel[grid](*args, begin, begin + most, first, **self.all, launch_cooperative_grid=True)
 
 
 @common.custom_op("seqblocks::slstm_triton")
@@ -442,9 +747,18 @@ def _op(
             _scan[plan.grid](
                 i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, *kept, y1, c1, n1, m1, *sizes, **plan.all
             )
+            return outputs
+        for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
+            to.copy_(given)
+        if plan.split:
+            turn = plan.turn(1, y0)
+            first = y0 if resets is None else y0 * (resets[:, -1 if reverse else 0] == 0)[:, None, None]
+            turn[0, 0, : plan.B, :, :D] = first
+            plan.launch_teams(
+                _scan_split, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, turn, plan.counters(y0),
+                y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
+            )
         else:
-            for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
-                to.copy_(given)
             turn = torch.stack([y0, torch.empty_like(y0)])
             _scan_by_tiles[plan.grid](
                 i, f, z, o, recurrent, bias, resets, y, *kept, turn, y1, c1, n1, m1, *sizes, **plan.all
@@ -484,6 +798,13 @@ def _op_backward(
     with common.on(i):
         if plan.whole:
             _scan_backward[plan.grid](dy, *last, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.all)
+        elif plan.split:
+            for to, x in zip((dc0, dn0, dm0), last[1:], strict=True):
+                to.copy_(x)
+            plan.launch_teams(
+                _scan_backward_split, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.turn(4, y0),
+                plan.counters(y0), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
+            )
         else:
             for to, x in zip((dy0, dc0, dn0, dm0), last, strict=True):
                 to.copy_(x)
@@ -572,8 +893,9 @@ def _can(**facts: Any) -> tuple[bool, str]:
 def _tiles(
     arch: str, head_dim: int, dtype: torch.dtype = torch.bfloat16, **facts: Any
 ) -> dict[str, dict[str, int]]:
-    narrow = dtype == torch.bfloat16
-    return {way: tiles(head_dim, narrow, way == "backward", arch) for way in ("forward", "backward")}
+    about = head_dim, dtype == torch.bfloat16
+    size = facts.get("heads", 1), ROWS, common.PROCESSORS.get(arch, 0)
+    return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
 
 
 def _example(head_dim: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:

@@ -33,6 +33,7 @@ except Exception as error:  # whatever ails an installation of triton must not t
 
 # settled when kernels are decorated, which is when this file's importers are imported
 INTERPRETED = not MISSING and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "gfx942": 304}  # of an A100, H100 or H200, MI300X, where none is there
 OLDEST = (8, 0)  # compute capability; older ones are not compiled for in the tests
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,6 +82,13 @@ def _arch(index: int) -> str:
 def arch(x: Tensor) -> str:
     """Of the device that holds x: "sm_90", "gfx942", …; "cpu" in the interpreter."""
     return _arch(x.device.index) if x.is_cuda else "cpu"
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of the device that holds x; 0 in the interpreter."""
+    if x.is_cuda:
+        return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+    return PROCESSORS.get(arch(x), 0)
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -42,7 +42,7 @@ from seqblocks.kernels import (
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (
-    "BB", "L", "T", "BLOCKS", "BI", "BO", "TILES", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BF", "BM", "STEPS",
+    "BB", "BU", "L", "T", "BLOCKS", "BI", "BO", "TILES", "BE", "BK", "BN", "BT", "BV", "BD", "BC", "BF", "BM", "STEPS",
     "num_warps",
 )
 TYPES = {
@@ -248,7 +248,7 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
         128, torch.bfloat16, seq=2048, resets=True)
     yield "mlstm D=512 bf16 many heads", mlstm_triton, lambda: mlstm(512, torch.bfloat16, batch=4)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
-    for width in (32, 64, 128, 256):
+    for width in (32, 64, 128, 256, 512, 1024):
         yield f"slstm D={width} bf16", slstm_triton, lambda n=width: slstm(n, torch.bfloat16)
     for width in (64, 128):
         yield f"slstm D={width} fp32", slstm_triton, lambda n=width: slstm(n, torch.float32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqblocks.errors import BackendError
-from seqblocks.kernels import slstm, slstm_triton, why
+from seqblocks.kernels import slstm, slstm_triton, triton_common, why
 from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
@@ -49,6 +49,18 @@ def by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slstm_triton, "tiles", lambda *a: dict(size))
 
 
+@pytest.fixture
+def by_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As heads go that several multiprocessors share: slices of 16 channels, and six programs at once."""
+
+    def tiles(width: int, *a: Any) -> dict[str, int]:
+        BD = max(64, triton_common.power_of_two(width))
+        return {"BB": 16, "BD": BD, "BU": 16, "WHOLE": 0, "num_warps": 8, "num_stages": 1}
+
+    monkeypatch.setattr(slstm_triton, "tiles", tiles)
+    monkeypatch.setattr(triton_common, "processors", lambda x: 6)
+
+
 @pytest.mark.parametrize("seq", [1, 2, 13])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("state", [False, True])
@@ -75,11 +87,20 @@ def test_by_tiles(batch, heads, width, reset, reverse):
     compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
 
 
+# two teams of two, two of three, six of four: of six programs at once, one launch, one, and six
+@pytest.mark.usefixtures("by_teams")
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40), (33, 2, 64)])
+def test_by_teams(batch, heads, width, reset, reverse):
+    compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("tiled", [False, True])
-def test_narrow(dtype, tiled, request):
-    if tiled:
-        request.getfixturevalue("by_tiles")
+@pytest.mark.parametrize("way", ["whole", "by_tiles", "by_teams"])
+def test_narrow(dtype, way, request):
+    if way != "whole":
+        request.getfixturevalue(way)
     compare(inputs(2, 12, 1, 20, state=True), NARROW[dtype], dtype=dtype)
 
 
