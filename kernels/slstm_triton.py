@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, no_type_check
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import self_check
@@ -29,7 +30,9 @@ from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoi
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
-SHARED = {"sm_80": 166_912, "sm_90": 232_448}  # bytes of a program at most, where teams share heads
+ON_CHIP = {"sm_80": 166_912, "sm_90": 232_448}  # shared bytes of a program at most, where teams share heads
+AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # a team's tokens of a launch: interpreted, nobody runs while one waits
+PATIENCE = 1 << 24  # times that a program looks whether the others are there: seconds, where a microsecond is usual
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: i, f, z, o, dy by strides over batch and tokens, a head's channels side by side; recurrent
@@ -388,10 +391,10 @@ def _scan_backward_by_tiles(
 
 
 # ------------------------------------------------------------------------------
-# A head in slices.   A team of programs owns a head of BB sequences: each the gates of BU channels, whose matrices stay
-# on chip. turn [2, groups BB, H, BD], and [2, 4, groups BB, H, BD] backward, hold in turn what a token gave, zeros
-# beyond D; arrived is a counter a team, a cache line each. Tokens begin to end of a walk are run: a token needs what
-# all of its team wrote at the one before, so interpreted, one program after the other, a launch has one token.
+# A head by a team.   A team of programs owns a head of BB sequences: each the gates of BU channels, whose matrices stay
+# on chip. turn [teams, 2, BB, BD], and [teams, 2, 4, BB, BD] backward, hold in turn what a token gave, zeros beyond D;
+# arrived is a counter a team, a cache line each. Tokens begin to end of a walk are run: a token needs what all of its
+# team wrote at the one before, so interpreted, one program after the other, a launch has one token.
 
 
 @jit
@@ -415,11 +418,11 @@ def _wait(arrived, wanted, patience):
     return tl.where(here < wanted, 0, patience)
 
 
-@jit(do_not_specialize=["S", "B", "begin", "end", "first"])
+@jit(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
 @no_type_check
-def _scan_split(
+def _scan_by_team(
     i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, arrived, y1, c1, n1, m1,
-    S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first,
+    S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first, patience,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr,
 ):
@@ -443,10 +446,9 @@ def _scan_split(
     bias_f = tl.load(bias + H * D + wide, is_d, 0.0)[None, :]
     bias_z = tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
     bias_o = tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
-    line = (b * H + head) * BD
-    small = tl.cast(tl.cdiv(B, BB), tl.int64) * BB * H * BD
+    line = tl.arange(0, BB) * BD
+    turn += tl.cast(team, tl.int64) * (2 * BB * BD)
     arrived += team * 32
-    patience = 1 << 24
     out = tl.zeros((BB, BU), tl.float32)
     c = tl.load(c1 + cell, here, 0.0)
     n = tl.load(n1 + cell, here, 0.0)
@@ -458,10 +460,10 @@ def _scan_split(
     )
     for step in range(begin, end):
         t = tl.cast(S - 1 - step if REVERSE else step, tl.int64)
-        before = turn + (step % 2) * small + line
-        after = turn + (1 - step % 2) * small + line
+        before = turn + (step % 2) * (BB * BD)
+        after = turn + (1 - step % 2) * (BB * BD)
         # past the first-level cache, which knows nothing of what others wrote
-        read = tl.load(before[None, :] + k[:, None], cache_modifier=".cg")
+        read = tl.load(before + (line[None, :] + k[:, None]), cache_modifier=".cg")
         if resets is not None:
             c *= goes_on
             n *= goes_on
@@ -480,7 +482,7 @@ def _scan_split(
         gives = out
         if resets is not None:
             gives = out * goes_on
-        tl.store(after[:, None] + d[None, :], gives.to(DOT), is_d[None, :])
+        tl.store(after + (line[:, None] + d[None, :]), gives.to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         # what the others do not wait for
@@ -515,8 +517,6 @@ def _kept(
     """Of token t, `rest` tokens after the first: dy, what is kept of its gates, and c, n, m before it."""
     is_b = b < tl.where(rest >= 0, B, 0)
     here = is_b[:, None] & is_d[None, :]
-    old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
-    given = (b < tl.where(rest == 0, B, 0))[:, None] & is_d[None, :]
     plane = tl.cast(B, tl.int64) * S * H * D
     at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
     past = at + (H * D if REVERSE else -H * D)
@@ -525,36 +525,57 @@ def _kept(
         _load(dy, b * gb + t * gs, head * D + d, is_b, is_d),
         tl.load(gates_if + at, here, 0.0), tl.load(gates_if + plane + at, here, 0.0),
         tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
-        tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0),
-        tl.load(states + plane + past, old, 0.0) + tl.load(n0 + cell, given, tl.where(old, 0.0, 1.0)),
-        tl.load(states + 2 * plane + past, old, 0.0) + tl.load(m0 + cell, given, 0.0),
+        tl.load(tl.where(rest > 0, states + past, c0 + cell), here, 0.0),
+        tl.load(tl.where(rest > 0, states + plane + past, n0 + cell), here, 1.0),
+        tl.load(tl.where(rest > 0, states + 2 * plane + past, m0 + cell), here, 0.0),
     )
 
 
 @jit
 @no_type_check
+def _halved(x, N: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr):
+    """The first half of [N, BB, BU] and the second, added."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (2, N // 2, BB, BU)), (1, 2, 3, 0)))
+    return a + b
+
+
+@jit
+@no_type_check
+def _sides(BD: tl.constexpr):
+    """Of eight products side by side, a warp each: [8] which of two gates, and [8, BD / 4] which of its channels."""
+    side = tl.arange(0, 8)
+    return side // 4, (side % 4 * (BD // 4))[:, None] + tl.arange(0, BD // 4)[None, :]
+
+
+@jit
+@no_type_check
 def _through(
-    turn, gate, rows, small, k, weights_if, weights_zo, PRECISION: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr
+    turn, weights_if, weights_zo,
+    PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels."""
-    at = (gate * small)[:, None, None] + rows[None, :, None] + k[:, None, :]
-    x = tl.dot(tl.load(turn + at, cache_modifier=".cg"), weights_if, input_precision=PRECISION)
-    read = tl.load(turn + 2 * small + at, cache_modifier=".cg")
-    x += tl.dot(read, weights_zo, input_precision=PRECISION)
-    x, other = tl.split(tl.permute(tl.reshape(x, (4, 2, BB, BU)), (0, 2, 3, 1)))
-    x, other = tl.split(tl.permute(tl.reshape(x + other, (2, 2, BB, BU)), (0, 2, 3, 1)))
-    x, other = tl.split(tl.permute(x + other, (1, 2, 0)))
-    return x + other
+    gate, k = _sides(BD)
+    at = (gate * (BB * BD))[:, None, None] + (tl.arange(0, BB) * BD)[None, :, None] + k[:, None, :]
+    read = tl.load(turn + at, cache_modifier=".cg")
+    if AHEAD:  # asked for at once, where both fit on chip
+        more = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+        x = tl.dot(read, weights_if, input_precision=PRECISION)
+    else:
+        x = tl.dot(read, weights_if, input_precision=PRECISION)
+        more = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+    x += tl.dot(more, weights_zo, input_precision=PRECISION)
+    x = _halved(_halved(x, 8, BB, BU), 4, BB, BU)
+    return tl.reshape(_halved(x, 2, BB, BU), (BB, BU))
 
 
-@jit(do_not_specialize=["S", "B", "begin", "end", "first"])
+@jit(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
 @no_type_check
-def _scan_backward_split(
+def _scan_backward_by_team(
     dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, turn, arrived,
     dy0, dc0, dn0, dm0,
-    S, B, H, D, gb, gs, begin, end, first,
+    S, B, H, D, gb, gs, begin, end, first, patience,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
-    BU: tl.constexpr,
+    BU: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S gives dy0."""
     parts = tl.num_programs(0)
@@ -565,18 +586,14 @@ def _scan_backward_split(
     is_b, is_d = b < B, d < D
     here = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
-    # eight products side by side, a warp each: two gates, and the gates' channels in four
-    side = tl.arange(0, 8)
-    gate = side // 4
-    k = (side % 4 * (BD // 4))[:, None] + tl.arange(0, BD // 4)[None, :]
+    gate, k = _sides(BD)
     back = recurrent + head * D * 4 * D + (gate[:, None] * D + k)[:, :, None] + d[None, None, :] * (4 * D)
     square = (k < D)[:, :, None] & is_d[None, None, :]
     weights_if = tl.load(back, square, 0.0).to(DOT)
     weights_zo = tl.load(back + 2 * D, square, 0.0).to(DOT)
-    line = (b * H + head) * BD
-    small = tl.cast(tl.cdiv(B, BB), tl.int64) * BB * H * BD
+    line = tl.arange(0, BB) * BD
+    turn += tl.cast(team, tl.int64) * (8 * BB * BD)
     arrived += team * 32
-    patience = 1 << 24
     dc = tl.load(dc0 + cell, here, 0.0)
     dn = tl.load(dn0 + cell, here, 0.0)
     dm = tl.load(dm0 + cell, here, 0.0)
@@ -596,8 +613,8 @@ def _scan_backward_split(
         goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
         if resets is not None:
             goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
-        before = turn + (step % 2) * 4 * small
-        out = _through(before, gate, line, small, k, weights_if, weights_zo, PRECISION, BB, BU)
+        before = turn + (step % 2) * (4 * BB * BD)
+        out = _through(before, weights_if, weights_zo, PRECISION, BB, BD, BU, AHEAD)
         out += late + next_dy.to(tl.float32)
         late = tl.zeros((BB, BU), tl.float32)
         gi, gf, gz, go, dc, dn, dm = _cell_gradients(
@@ -607,11 +624,11 @@ def _scan_backward_split(
         dc *= goes_on
         dn *= goes_on
         dm *= goes_on
-        after = turn + (1 - step % 2) * 4 * small + line[:, None] + d[None, :]
+        after = turn + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
         tl.store(after, (gi * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + small, (gf * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + 2 * small, (gz * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + 3 * small, (go * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + BB * BD, (gf * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + 2 * BB * BD, (gz * goes_on).to(DOT), is_d[None, :])
+        tl.store(after + 3 * BB * BD, (go * goes_on).to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
@@ -628,7 +645,7 @@ def _scan_backward_split(
             patience = _wait(arrived, parts * (step + 1 - begin), patience)
             dc = tl.where(patience > 0, dc, float("nan"))
     if end > S:
-        out = _through(turn + (S % 2) * 4 * small, gate, line, small, k, weights_if, weights_zo, PRECISION, BB, BU)
+        out = _through(turn + (S % 2) * (4 * BB * BD), weights_if, weights_zo, PRECISION, BB, BD, BU, AHEAD)
         out = tl.where(patience > 0, out, float("nan"))
         tl.store(dy0 + cell, out, here)
     tl.store(dc0 + cell, dc, here)
@@ -641,20 +658,20 @@ def _scan_backward_split(
 
 
 def tiles(
-    width: int, narrow: bool, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0
+    width: int, dots: str, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0
 ) -> dict[str, int]:
-    """Sequences and channels of a program, whether the head is one tile, warps, and tokens loaded ahead; and where a
-    team shares a head, which a device with enough `processors` lets it, channels of each.
+    """Sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps, and tokens loaded ahead;
+    where a team shares a head, which takes a device of that many `processors`, also the channels of each (BU).
 
-    The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in float32; what is loaded ahead takes
-    as much again in the backward pass, which reads thirteen numbers a channel.
+    dots: "bf16", "tf32" or "fp32". The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in the
+    others; what is loaded ahead takes as much again in the backward pass, which reads thirteen numbers a channel.
     """
-    BD = max(16, common.power_of_two(width))
+    BD, narrow = max(16, common.power_of_two(width)), dots == "bf16"
     most = {"sm_80": (128, 32), "sm_90": (128, 64)}.get(arch, (16, 16))[0 if narrow else 1]
     whole = most >= BD
-    split = {} if whole else _split(width, narrow, backward, arch, heads, batch, processors)
-    if split:
-        return split
+    team = {} if whole else _team(width, dots, backward, arch, heads, batch, processors)
+    if team:
+        return team
     BD = BD if whole else min(BD, 64 if narrow else 32)
     # a token waits for the one before it, so it is shared by many threads: four channels each, as far as they fit
     warps = max(1, min(16 if whole and not backward else 8, ROWS * BD // (4 * common.lanes(arch))))
@@ -662,27 +679,37 @@ def tiles(
     return {"BB": ROWS, "BD": BD, "WHOLE": int(whole), "num_warps": warps, "num_stages": stages}
 
 
-def _split(
-    width: int, narrow: bool, backward: bool, arch: str, heads: int, batch: int, processors: int
+def _team(
+    width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int
 ) -> dict[str, int]:
-    """How teams share heads, as `tiles`; empty where no team fits onto the device.
+    """How teams share heads, as `tiles`; empty where no team fits onto the device, or into its registers.
 
-    A launch takes about as long whatever a program does, so there are to be few; then little is to be done by each.
+    A launch takes about as long however much each program does at a token, so launches are to be few, and then what a
+    program does little.
     """
-    BD, size = common.power_of_two(width), 2 if narrow else 4
+    BD, narrow = common.power_of_two(width), dots == "bf16"
+    size = 2 if narrow else 4
+    if backward:  # none in float32: products without matrix units spill
+        most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 0}[dots]
+    else:
+        most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
+    cells = {"bf16": 2048, "tf32": 1024, "fp32": 512}[dots]
+    reads = [(4, 1), (2, 0)] if backward else [(1, 0)]  # what was exchanged is loaded at once or, if need be, by halves
     found = []
-    for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32)):
-        read = 2 * BD * BB if backward else BD * BB  # at a time, of what was exchanged
-        if (4 * BD * BU + read) * size > SHARED.get(arch, 0):
-            continue
+    for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // up(width, BU)
-        if at_once:
-            found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU))
+        fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= ON_CHIP.get(arch, 0)]
+        if at_once and fits and BU * BB <= cells and BD * BU * BB <= most:
+            found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}
-    _, cells, BB, BU = min(found)
-    warps = 4 if arch == "sm_90" and not backward and cells == 256 else 8
-    return {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_warps": warps, "num_stages": 1}
+    _, cells, BB, BU, ahead = min(found)
+    tile = {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_stages": 1}
+    if backward:
+        return tile | {"AHEAD": ahead, "num_warps": 8}
+    # on sm_90 four warps have a product of 64 rows together, and more would each read all of the matrices
+    four = arch == "sm_90" and narrow and cells == 256 and BD <= 512
+    return tile | {"num_warps": 4 if four else 16 if cells > 1024 else 8}
 
 
 class _Plan:
@@ -694,21 +721,22 @@ class _Plan:
         dtypes = {y.dtype for y in (x, *others)}
         narrow = dtypes == {torch.bfloat16}
         self.processors = common.processors(x)
-        about = D, narrow, backward, common.arch(x), H
+        dots = "bf16" if narrow else "fp32" if dtypes == {torch.float32} else "tf32"
+        about = D, dots, backward, common.arch(x), H
         self.tile = tiles(*about, self.B, self.processors)
-        self.split = "BU" in self.tile
-        if self.split and self_check.large():  # as for a batch that a device takes in pieces
+        self.team = "BU" in self.tile
+        if self.team and self_check.large():  # as for a batch that a device takes in pieces
             self.tile = tiles(*about, 64 * self.processors, self.processors)
         self.whole = bool(self.tile.pop("WHOLE"))
         self.grid = (H, up(self.B, self.tile["BB"]))
         self.dot = torch.bfloat16 if narrow else torch.float32
         self.all = {"REVERSE": reverse, "DOT": tl.bfloat16 if narrow else tl.float32}
-        self.all |= {"PRECISION": "ieee" if narrow or dtypes == {torch.float32} else "tf32", **self.tile}
+        self.all |= {"PRECISION": "tf32" if dots == "tf32" else "ieee", **self.tile}
 
     def turn(self, planes: int, like: Tensor) -> Tensor:
-        """What teams exchange, zeros: [2, planes, B, H, D] with whole tiles of sequences and channels."""
-        rows = self.grid[1] * self.tile["BB"]
-        return like.new_zeros(2, planes, rows, self.H, self.tile["BD"], dtype=self.dot)
+        """What teams exchange, zeros: [groups of sequences, H, 2, planes, BB, BD]."""
+        shape = self.grid[1], self.H, 2, planes, self.tile["BB"], self.tile["BD"]
+        return like.new_zeros(shape, dtype=self.dot)
 
     def counters(self, like: Tensor) -> Tensor:
         """A cache line a team."""
@@ -719,11 +747,11 @@ class _Plan:
         cooperative launch refuses it."""
         parts, teams = up(self.D, self.tile["BU"]), self.H * self.grid[1]
         at_once = max(1, self.processors // parts)
-        most = 1 if common.INTERPRETED else steps  # interpreted, nobody runs while another waits
         for first in range(0, teams, at_once):
             grid = (parts, min(at_once, teams - first))
-            for begin in range(0, steps, most):
-                kernel[grid](*args, begin, begin + most, first, **self.all, launch_cooperative_grid=True)
+            for begin in range(0, steps, AT_ONCE):
+                tokens = begin, min(steps, begin + AT_ONCE)
+                kernel[grid](*args, *tokens, first, PATIENCE, **self.all, launch_cooperative_grid=True)
 
 
 @common.custom_op("seqblocks::slstm_triton")
@@ -750,12 +778,13 @@ def _op(
             return outputs
         for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
             to.copy_(given)
-        if plan.split:
+        if plan.team:
             turn = plan.turn(1, y0)
             first = y0 if resets is None else y0 * (resets[:, -1 if reverse else 0] == 0)[:, None, None]
-            turn[0, 0, : plan.B, :, :D] = first
+            first = F.pad(first, (0, 0, 0, 0, 0, turn.shape[0] * turn.shape[4] - plan.B))
+            turn[:, :, 0, 0, :, :D] = first.unflatten(0, (turn.shape[0], -1)).transpose(1, 2)
             plan.launch_teams(
-                _scan_split, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, turn, plan.counters(y0),
+                _scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, turn, plan.counters(y0),
                 y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
             )
         else:
@@ -798,11 +827,11 @@ def _op_backward(
     with common.on(i):
         if plan.whole:
             _scan_backward[plan.grid](dy, *last, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.all)
-        elif plan.split:
+        elif plan.team:
             for to, x in zip((dc0, dn0, dm0), last[1:], strict=True):
                 to.copy_(x)
             plan.launch_teams(
-                _scan_backward_split, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.turn(4, y0),
+                _scan_backward_by_team, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.turn(4, y0),
                 plan.counters(y0), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
             )
         else:
@@ -893,17 +922,17 @@ def _can(**facts: Any) -> tuple[bool, str]:
 def _tiles(
     arch: str, head_dim: int, dtype: torch.dtype = torch.bfloat16, **facts: Any
 ) -> dict[str, dict[str, int]]:
-    about = head_dim, dtype == torch.bfloat16
+    about = head_dim, {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "fp32")
     size = facts.get("heads", 1), ROWS, common.PROCESSORS.get(arch, 0)
     return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
 
 
-def _example(head_dim: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+def _example(head_dim: int, heads: int = 1, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
     from seqblocks.kernels.slstm import slstm
 
-    tensors = {name: normal(3, 20, head_dim, seed=at) for at, name in enumerate("ifzo")}
-    tensors["recurrent"] = normal(1, head_dim, 4, head_dim, seed=4) * head_dim**-0.5
-    tensors["bias"] = normal(4, 1, head_dim, seed=5)
+    tensors = {name: normal(3, 20, heads * head_dim, seed=at) for at, name in enumerate("ifzo")}
+    tensors["recurrent"] = normal(heads, head_dim, 4, head_dim, seed=4) * head_dim**-0.5
+    tensors["bias"] = normal(4, heads, head_dim, seed=5)
     options: dict[str, Any] = {"reverse": reverse, "return_state": True}
     if resets:
         options["resets"] = (normal(3, 20) > 1.0).to(facts["device"])

@@ -50,12 +50,13 @@ def by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def by_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     """As heads go that several multiprocessors share: slices of 16 channels, and six programs at once."""
 
-    def tiles(width: int, *a: Any) -> dict[str, int]:
-        BD = max(64, triton_common.power_of_two(width))
-        return {"BB": 16, "BD": BD, "BU": 16, "WHOLE": 0, "num_warps": 8, "num_stages": 1}
+    def tiles(width: int, dots: str, backward: bool, *a: Any) -> dict[str, int]:
+        BD = triton_common.power_of_two(width)
+        tile = {"BB": 16, "BD": BD, "BU": 16, "WHOLE": 0, "num_warps": 8, "num_stages": 1}
+        return tile | {"AHEAD": int(width > 20)} if backward else tile
 
     monkeypatch.setattr(slstm_triton, "tiles", tiles)
     monkeypatch.setattr(triton_common, "processors", lambda x: 6)
@@ -88,16 +89,59 @@ def test_by_tiles(batch, heads, width, reset, reverse):
 
 
 # two teams of two, two of three, six of four: of six programs at once, one launch, one, and six
-@pytest.mark.usefixtures("by_teams")
+@pytest.mark.usefixtures("by_team")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40), (33, 2, 64)])
-def test_by_teams(batch, heads, width, reset, reverse):
+def test_by_team(batch, heads, width, reset, reverse):
     compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
 
 
+@pytest.mark.usefixtures("by_team")
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("at_once", [3, 100])
+def test_a_team_of_one_walks_several_tokens_in_a_launch(at_once, reverse, monkeypatch):
+    """All of what a device runs but for the waiting: there is nobody to wait for."""
+    monkeypatch.setattr(slstm_triton, "AT_ONCE", at_once)
+    compare(inputs(3, 7, 2, 16, state=True), reverse=reverse, resets=resets(3, 7, 3))
+
+
+@pytest.mark.usefixtures("by_team")
+def test_who_waits_in_vain_says_so(monkeypatch):
+    monkeypatch.setattr(slstm_triton, "AT_ONCE", 100)
+    monkeypatch.setattr(slstm_triton, "PATIENCE", 3)
+    x = {name: v.float().requires_grad_() for name, v in inputs(2, 4, 1, 32).items()}
+    y = slstm(**x, backend="triton")
+    assert y[:, 0, :16].isfinite().all()
+    assert y[:, 1:, :16].isnan().all(), "the first program runs alone"
+    monkeypatch.setattr(slstm_triton, "AT_ONCE", 1)
+    y = slstm(**x, backend="triton")
+    assert y.isfinite().all()
+    monkeypatch.setattr(slstm_triton, "AT_ONCE", 100)
+    grads = dict(zip(x, torch.autograd.grad(y.sum(), [*x.values()]), strict=True))
+    assert grads["i"][:, -1, :16].isfinite().all()
+    assert grads["i"][:, :-1, :16].isnan().all()
+
+
+def test_a_team_is_as_large_as_the_device_and_the_batch_want():
+    def found(*a: Any) -> tuple[int, ...]:
+        tile = slstm_triton.tiles(*a)
+        return tile["BB"], tile.get("BU", 0)
+
+    at_once = {"sm_80": 108, "sm_90": 132}
+    for arch, n in at_once.items():
+        assert found(128, "bf16", False, arch, 4, 16, n) == (16, 0), "on chip as a whole"
+        assert found(512, "bf16", False, arch, 2, 16, n) == (16, 16)
+        assert found(512, "bf16", False, arch, 4, 16, 0) == (16, 0), "no such device"
+        assert found(512, "fp32", True, arch, 4, 16, n) == (16, 0), "products in float32 spill"
+    assert found(512, "bf16", False, "sm_90", 4, 16, 132) == (16, 16)
+    assert found(512, "bf16", False, "sm_80", 4, 16, 108) == (16, 32)  # 128 slices of 16 channels would be two launches
+    assert found(512, "bf16", False, "sm_90", 4, 64, 132) == (32, 32)
+    assert found(512, "bf16", True, "gfx942", 4, 16, 304) == (16, 0)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("way", ["whole", "by_tiles", "by_teams"])
+@pytest.mark.parametrize("way", ["whole", "by_tiles", "by_team"])
 def test_narrow(dtype, way, request):
     if way != "whole":
         request.getfixturevalue(way)
