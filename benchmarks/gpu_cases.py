@@ -317,8 +317,8 @@ CASES = {
         draw_scan, ("u", "dt", "z", "B", "C"), ours_scan, moved_scan, SCAN_SHARED, SCAN_PEERS, exps=exps_scan,
     ),
     "slstm": Case(
-        "sLSTM, 16 sequences of 2,048 tokens, 4 heads",
-        [{"B": 16, "S": 2048, "H": 4, "D": D} for D in (64, 128, 256)], {"S": 48},
+        "sLSTM, 16 sequences of 2,048 tokens, 4 heads; of 512 in a 1.3B model",
+        [{"B": 16, "S": 2048, "H": 4, "D": D} for D in (64, 128, 256, 512)], {"S": 48},
         draw_slstm, ("i", "f", "z", "o"), ours_slstm, moved_slstm, ("recurrent", "bias"),
         {"flashrnn": Peer("flashrnn", for_flashrnn, flashrnn_fused, lambda y: y[0])},
     ),

@@ -519,15 +519,15 @@ def _kept(
     here = is_b[:, None] & is_d[None, :]
     plane = tl.cast(B, tl.int64) * S * H * D
     at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-    past = at + (H * D if REVERSE else -H * D)
     cell = (b * H + head)[:, None] * D + d[None, :]
+    past = tl.where(rest > 0, at + (H * D if REVERSE else -H * D), cell)
     return (
         _load(dy, b * gb + t * gs, head * D + d, is_b, is_d),
         tl.load(gates_if + at, here, 0.0), tl.load(gates_if + plane + at, here, 0.0),
         tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
-        tl.load(tl.where(rest > 0, states + past, c0 + cell), here, 0.0),
-        tl.load(tl.where(rest > 0, states + plane + past, n0 + cell), here, 1.0),
-        tl.load(tl.where(rest > 0, states + 2 * plane + past, m0 + cell), here, 0.0),
+        tl.load(tl.where(rest > 0, states, c0) + past, here, 0.0),
+        tl.load(tl.where(rest > 0, states + plane, n0) + past, here, 1.0),
+        tl.load(tl.where(rest > 0, states + 2 * plane, m0) + past, here, 0.0),
     )
 
 
@@ -699,7 +699,7 @@ def _team(
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // up(width, BU)
         fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= ON_CHIP.get(arch, 0)]
-        if at_once and fits and BU * BB <= cells and BD * BU * BB <= most:
+        if at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
             found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}

@@ -199,10 +199,11 @@ def centaurus(batch: int, substates: int, dtype: torch.dtype, fan: int = 1, **ch
 
 
 def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
-    gates = [torch.zeros(2, 8, 2 * width, dtype=dtype, requires_grad=True) for _ in range(4)]
-    recurrent, bias = torch.zeros(2, width, 4, width, requires_grad=True), torch.zeros(4, 2, width)
-    state = slstm_triton.SLSTMState(*(torch.zeros(2, 2, width) for _ in range(4)))
-    marks = torch.zeros(2, 8, dtype=torch.bool) if change.pop("resets", False) else None
+    batch, heads = change.pop("batch", 2), change.pop("heads", 2)
+    gates = [torch.zeros(batch, 8, heads * width, dtype=dtype, requires_grad=True) for _ in range(4)]
+    recurrent, bias = torch.zeros(heads, width, 4, width, requires_grad=True), torch.zeros(4, heads, width)
+    state = slstm_triton.SLSTMState(*(torch.zeros(batch, heads, width) for _ in range(4)))
+    marks = torch.zeros(batch, 8, dtype=torch.bool) if change.pop("resets", False) else None
     y, last = slstm_triton.run(tuple(gates), recurrent, bias, state, marks, change.pop("reverse", False))
     (y.sum() + sum(x.sum() for x in last)).backward()
 
@@ -253,6 +254,11 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     for width in (64, 128):
         yield f"slstm D={width} fp32", slstm_triton, lambda n=width: slstm(n, torch.float32)
     yield "slstm D=64 bf16 reverse resets", slstm_triton, lambda: slstm(64, torch.bfloat16, reverse=True, resets=True)
+    yield "slstm D=256 fp16", slstm_triton, lambda: slstm(256, torch.float16)
+    yield "slstm D=256 bf16 many sequences resets", slstm_triton, lambda: slstm(
+        256, torch.bfloat16, batch=200, heads=4, resets=True)
+    yield "slstm D=512 bf16 many heads reverse resets", slstm_triton, lambda: slstm(
+        512, torch.bfloat16, batch=32, heads=4, reverse=True, resets=True)
     bank = centaurus_triton
     for substates in (1, 8, 64):
         yield f"centaurus M={substates} bf16", bank, lambda m=substates: centaurus(128, m, torch.bfloat16)
