@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from typing import Any
 
 import pytest
@@ -104,6 +106,48 @@ def test_a_team_of_one_walks_several_tokens_in_a_launch(at_once, reverse, monkey
     """All of what a device runs but for the waiting: there is nobody to wait for."""
     monkeypatch.setattr(slstm_triton, "AT_ONCE", at_once)
     compare(inputs(3, 7, 2, 16, state=True), reverse=reverse, resets=resets(3, 7, 3))
+
+
+def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
+    """In place of `_Plan.launch_teams`: all programs of all teams run at the same time, a process each, and all tokens
+    in one launch. The interpreter's atomics are those of the processor."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            x.share_memory_()
+    parts, teams = triton_common.up(plan.D, plan.tile["BU"]), plan.H * plan.grid[1]
+
+    def run(part: int, team: int) -> None:
+        builder.set_grid_dim(parts, teams, 1)
+        builder.set_grid_dim = lambda *a: None
+        set_idx = builder.set_grid_idx
+        builder.set_grid_idx = lambda *a: set_idx(part, team, 0)
+        kernel[(1, 1)](*args, 0, steps, 0, 1 << 14, **plan.all)
+
+    fork = multiprocessing.get_context("fork")
+    programs = [fork.Process(target=run, args=(p, t)) for t in range(teams) for p in range(parts)]
+    for program in programs:
+        program.start()
+    for program in programs:
+        program.join()
+    assert [program.exitcode for program in programs] == [0] * len(programs)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are forked")
+@pytest.mark.usefixtures("by_team")
+@pytest.mark.parametrize(("heads", "width", "reverse"), [(1, 33, False), (2, 20, True)])
+def test_programs_wait_for_one_another(heads, width, reverse, monkeypatch):
+    x = {name: v.float().requires_grad_() for name, v in inputs(2, 9, heads, width, state=True).items()}
+    options = {"reverse": reverse, "resets": resets(2, 9, 4), "backend": "triton"}
+
+    def everything() -> list[torch.Tensor]:
+        out = run(**x, **options)
+        return [*out, *torch.autograd.grad(sum(y.square().sum() for y in out), [*x.values()])]
+
+    wanted = everything()
+    monkeypatch.setattr(slstm_triton._Plan, "launch_teams", launched_at_once)
+    assert all(torch.equal(a, b) for a, b in zip(everything(), wanted, strict=True))
 
 
 @pytest.mark.usefixtures("by_team")
