@@ -550,22 +550,43 @@ def _sides(BD: tl.constexpr):
 @jit
 @no_type_check
 def _through(
-    turn, weights_if, weights_zo,
+    turn, from_i, from_f, from_z, from_o,
     PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels."""
-    gate, k = _sides(BD)
-    at = (gate * (BB * BD))[:, None, None] + (tl.arange(0, BB) * BD)[None, :, None] + k[:, None, :]
-    read = tl.load(turn + at, cache_modifier=".cg")
-    if AHEAD:  # asked for at once, where both fit on chip
-        more = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
-        x = tl.dot(read, weights_if, input_precision=PRECISION)
+    """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels. AHEAD: all of them
+    asked for at once, where they fit on chip. EXACT: products one after the other, which without matrix units take
+    the fewest registers; else from_i has those of i and f, and from_z those of z and o."""
+    if EXACT:
+        at = (tl.arange(0, BB) * BD)[:, None] + tl.arange(0, BD)[None, :]
+        i = tl.load(turn + at, cache_modifier=".cg")
+        if AHEAD:
+            f = tl.load(turn + BB * BD + at, cache_modifier=".cg")
+            z = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+            o = tl.load(turn + 3 * BB * BD + at, cache_modifier=".cg")
+        x = tl.dot(i, from_i, input_precision=PRECISION)
+        if not AHEAD:
+            f = tl.load(turn + BB * BD + at, cache_modifier=".cg")
+        x += tl.dot(f, from_f, input_precision=PRECISION)
+        if not AHEAD:
+            z = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+        x += tl.dot(z, from_z, input_precision=PRECISION)
+        if not AHEAD:
+            o = tl.load(turn + 3 * BB * BD + at, cache_modifier=".cg")
+        x += tl.dot(o, from_o, input_precision=PRECISION)
     else:
-        x = tl.dot(read, weights_if, input_precision=PRECISION)
-        more = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
-    x += tl.dot(more, weights_zo, input_precision=PRECISION)
-    x = _halved(_halved(x, 8, BB, BU), 4, BB, BU)
-    return tl.reshape(_halved(x, 2, BB, BU), (BB, BU))
+        gate, k = _sides(BD)
+        at = (gate * (BB * BD))[:, None, None] + (tl.arange(0, BB) * BD)[None, :, None] + k[:, None, :]
+        i_f = tl.load(turn + at, cache_modifier=".cg")
+        if AHEAD:
+            z_o = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+        x = tl.dot(i_f, from_i, input_precision=PRECISION)
+        if not AHEAD:
+            z_o = tl.load(turn + 2 * BB * BD + at, cache_modifier=".cg")
+        x += tl.dot(z_o, from_z, input_precision=PRECISION)
+        x = _halved(_halved(x, 8, BB, BU), 4, BB, BU)
+        x = tl.reshape(_halved(x, 2, BB, BU), (BB, BU))
+    return x
 
 
 @jit(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
@@ -575,9 +596,9 @@ def _scan_backward_by_team(
     dy0, dc0, dn0, dm0,
     S, B, H, D, gb, gs, begin, end, first, patience,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
-    BU: tl.constexpr, AHEAD: tl.constexpr,
+    BU: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):
-    """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S gives dy0."""
+    """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S, which has no token, gives dy0."""
     parts = tl.num_programs(0)
     team = first + tl.program_id(1)
     head = (team % H).to(tl.int64)
@@ -586,11 +607,22 @@ def _scan_backward_by_team(
     is_b, is_d = b < B, d < D
     here = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
-    gate, k = _sides(BD)
-    back = recurrent + head * D * 4 * D + (gate[:, None] * D + k)[:, :, None] + d[None, None, :] * (4 * D)
-    square = (k < D)[:, :, None] & is_d[None, None, :]
-    weights_if = tl.load(back, square, 0.0).to(DOT)
-    weights_zo = tl.load(back + 2 * D, square, 0.0).to(DOT)
+    # [gate's channel, y's channel]: the transpose, by how it is loaded
+    if EXACT:
+        k = tl.arange(0, BD)
+        back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + k[:, None]
+        square = (k < D)[:, None] & is_d[None, :]
+        from_i = tl.load(back, square, 0.0).to(DOT)
+        from_f = tl.load(back + D, square, 0.0).to(DOT)
+        from_z = tl.load(back + 2 * D, square, 0.0).to(DOT)
+        from_o = tl.load(back + 3 * D, square, 0.0).to(DOT)
+    else:
+        gate, k = _sides(BD)
+        back = recurrent + head * D * 4 * D + (gate[:, None] * D + k)[:, :, None] + d[None, None, :] * (4 * D)
+        square = (k < D)[:, :, None] & is_d[None, None, :]
+        from_i = tl.load(back, square, 0.0).to(DOT)
+        from_z = tl.load(back + 2 * D, square, 0.0).to(DOT)
+        from_f, from_o = from_i, from_z
     line = tl.arange(0, BB) * BD
     turn += tl.cast(team, tl.int64) * (8 * BB * BD)
     arrived += team * 32
@@ -608,22 +640,25 @@ def _scan_backward_by_team(
     next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
         dy, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, S - 1 - begin, REVERSE
     )
-    for step in range(begin, tl.minimum(end, S)):
+    out = tl.zeros((BB, BU), tl.float32)
+    for step in range(begin, end):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
+        is_live = b < tl.where(step < S, B, 0)
+        live = is_live[:, None] & is_d[None, :]
         goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
         if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+            goes_on = (tl.load(resets + b * S + t, is_live, 0) == 0).to(tl.float32)[:, None]
         before = turn + (step % 2) * (4 * BB * BD)
-        out = _through(before, weights_if, weights_zo, PRECISION, BB, BD, BU, AHEAD)
+        out = _through(before, from_i, from_f, from_z, from_o, PRECISION, BB, BD, BU, AHEAD, EXACT)
         out += late + next_dy.to(tl.float32)
         late = tl.zeros((BB, BU), tl.float32)
-        gi, gf, gz, go, dc, dn, dm = _cell_gradients(
+        gi, gf, gz, go, of_c, of_n, of_m = _cell_gradients(
             out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
             c_ * goes_on, n_ * goes_on, m_ * goes_on,
         )
-        dc *= goes_on
-        dn *= goes_on
-        dm *= goes_on
+        dc = tl.where(live, of_c * goes_on, dc)
+        dn = tl.where(live, of_n * goes_on, dn)
+        dm = tl.where(live, of_m * goes_on, dm)
         after = turn + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
         tl.store(after, (gi * goes_on).to(DOT), is_d[None, :])
         tl.store(after + BB * BD, (gf * goes_on).to(DOT), is_d[None, :])
@@ -632,11 +667,11 @@ def _scan_backward_by_team(
         if step + 1 < end:
             _arrive(arrived)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-        tl.store(di + at, gi.to(di.dtype.element_ty), here)
-        tl.store(df + at, gf.to(df.dtype.element_ty), here)
-        tl.store(dz + at, gz.to(dz.dtype.element_ty), here)
-        tl.store(do + at, go.to(do.dtype.element_ty), here)
-        c, n, m = c_, n_, m_
+        tl.store(di + at, gi.to(di.dtype.element_ty), live)
+        tl.store(df + at, gf.to(df.dtype.element_ty), live)
+        tl.store(dz + at, gz.to(dz.dtype.element_ty), live)
+        tl.store(do + at, go.to(do.dtype.element_ty), live)
+        c, n, m = c_, tl.where(step + 1 < S, n_, 1.0), m_  # step S divides by no state
         next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
             dy, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D, gb, gs,
             is_d, S - 2 - step, REVERSE,
@@ -645,9 +680,7 @@ def _scan_backward_by_team(
             patience = _wait(arrived, parts * (step + 1 - begin), patience)
             dc = tl.where(patience > 0, dc, float("nan"))
     if end > S:
-        out = _through(turn + (S % 2) * (4 * BB * BD), weights_if, weights_zo, PRECISION, BB, BD, BU, AHEAD)
-        out = tl.where(patience > 0, out, float("nan"))
-        tl.store(dy0 + cell, out, here)
+        tl.store(dy0 + cell, tl.where(patience > 0, out, float("nan")), here)
     tl.store(dc0 + cell, dc, here)
     tl.store(dn0 + cell, dn, here)
     tl.store(dm0 + cell, dm, here)
@@ -687,14 +720,13 @@ def _team(
     A launch takes about as long however much each program does at a token, so launches are to be few, and then what a
     program does little.
     """
-    BD, narrow = common.power_of_two(width), dots == "bf16"
-    size = 2 if narrow else 4
-    if backward:  # none in float32: products without matrix units spill
-        most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 0}[dots]
-    else:
+    BD, size = common.power_of_two(width), 2 if dots == "bf16" else 4
+    cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
+    most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
+    if not backward:
         most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
-    cells = {"bf16": 2048, "tf32": 1024, "fp32": 512}[dots]
-    reads = [(4, 1), (2, 0)] if backward else [(1, 0)]  # what was exchanged is loaded at once or, if need be, by halves
+    # what was exchanged is loaded at once or, if need be, by parts
+    reads = [(4, 1), (1 if dots == "fp32" else 2, 0)] if backward else [(1, 0)]
     found = []
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // up(width, BU)
@@ -706,9 +738,9 @@ def _team(
     _, cells, BB, BU, ahead = min(found)
     tile = {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_stages": 1}
     if backward:
-        return tile | {"AHEAD": ahead, "num_warps": 8}
+        return tile | {"AHEAD": ahead, "EXACT": int(dots == "fp32"), "num_warps": 8}
     # on sm_90 four warps have a product of 64 rows together, and more would each read all of the matrices
-    four = arch == "sm_90" and narrow and cells == 256 and BD <= 512
+    four = arch == "sm_90" and dots == "bf16" and cells == 256 and BD <= 512
     return tile | {"num_warps": 4 if four else 16 if cells > 1024 else 8}
 
 

@@ -58,7 +58,7 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     def tiles(width: int, dots: str, backward: bool, *a: Any) -> dict[str, int]:
         BD = triton_common.power_of_two(width)
         tile = {"BB": 16, "BD": BD, "BU": 16, "WHOLE": 0, "num_warps": 8, "num_stages": 1}
-        return tile | {"AHEAD": int(width > 20)} if backward else tile
+        return tile | {"AHEAD": int(width > 20), "EXACT": int(dots == "fp32")} if backward else tile
 
     monkeypatch.setattr(slstm_triton, "tiles", tiles)
     monkeypatch.setattr(triton_common, "processors", lambda x: 6)
@@ -96,7 +96,8 @@ def test_by_tiles(batch, heads, width, reset, reverse):
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40), (33, 2, 64)])
 def test_by_team(batch, heads, width, reset, reverse):
-    compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
+    x = inputs(batch, 6, heads, width, state=batch > 2)
+    compare(x, reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
 
 
 @pytest.mark.usefixtures("by_team")
@@ -130,11 +131,13 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
     for program in programs:
         program.start()
     for program in programs:
-        program.join()
+        program.join(60)
+        program.kill()
     assert [program.exitcode for program in programs] == [0] * len(programs)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="processes are forked")
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("by_team")
 @pytest.mark.parametrize(("heads", "width", "reverse"), [(1, 33, False), (2, 20, True)])
 def test_programs_wait_for_one_another(heads, width, reverse, monkeypatch):
@@ -177,7 +180,7 @@ def test_a_team_is_as_large_as_the_device_and_the_batch_want():
         assert found(128, "bf16", False, arch, 4, 16, n) == (16, 0), "on chip as a whole"
         assert found(512, "bf16", False, arch, 2, 16, n) == (16, 16)
         assert found(512, "bf16", False, arch, 4, 16, 0) == (16, 0), "no such device"
-        assert found(512, "fp32", True, arch, 4, 16, n) == (16, 0), "products in float32 spill"
+        assert found(512, "fp32", True, arch, 1, 16, n) == (16, 16)
     assert found(512, "bf16", False, "sm_90", 4, 16, 132) == (16, 16)
     assert found(512, "bf16", False, "sm_80", 4, 16, 108) == (16, 32)  # 128 slices of 16 channels would be two launches
     assert found(512, "bf16", False, "sm_90", 4, 64, 132) == (32, 32)
