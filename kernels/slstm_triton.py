@@ -2,8 +2,9 @@
 
 A program owns a head of 16 sequences and walks along the tokens, for nothing of this recurrence can be had before its
 turn. Where the head's four matrices fit beside it (`tiles` knows), they stay on chip and the states in registers.
-Wider heads go by tiles of channels: matrices come from the second-level cache at each token, and states and outputs
-pass through memory that only this program touches, behind a barrier.
+Wider heads are shared by a team of programs, a slice of the channels each, which exchange their outputs at each token
+and wait for one another. What no team fits goes by tiles of channels: matrices come from the second-level cache at
+each token, and states and outputs pass through memory that only this program touches, behind a barrier.
 
 Forward keeps y, c, n, m and the four gates of every token for the backward pass, if there will be one. The derivative
 is that of the definition; what m is made of gets its gradient (see slstm_torch.py). Gradients of the gates are stored,

@@ -222,7 +222,10 @@ def test_extreme_gates_stay_finite(shift):
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [*x.values()]))
 
 
-def test_pieces_with_the_state_carried_are_the_whole():
+@pytest.mark.parametrize("way", ["whole", "by_team"])
+def test_pieces_with_the_state_carried_are_the_whole(way, request):
+    if way != "whole":
+        request.getfixturevalue(way)
     x = {name: v.float() for name, v in inputs(2, 9, 2, 4).items()}
     y, *last = run(**x, backend="triton")
     outs, state = [], {}
