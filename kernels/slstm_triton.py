@@ -27,7 +27,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.slstm_reference import SLSTMState
-from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, sigmoid, tl, up
+from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, over, sigmoid, tl, up
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
@@ -46,7 +46,7 @@ PATIENCE = 1 << 24  # times that a program looks whether the others are there: s
 def _tanh(x):
     """Within 1e-7 of it; e^-2|x| does not overflow."""
     v = exp(-2.0 * tl.abs(x))
-    return tl.where(x < 0.0, v - 1.0, 1.0 - v) / (1.0 + v)
+    return tl.where(x < 0.0, v - 1.0, 1.0 - v) * over(1.0 + v)
 
 
 @jit
