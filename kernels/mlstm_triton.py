@@ -62,6 +62,16 @@ def _tile(x, down, across, is_down, is_across):
 
 @jit
 @no_type_check
+def _inside(d, D: tl.constexpr, B: tl.constexpr):
+    """Which of the channels d, B from a multiple of B, there are: a constant where all are, so that nothing asks."""
+    if D % B == 0:
+        return tl.full((B,), True, tl.int1)
+    else:
+        return d < D
+
+
+@jit
+@no_type_check
 def _add_within(segment, a, other, b):
     """Combines runs of (segment, sum of what of it has passed)."""
     return other, tl.where(segment == other, a + b, b)
@@ -201,17 +211,19 @@ def _states(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """C and n before every chunk, and after the last."""
-    n = tl.program_id(0)
+    over: tl.constexpr = (DV + BV - 1) // BV
+    blocks: tl.constexpr = (DK + BK - 1) // BK * over
+    n = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     wide = n.to(tl.int64)
     chunks = tl.cdiv(S, L)
     place = wide * chunks * L
-    plane = tl.num_programs(0).to(tl.int64) * chunks * L
-    over = tl.cdiv(DV, BV)
-    dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
-    dv = tl.program_id(1) % over * BV + tl.arange(0, BV)
-    is_k, is_v = dk < DK, dv < DV
+    plane = (tl.num_programs(0) // blocks).to(tl.int64) * chunks * L
+    dk = block // over * BK + tl.arange(0, BK)
+    dv = block % over * BV + tl.arange(0, BV)
+    is_k, is_v = _inside(dk, DK, BK), _inside(dv, DV, BV)
     own = is_k[:, None] & is_v[None, :]
-    first = dk < tl.where(tl.program_id(1) % over == 0, DK, 0)  # of several tiles of values, one keeps n
+    first = dk < tl.where(block % over == 0, DK, 0)  # of several tiles of values, one keeps n
     cell = dk[:, None] * DV + dv[None, :]
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
@@ -257,8 +269,9 @@ def _products(
     out = tl.zeros((BT, BT), tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
-        rows = _tile(a, down, d, is_down, d < D).to(DOT)
-        columns = _tile(b, d, across, d < D, is_across).to(DOT)
+        is_d = _inside(d, D, BD)
+        rows = _tile(a, down, d, is_down, is_d).to(DOT)
+        columns = _tile(b, d, across, is_d, is_across).to(DOT)
         out += tl.dot(rows, columns, input_precision=PRECISION)
     return out
 
@@ -297,15 +310,16 @@ def _written(gates, segments, plane, here, end, j):
 
 @jit
 @no_type_check
-def _own_tile(S, L: tl.constexpr, BT: tl.constexpr):
+def _own_tile(S, OVER: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
     """A program's head, its tile among those of the head and within its chunk, the chunk among all, its place in planes
-    and their size, its tokens and which of them there are."""
+    and their size, its tokens and which of them there are. OVER programs, side by side, share a tile."""
+    own, all = tl.program_id(0) // OVER, tl.num_programs(0) // OVER
     tiles = tl.cdiv(S, L) * (L // BT)
-    tile = tl.program_id(0) % tiles
+    tile = own % tiles
     j = tl.arange(0, BT)
     return (
-        tl.program_id(0) // tiles, tile, tile % (L // BT), (tl.program_id(0) // (L // BT)).to(tl.int64),
-        tl.program_id(0).to(tl.int64) * BT, tl.num_programs(0).to(tl.int64) * BT, j, j < S - tile * BT,
+        own // tiles, tile, tile % (L // BT), (own // (L // BT)).to(tl.int64),
+        own.to(tl.int64) * BT, all.to(tl.int64) * BT, j, j < S - tile * BT,
     )
 
 
@@ -317,16 +331,17 @@ def _outputs(
     NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
-    dv = tl.program_id(1) * BV + tl.arange(0, BV)
-    is_v = dv < DV
+    over: tl.constexpr = (DV + BV - 1) // BV
+    n, tile, part, at, here, plane, j, live = _own_tile(S, over, L, BT)
+    dv = tl.program_id(0) % over * BV + tl.arange(0, BV)
+    is_v = _inside(dv, DV, BV)
     sign = -1 if REVERSE else 1
     queries = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
     den = tl.zeros((BT,), tl.float32)
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
-        is_k = dk < DK
+        is_k = _inside(dk, DK, BK)
         a = _tile(queries, sign * j * qs, dk, live, is_k)
         state = _tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
         num += tl.dot(a.to(DOT), state.to(DOT), input_precision=PRECISION)
@@ -346,7 +361,7 @@ def _outputs(
         num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
         den += tl.sum(weights, 1)
     if NORMALIZE:
-        tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(1) == 0, BT, 0))
+        tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(0) % over == 0, BT, 0))
         num *= (1.0 / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps))[:, None]
     to = _start(h, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + dv[None, :]
@@ -374,8 +389,9 @@ def _factors(
     r = tl.zeros((BT,), tl.float32)
     for first in range(0, DV, BV):
         dv = first + tl.arange(0, BV)
-        a = _tile(grads, sign * j * gs, dv, live, dv < DV).to(tl.float32)
-        r += tl.sum(a * _tile(outs, sign * j * H * DV, dv, live, dv < DV).to(tl.float32), 1)
+        is_v = _inside(dv, DV, BV)
+        a = _tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
+        r += tl.sum(a * _tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
     inverse = tl.where(live, 1.0, 0.0)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
@@ -406,18 +422,19 @@ def _state_gradients(
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """flows [N, K + 1, tiles]: this tile's part of <C, dC> + <n, dn> before every chunk, and after the last."""
-    n = tl.program_id(0)
+    over: tl.constexpr = (DV + BV - 1) // BV
+    blocks: tl.constexpr = (DK + BK - 1) // BK * over
+    n = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     wide = n.to(tl.int64)
     chunks = tl.cdiv(S, L)
     place = wide * chunks * L
-    plane = tl.num_programs(0).to(tl.int64) * chunks * L
-    over = tl.cdiv(DV, BV)
-    tiles = tl.num_programs(1)
-    dk = tl.program_id(1) // over * BK + tl.arange(0, BK)
-    dv = tl.program_id(1) % over * BV + tl.arange(0, BV)
-    is_k, is_v = dk < DK, dv < DV
+    plane = (tl.num_programs(0) // blocks).to(tl.int64) * chunks * L
+    dk = block // over * BK + tl.arange(0, BK)
+    dv = block % over * BV + tl.arange(0, BV)
+    is_k, is_v = _inside(dk, DK, BK), _inside(dv, DV, BV)
     own = is_k[:, None] & is_v[None, :]
-    first = dk < tl.where(tl.program_id(1) % over == 0, DK, 0)
+    first = dk < tl.where(block % over == 0, DK, 0)
     cell = dk[:, None] * DV + dv[None, :]
     j = tl.arange(0, BT)
     sign = -1 if REVERSE else 1
@@ -429,8 +446,8 @@ def _state_gradients(
         total = tl.load(dn_out + wide * DK + dk, first, 0.0)
         flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
         flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
-    parts = flows + wide * (chunks + 1) * tiles + tl.program_id(1)
-    tl.store(parts + chunks * tiles, flow)
+    parts = flows + wide * (chunks + 1) * blocks + block
+    tl.store(parts + chunks * blocks, flow)
     for back in range(chunks):
         c = chunks - 1 - back
         at = wide * chunks + c
@@ -453,30 +470,30 @@ def _state_gradients(
             total += tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
         flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
         flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
-        tl.store(parts + c * tiles, flow)
+        tl.store(parts + c * blocks, flow)
     if dC0 is not None:
         tl.store(dC0 + wide * DK * DV + cell, grad, own)
         tl.store(dn0 + wide * DK + dk, total, first)
 
 
-@jit(do_not_specialize=["S"])
+@jit
 @no_type_check
 def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    column, OVER: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Weights are [t, s]: tokens down, what they read across."""
-    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
-    d = tl.program_id(1) * BK + tl.arange(0, BK)
-    is_d = d < DK
+    n, tile, part, at, here, plane, j, live = _own_tile(S, OVER, L, BT)
+    d = column * BK + tl.arange(0, BK)
+    is_d = _inside(d, DK, BK)
     sign = -1 if REVERSE else 1
     grads = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
-    for first in range(0, DV, BV):
-        dv = first + tl.arange(0, BV)
-        is_v = dv < DV
+    for first in range(0, DV, BD):
+        dv = first + tl.arange(0, BD)
+        is_v = _inside(dv, DV, BD)
         a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
         state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
@@ -490,7 +507,7 @@ def _query_gradients(
         seen = j < S - other * BT
         values = _start(v, n, H, other, S, vb, vs, vh, REVERSE, BT)
         weights = _products(
-            grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BV
+            grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BD
         )
         weights = weights * inverse[:, None] + dden[:, None]
         weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j, log_scale)
@@ -500,27 +517,27 @@ def _query_gradients(
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
     a = _tile(_start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, live, is_d).to(tl.float32)
-    tl.store(rows + tl.program_id(1) * plane + here + j, tl.sum(a * total, 1))
+    tl.store(rows + column * plane + here + j, tl.sum(a * total, 1))
 
 
-@jit(do_not_specialize=["S"])
+@jit
 @no_type_check
 def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    column, OVER: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Weights are [s, t]: what is read down, by which tokens across."""
-    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
-    d = tl.program_id(1) * BK + tl.arange(0, BK)
-    is_d = d < DK
+    n, tile, part, at, here, plane, j, live = _own_tile(S, OVER, L, BT)
+    d = column * BK + tl.arange(0, BK)
+    is_d = _inside(d, DK, BK)
     sign = -1 if REVERSE else 1
     values = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
     total = tl.zeros((BT, BK), tl.float32)
-    for first in range(0, DV, BV):
-        dv = first + tl.arange(0, BV)
-        is_v = dv < DV
+    for first in range(0, DV, BD):
+        dv = first + tl.arange(0, BD)
+        is_v = _inside(dv, DV, BD)
         a = _tile(values, sign * j * vs, dv, live, is_v).to(DOT)
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
@@ -532,7 +549,7 @@ def _key_gradients(
         there = here + ahead * BT
         grads = _start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT)
         weights = _products(
-            values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BV
+            values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BD
         )
         inverse = tl.load(factors + there + j)
         dden = tl.load(factors + plane + there + j)
@@ -544,26 +561,26 @@ def _key_gradients(
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dk.dtype.element_ty), live[:, None] & is_d[None, :])
     b = _tile(_start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, live, is_d).to(tl.float32)
-    tl.store(columns + tl.program_id(1) * plane + here + j, tl.sum(b * total, 1))
+    tl.store(columns + column * plane + here + j, tl.sum(b * total, 1))
 
 
-@jit(do_not_specialize=["S"])
+@jit
 @no_type_check
 def _value_gradients(
     q, k, dh, dC, gates, segments, factors, dv,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    column, OVER: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
-    n, tile, part, at, here, plane, j, live = _own_tile(S, L, BT)
-    d = tl.program_id(1) * BV + tl.arange(0, BV)
-    is_d = d < DV
+    n, tile, part, at, here, plane, j, live = _own_tile(S, OVER, L, BT)
+    d = column * BV + tl.arange(0, BV)
+    is_d = _inside(d, DV, BV)
     sign = -1 if REVERSE else 1
     keys = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
     total = tl.zeros((BT, BV), tl.float32)
-    for first in range(0, DK, BK):
-        dk = first + tl.arange(0, BK)
-        is_k = dk < DK
+    for first in range(0, DK, BD):
+        dk = first + tl.arange(0, BD)
+        is_k = _inside(dk, DK, BD)
         a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
@@ -574,7 +591,7 @@ def _value_gradients(
         there = here + ahead * BT
         queries = _start(q, n, H, other, S, qb, qs, qh, REVERSE, BT)
         weights = _products(
-            keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BK
+            keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
         )
         weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j, log_scale)
         weights *= tl.load(factors + there + j)[None, :]
@@ -583,6 +600,38 @@ def _value_gradients(
     to = _start(dv, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + d[None, :]
     tl.store(to, total.to(dv.dtype.element_ty), live[:, None] & is_d[None, :])
+
+
+@jit(do_not_specialize=["S"])
+@no_type_check
+def _gradients(
+    q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+):
+    """Of q, k and v: the programs of a tile side by side, so that what they all read comes from memory once."""
+    over: tl.constexpr = (DK + BK - 1) // BK
+    OVER: tl.constexpr = 2 * over + (DV + BV - 1) // BV
+    which = tl.program_id(0) % OVER
+    if which < over:
+        _query_gradients(
+            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+            which, OVER, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+        )
+    elif which < 2 * over:
+        _key_gradients(
+            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+            which - over, OVER, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+        )
+    else:
+        _value_gradients(
+            q, k, dh, dC, gates, segments, factors, dv,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
+            which - 2 * over, OVER, REVERSE, DOT, PRECISION, L, BT, BV, BD,
+        )
 
 
 @jit(do_not_specialize=["S"])
@@ -715,7 +764,7 @@ def _step(
 # Launching
 
 
-AXES = {"BK": (32, 64, 128), "BV": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}  # for tuning
+AXES = {"BK": (32, 64, 128, 256), "BV": (32, 64, 128, 256, 512), "BD": (32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}  # for tuning
 WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
@@ -733,27 +782,42 @@ def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
 
 
 def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1 << 20) -> dict[str, int]:
-    """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines.
+    """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines;
+    of gradients also the channels that a product takes at a time.
 
     A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
-    of those it writes. Programs that walk over chunks are few: those are wide where heads (of all sequences together)
-    and tiles leave several for each multiprocessor.
+    of those it writes, and where products take both factors from shared memory (sm_90), all of a wide head, by twice
+    the warps. Programs that walk over chunks are few: those are wide where heads (of all sequences together) and tiles
+    leave several for each multiprocessor.
     """
     most = 64 if narrow else 32
-    own = {"query_gradients": "BK", "key_gradients": "BK"}.get(kernel, "BV")
-    wide = narrow and kernel != "state_gradients"
+    own = {"states": ("BV",), "outputs": ("BV",), "gradients": ("BK", "BV")}.get(kernel, ())
+    wide = narrow and bool(own)
     if kernel == "states":
         wide = wide and heads * dk * dv >= WALKERS * 2 * most**2
     if arch.startswith("sm_8") and kernel != "outputs":
         wide = False  # these would spill
     columns = {
-        name: max(16, min(2 * most if wide and name == own else most, common.power_of_two(n)))
+        name: max(16, min(2 * most if wide and name in own else most, common.power_of_two(n)))
         for name, n in (("BK", dk), ("BV", dv))
     }
+    if kernel == "gradients":
+        columns["BD"] = max(16, min(most, common.power_of_two(max(dk, dv))))
+    warps = 4
     ahead = 2 if wide or kernel.startswith("state") else 3  # those load all tiles of the next chunk
     if kernel == "state_gradients" and arch.startswith("gfx"):
         ahead = 1  # more would take registers of the second half
-    return {**columns, "num_warps": 4, "num_stages": ahead}
+    if wide and arch == "sm_90" and kernel != "states" and max(dk if "BK" in own else 0, dv) > 2 * most:
+        deep = dk > 256  # then products of q and k are long, and what is loaded ahead for them takes the registers
+        columns |= {name: min(n, common.power_of_two(d)) for name, n, d in (("BK", 256, dk), ("BV", 512, dv)) if name in own}
+        warps, ahead = 8, 3
+        if kernel == "gradients":
+            columns |= {"BV": min(columns["BV"], 256 if deep else 512), "BD": 32}
+        elif not deep:
+            columns["BK"] = 32
+        else:
+            ahead = 2
+    return {**columns, "num_warps": warps, "num_stages": ahead}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
@@ -807,20 +871,16 @@ class _Plan:
 
     def states(
         self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, gates: Tensor, segments: Tensor | None,
-        C_out: Tensor | None, n_out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        C = gates.new_empty(self.N, self.chunks, self.DK, self.DV, dtype=self.between)
-        norm = gates.new_empty(self.N, self.chunks, self.DK)
-
+        C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor,
+    ) -> None:
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _states[self.N, self.k_tiles(tile) * self.v_tiles(tile)](
+            _states[(self.N * self.k_tiles(tile) * self.v_tiles(tile),)](
                 k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
                 self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all, **tile,
             )
             return C, norm
 
         self.launch("states", k, go)
-        return C, norm
 
     def k_tiles(self, tile: tuning.Tile) -> int:
         return up(self.DK, tile["BK"])
@@ -851,20 +911,20 @@ def _op(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """h, the last C, n, m (empty if not asked for), and for the backward pass gates, segments."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """h, the last C, n, m (empty if not asked for), and for the backward pass gates, segments, C and n by chunks."""
     q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
     outputs = _op_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
-    h, C_out, n_out, m_out, gates, segments = outputs
+    h, C_out, n_out, m_out, gates, segments, C, norm = outputs
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
     last = (C_out, n_out, m_out) if return_state else (None, None, None)
     marks = segments if resets is not None else None
     with common.on(q):
         plan.gates(i, f, resets, m0, gates, marks, last[2])
-        C, norm = plan.states(k, v, C0, n0, gates, marks, last[0], last[1])
+        plan.states(k, v, C0, n0, gates, marks, last[0], last[1], C, norm)
 
         def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _outputs[plan.tiles, plan.v_tiles(tile)](
+            _outputs[(plan.tiles * plan.v_tiles(tile),)](
                 q, k, v, C, norm, gates, marks, h,
                 plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
                 NORMALIZE=normalize, **plan.all, **tile,
@@ -885,7 +945,10 @@ def _op_fake(  # type: ignore[no-untyped-def]
     state = [f.new_empty(shape) for shape in shapes]
     gates = f.new_empty(6, plan.N, plan.places)
     segments = f.new_empty((plan.N, plan.places) if resets is not None else (0,), dtype=torch.int32)
-    return v.new_empty(v.shape), *state, gates, segments
+    # not [N, K, ...]: a trace with one chunk would be for one chunk only
+    C = f.new_empty(plan.N, plan.chunks * DK * v.shape[-1], dtype=plan.between)
+    norm = f.new_empty(plan.N, plan.chunks * DK)
+    return v.new_empty(v.shape), *state, gates, segments, C, norm
 
 
 @common.custom_op("seqblocks::mlstm_triton_backward")
@@ -894,15 +957,13 @@ def _op_backward(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None,
     h: Tensor, C_out: Tensor | None, n_out: Tensor | None, gates: Tensor, segments: Tensor | None,
-    reverse: bool, eps: float, input_gate: str, normalize: bool,
+    C: Tensor, norm: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
-    dh, q, k, v, dC_out, dn_out, dm_out, C0, n0, m0, h = _laid_out(
-        (dh, q, k, v), (dC_out, dn_out, dm_out, C0, n0, m0, h)
-    )
+    dh, q, k, v, dC_out, dn_out, dm_out, h = _laid_out((dh, q, k, v), (dC_out, dn_out, dm_out, h))
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
     like = _op_backward_fake(dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
-                             reverse, eps, input_gate, normalize)
+                             C, norm, reverse, eps, input_gate, normalize)
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
     factors = gates.new_empty(3, plan.N, plan.places)
@@ -913,38 +974,22 @@ def _op_backward(
     def state_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
         tiles = plan.k_tiles(tile) * plan.v_tiles(tile)
         flows = gates.new_empty(plan.N, plan.chunks + 1, tiles)
-        _state_gradients[plan.N, tiles](
+        _state_gradients[(plan.N * tiles,)](
             q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
             dC0 if given else None, dn0 if given else None, flows,
             *sizes, *_strides(q, dh), plan.scales[0], **plan.all, **tile,
         )
         return dC, dnorm, flows
 
-    def query_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        rows = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
-        _query_gradients[plan.tiles, plan.k_tiles(tile)](
-            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+    def gradients(tile: tuning.Tile) -> Sequence[Tensor]:
+        rows, columns = (gates.new_empty(plan.k_tiles(tile), plan.N, plan.places) for _ in range(2))
+        _gradients[(plan.tiles * (2 * plan.k_tiles(tile) + plan.v_tiles(tile)),)](
+            q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
             *sizes, *_strides(q, k, v, dh), *plan.scales, **plan.all, **tile,
         )
-        return dq, rows
-
-    def key_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        columns = gates.new_empty(plan.k_tiles(tile), plan.N, plan.places)
-        _key_gradients[plan.tiles, plan.k_tiles(tile)](
-            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-            *sizes, *_strides(q, k, v, dh), *plan.scales, **plan.all, **tile,
-        )
-        return dk, columns
-
-    def value_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        _value_gradients[plan.tiles, plan.v_tiles(tile)](
-            q, k, dh, dC, gates, segments, factors, dv,
-            *sizes, *_strides(q, k, dh), plan.scales[1], **plan.all, **tile,
-        )
-        return (dv,)
+        return dq, dk, dv, rows, columns
 
     with common.on(q):
-        C, norm = plan.states(k, v, C0, n0, gates, segments, None, None)
         dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
         _factors[(per_chunk,)](
             dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), eps,
@@ -952,9 +997,7 @@ def _op_backward(
             **plan.way | {"num_warps": min(8, plan.chunk["L"] // 16)},
         )
         flows = plan.launch("state_gradients", q, state_gradients)[2]
-        rows = plan.launch("query_gradients", q, query_gradients)[1]
-        columns = plan.launch("key_gradients", k, key_gradients)[1]
-        plan.launch("value_gradients", v, value_gradients)
+        rows, columns = plan.launch("gradients", q, gradients)[3:]
         _gate_gradients[(per_chunk,)](
             i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
             dm0 if given else None,
@@ -969,19 +1012,19 @@ def _op_backward(
 @_op_backward.register_fake
 def _op_backward_fake(  # type: ignore[no-untyped-def]
     dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
-    reverse, eps, input_gate, normalize
+    C, norm, reverse, eps, input_gate, normalize
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     *tensors, resets = inputs[:9]
-    h, C_out, n_out, _, gates, segments = output
+    h, C_out, n_out, _, gates, segments, C, norm = output
     ctx.options, ctx.return_state = inputs[9:13], inputs[13]
     state = (C_out, n_out) if ctx.return_state else (None, None)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, h, *state, gates, segments if resets is not None else None)
-    ctx.mark_non_differentiable(gates, segments)
+    ctx.save_for_backward(*tensors, h, *state, gates, segments if resets is not None else None, C, norm)
+    ctx.mark_non_differentiable(gates, segments, C, norm)
 
 
 def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
@@ -1057,7 +1100,7 @@ def _tiles(
 ) -> dict[str, dict[str, int]]:
     narrow = dtype == torch.bfloat16
     launches = {kernel: chunk(*head_dims, narrow) | tiles(kernel, *head_dims, narrow, arch)
-                for kernel in ("states", "outputs", "query_gradients", "value_gradients")}
+                for kernel in ("states", "outputs", "state_gradients", "gradients")}
     return launches | {"step": step_tiles(*head_dims, arch)}
 
 

@@ -68,7 +68,7 @@ def test_resets(gate, reverse, state):
 def test_several_tiles_in_a_chunk(parts, gate, reverse, monkeypatch):
     """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
     size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(mlstm_triton, "tiles", lambda *a: size)
+    monkeypatch.setattr(mlstm_triton, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
     monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
     x = inputs(2, 70, 1, 20, 8, state=True)
     compare(x, reverse=reverse, resets=resets(2, 70, 23), **GATES[gate])
