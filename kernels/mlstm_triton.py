@@ -38,7 +38,8 @@ from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
-# gates [6, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den; factors [3, N, T]
+# gates [7, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den, and with what weight
+# a token stands in the state that leaves its chunk; factors [5, N, T]
 # are 1 / (max + eps), dden, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that
 # enters it, and 1 where it passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq
 # and k . dk, the sums of weight times gradient by reading and by written token: of one dden, so that what both contain
@@ -192,6 +193,9 @@ def _gates(
         tl.store(to + 2 * plane, tl.where(segment == 0, exp(p - x), 0.0))
         tl.store(to + 3 * plane, floor)
         tl.store(to + 4 * plane, tl.where(p > best, 1.0, 0.0))
+        reaches = segment == tl.max(segment, 0)  # the end of the chunk
+        final = tl.sum(tl.where(last, binary(x), 0.0), 0)
+        tl.store(to + 6 * plane, tl.exp2(tl.where(reaches, binary(e) - final, float("-inf"))))
         if segments is not None:
             tl.store(segments + place + c * BT + j, segment)
         m = 0.0
@@ -232,28 +236,25 @@ def _states(
     if C0 is not None:
         state = tl.load(C0 + wide * DK * DV + cell, own, 0.0)
         total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
-    for c in range(chunks):
-        at = wide * chunks + c
-        tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
-        tl.store(norm + at * DK + dk, total, first)
-        end = place + c * L + L - 1
-        final = tl.load(gates + plane + end)
-        keep = tl.load(gates + 2 * plane + end)
-        state *= keep
-        total *= keep
-        for part in tl.static_range(L // BT):
-            tile = c * (L // BT) + part
-            live = j < S - tile * BT
-            here = place + tile * BT
-            weight = tl.load(gates + here + j) - final
-            if segments is not None:
-                weight = tl.where(tl.load(segments + here + j) == tl.load(segments + end), weight, float("-inf"))
-            rows = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
-            keys = _tile(rows, dk, sign * j * ks, is_k, live).to(tl.float32) * tl.exp2(weight)[None, :]
-            rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
-            values = _tile(rows, sign * j * vs, dv, live, is_v)
-            state += tl.dot(keys.to(DOT), values.to(DOT), input_precision=PRECISION)
-            total += tl.sum(keys, 1)
+    for tile in range(chunks * (L // BT)):
+        here = place + tile * BT
+        if tile % (L // BT) == 0:
+            at = wide * chunks + tile // (L // BT)
+            tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
+            tl.store(norm + at * DK + dk, total, first)
+            keep = tl.load(gates + 2 * plane + here + L - 1)
+            state *= keep
+            total *= keep
+        live = j < S - tile * BT
+        weight = tl.load(gates + 6 * plane + here + j)
+        rows = _start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
+        keys = _tile(rows, dk, sign * j * ks, is_k, live)
+        rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
+        values = _tile(rows, sign * j * vs, dv, live, is_v)
+        # each product has its own weighted keys: in its own layout, without an exchange between threads
+        state += tl.dot((keys.to(tl.float32) * weight[None, :]).to(DOT), values.to(DOT), input_precision=PRECISION)
+        if block % over == 0:
+            total += tl.sum(tl.fma(keys.to(tl.float32), weight[None, :] + tl.zeros((BK, BT), tl.float32), 0.0), 1)
     if C_out is not None:
         tl.store(C_out + wide * DK * DV + cell, state, own)
         tl.store(n_out + wide * DK + dk, total, first)
@@ -278,34 +279,33 @@ def _products(
 
 @jit
 @no_type_check
-def _reach(gates, segments, plane, reading, written, t, s, j, log_scale):
-    """Weights [t, s] of what tokens t of one tile read of tokens s of another: 2^(e_s - x_t), scaled, or 0."""
+def _segment(segments, here, j):
+    """Of a tile's tokens; without resets anything."""
+    segment = j
+    if segments is not None:
+        segment = tl.load(segments + here + j)
+    return segment
+
+
+@jit
+@no_type_check
+def _reach(gates, segments, written, x, segment, t, s, j):
+    """Weights [t, s] of what tokens t of one tile, of known x and segment, read of tokens s of another: 2^(e_s - x_t),
+    or 0."""
     sees = s[None, :] <= t[:, None]
     if segments is not None:
-        sees = sees & (tl.load(segments + written + j)[None, :] == tl.load(segments + reading + j)[:, None])
-    log = tl.load(gates + written + j)[None, :] - tl.load(gates + plane + reading + j)[:, None] + log_scale
-    return tl.exp2(tl.where(sees, log, float("-inf")))
+        sees = sees & (tl.load(segments + written + j)[None, :] == segment[:, None])
+    return tl.exp2(tl.where(sees, tl.load(gates + written + j)[None, :] - x[:, None], float("-inf")))
 
 
 @jit
 @no_type_check
-def _reached(gates, segments, plane, reading, written, t, s, j, log_scale):
-    """The same as [s, t]: nothing is transposed."""
+def _reached(gates, segments, plane, reading, e, segment, t, s, j):
+    """The same as [s, t], of known e and segment of s: nothing is transposed."""
     seen = s[:, None] <= t[None, :]
     if segments is not None:
-        seen = seen & (tl.load(segments + reading + j)[None, :] == tl.load(segments + written + j)[:, None])
-    log = tl.load(gates + written + j)[:, None] - tl.load(gates + plane + reading + j)[None, :] + log_scale
-    return tl.exp2(tl.where(seen, log, float("-inf")))
-
-
-@jit
-@no_type_check
-def _written(gates, segments, plane, here, end, j):
-    """Weights with which the tokens of a tile stand in the state that leaves their chunk, whose last place is `end`."""
-    log = tl.load(gates + here + j) - tl.load(gates + plane + end)
-    if segments is not None:
-        log = tl.where(tl.load(segments + here + j) == tl.load(segments + end), log, float("-inf"))
-    return tl.exp2(log)
+        seen = seen & (tl.load(segments + reading + j)[None, :] == segment[:, None])
+    return tl.exp2(tl.where(seen, e[:, None] - tl.load(gates + plane + reading + j)[None, :], float("-inf")))
 
 
 @jit
@@ -338,17 +338,19 @@ def _outputs(
     sign = -1 if REVERSE else 1
     queries = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
-    den = tl.zeros((BT,), tl.float32)
+    parts = tl.zeros((BT, BK), tl.float32)  # of q . n, by channels
     for first in range(0, DK, BK):
         dk = first + tl.arange(0, BK)
         is_k = _inside(dk, DK, BK)
         a = _tile(queries, sign * j * qs, dk, live, is_k)
         state = _tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
         num += tl.dot(a.to(DOT), state.to(DOT), input_precision=PRECISION)
-        den += tl.sum(a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :], 1)
+        parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
     u = tl.load(gates + 2 * plane + here + j) * scale
     num *= u[:, None]
-    den *= u
+    den = tl.sum(parts, 1) * u
+    x = tl.load(gates + plane + here + j) - log_scale
+    segment = _segment(segments, here, j)
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
@@ -356,10 +358,10 @@ def _outputs(
         weights = _products(
             queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
         )
-        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j, log_scale)
+        weights *= _reach(gates, segments, here - back * BT, x, segment, tile * BT + j, other * BT + j, j)
         values = _tile(_start(v, n, H, other, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, seen, is_v)
-        num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
         den += tl.sum(weights, 1)
+        num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
     if NORMALIZE:
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(0) % over == 0, BT, 0))
         num *= (1.0 / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps))[:, None]
@@ -372,7 +374,7 @@ def _outputs(
 @no_type_check
 def _factors(
     dh, h, gates, segments, factors, links,
-    S, H, DV: tl.constexpr, gb, gs, gh, eps,
+    S, H, DV: tl.constexpr, gb, gs, gh, scale, eps,
     EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):
     """From r = dh . h and the divisor."""
@@ -406,6 +408,9 @@ def _factors(
     tl.store(factors + here + j, inverse)
     tl.store(factors + plane + here + j, dden)
     tl.store(factors + 2 * plane + here + j, dm)
+    u = tl.load(gates + 2 * plane + here + j) * scale
+    tl.store(factors + 3 * plane + here + j, u * inverse)
+    tl.store(factors + 4 * plane + here + j, u * dden)
     whole = tl.load(gates + 4 * plane + here + j)
     if segments is not None:
         whole = tl.where(tl.load(segments + here + j) == 0, whole, 0.0)
@@ -417,7 +422,7 @@ def _factors(
 @no_type_check
 def _state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
-    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh, scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
@@ -448,29 +453,30 @@ def _state_gradients(
         flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
     parts = flows + wide * (chunks + 1) * blocks + block
     tl.store(parts + chunks * blocks, flow)
-    for back in range(chunks):
-        c = chunks - 1 - back
+    for back in range(chunks * (L // BT)):
+        tile = chunks * (L // BT) - 1 - back
+        here = place + tile * BT
+        c = tile // (L // BT)
         at = wide * chunks + c
-        tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
-        tl.store(dnorm + at * DK + dk, total, first)
-        keep = tl.load(gates + 2 * plane + place + c * L + L - 1)
-        grad *= keep
-        total *= keep
-        for part in tl.static_range(L // BT):
-            tile = c * (L // BT) + part
-            live = j < S - tile * BT
-            here = place + tile * BT
-            u = tl.load(gates + 2 * plane + here + j) * scale
-            rows = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
-            queries = _tile(rows, dk, sign * j * qs, is_k, live).to(tl.float32) * u[None, :]
-            rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
-            outs = _tile(rows, sign * j * gs, dv, live, is_v)
-            read = queries * tl.load(factors + here + j)[None, :]
-            grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
-            total += tl.sum(queries * tl.load(factors + plane + here + j)[None, :], 1)
-        flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
-        flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
-        tl.store(parts + c * blocks, flow)
+        if tile % (L // BT) == L // BT - 1:
+            tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
+            tl.store(dnorm + at * DK + dk, total, first)
+            keep = tl.load(gates + 2 * plane + here + BT - 1)
+            grad *= keep
+            total *= keep
+        live = j < S - tile * BT
+        rows = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
+        queries = _tile(rows, dk, sign * j * qs, is_k, live)
+        rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
+        outs = _tile(rows, sign * j * gs, dv, live, is_v)
+        read = queries.to(tl.float32) * tl.load(factors + 3 * plane + here + j)[None, :]
+        grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
+        if block % over == 0:
+            total += tl.sum(queries.to(tl.float32) * tl.load(factors + 4 * plane + here + j)[None, :], 1)
+        if tile % (L // BT) == 0:
+            flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
+            flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
+            tl.store(parts + c * blocks, flow)
     if dC0 is not None:
         tl.store(dC0 + wide * DK * DV + cell, grad, own)
         tl.store(dn0 + wide * DK + dk, total, first)
@@ -480,7 +486,7 @@ def _state_gradients(
 @no_type_check
 def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
-    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     column, OVER: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
@@ -499,9 +505,10 @@ def _query_gradients(
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     inverse = tl.load(factors + here + j)
     dden = tl.load(factors + plane + here + j)
-    u = tl.load(gates + 2 * plane + here + j) * scale
-    total *= (u * inverse)[:, None]
-    total += (u * dden)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    total *= tl.load(factors + 3 * plane + here + j)[:, None]
+    total += tl.load(factors + 4 * plane + here + j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    x = tl.load(gates + plane + here + j) - log_scale
+    segment = _segment(segments, here, j)
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
@@ -510,7 +517,7 @@ def _query_gradients(
             grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BD
         )
         weights = weights * inverse[:, None] + dden[:, None]
-        weights *= _reach(gates, segments, plane, here, here - back * BT, tile * BT + j, other * BT + j, j, log_scale)
+        weights *= _reach(gates, segments, here - back * BT, x, segment, tile * BT + j, other * BT + j, j)
         b = _tile(_start(k, n, H, other, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, seen, is_d)
         total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
     to = _start(dq, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -524,7 +531,7 @@ def _query_gradients(
 @no_type_check
 def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     column, OVER: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
@@ -542,7 +549,9 @@ def _key_gradients(
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
-    total *= _written(gates, segments, plane, here, at * L + L - 1, j)[:, None]
+    total *= tl.load(gates + 6 * plane + here + j)[:, None]
+    e = tl.load(gates + here + j) + log_scale
+    segment = _segment(segments, here, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
@@ -554,7 +563,7 @@ def _key_gradients(
         inverse = tl.load(factors + there + j)
         dden = tl.load(factors + plane + there + j)
         weights = weights * inverse[None, :] + dden[None, :]
-        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j, log_scale)
+        weights *= _reached(gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j)
         a = _tile(_start(q, n, H, other, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
     to = _start(dk, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -584,7 +593,9 @@ def _value_gradients(
         a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    total *= _written(gates, segments, plane, here, at * L + L - 1, j)[:, None]
+    total *= tl.load(gates + 6 * plane + here + j)[:, None]
+    e = tl.load(gates + here + j) + log_scale
+    segment = _segment(segments, here, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
         reads = j < S - other * BT
@@ -593,7 +604,7 @@ def _value_gradients(
         weights = _products(
             keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
         )
-        weights *= _reached(gates, segments, plane, there, here, other * BT + j, tile * BT + j, j, log_scale)
+        weights *= _reached(gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j)
         weights *= tl.load(factors + there + j)[None, :]
         grads = _tile(_start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
@@ -606,7 +617,7 @@ def _value_gradients(
 @no_type_check
 def _gradients(
     q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
-    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
@@ -617,13 +628,13 @@ def _gradients(
     if which < over:
         _query_gradients(
             q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
-            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
             which, OVER, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     elif which < 2 * over:
         _key_gradients(
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
-            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, scale, log_scale,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
             which - over, OVER, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     else:
@@ -773,12 +784,13 @@ def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
     """Tokens of a chunk and of a tile of it.
 
     Not narrow: dots of float32, which take twice the room. A chunk is two tiles where states are larger than what the
-    tokens of one tile bring, and four where they are eight times that: then less of states is written and read. It does
-    not depend on the length, which may be unknown when a program is exported.
+    tokens of one tile bring, and four where they are twice that: then less of states is written and read, which takes
+    longer than the products within a chunk where these are of bfloat16; where not, eight times. It does not depend on
+    the length, which may be unknown when a program is exported.
     """
     BT = 64 if narrow else 32
     states, tokens = dk * dv, BT * (dk + dv)
-    return {"L": BT * (1 if states < tokens else 2 if states < 8 * tokens else 4), "BT": BT}
+    return {"L": BT * (1 if states < tokens else 2 if states < (2 if narrow else 8) * tokens else 4), "BT": BT}
 
 
 def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1 << 20) -> dict[str, int]:
@@ -791,11 +803,11 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     leave several for each multiprocessor.
     """
     most = 64 if narrow else 32
-    own = {"states": ("BV",), "outputs": ("BV",), "gradients": ("BK", "BV")}.get(kernel, ())
-    wide = narrow and bool(own)
-    if kernel == "states":
+    own = ("BK", "BV") if kernel == "gradients" else ("BV",)
+    wide = narrow
+    if "state" in kernel:
         wide = wide and heads * dk * dv >= WALKERS * 2 * most**2
-    if arch.startswith("sm_8") and kernel != "outputs":
+    if (arch.startswith("sm_8") and kernel != "outputs") or (kernel == "state_gradients" and arch != "sm_90"):
         wide = False  # these would spill
     columns = {
         name: max(16, min(2 * most if wide and name in own else most, common.power_of_two(n)))
@@ -804,10 +816,10 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     if kernel == "gradients":
         columns["BD"] = max(16, min(most, common.power_of_two(max(dk, dv))))
     warps = 4
-    ahead = 2 if wide or kernel.startswith("state") else 3  # those load all tiles of the next chunk
+    ahead = 2 if wide and "state" not in kernel else 3
     if kernel == "state_gradients" and arch.startswith("gfx"):
         ahead = 1  # more would take registers of the second half
-    if wide and arch == "sm_90" and kernel != "states" and max(dk if "BK" in own else 0, dv) > 2 * most:
+    if wide and arch == "sm_90" and "state" not in kernel and max(dk if "BK" in own else 0, dv) > 2 * most:
         deep = dk > 256  # then products of q and k are long, and what is loaded ahead for them takes the registers
         columns |= {name: min(n, common.power_of_two(d)) for name, n, d in (("BK", 256, dk), ("BV", 512, dv)) if name in own}
         warps, ahead = 8, 3
@@ -943,7 +955,7 @@ def _op_fake(  # type: ignore[no-untyped-def]
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
     shapes = ((B, H, DK, v.shape[-1]), (B, H, DK), (B, H)) if return_state else ((0,),) * 3
     state = [f.new_empty(shape) for shape in shapes]
-    gates = f.new_empty(6, plan.N, plan.places)
+    gates = f.new_empty(7, plan.N, plan.places)
     segments = f.new_empty((plan.N, plan.places) if resets is not None else (0,), dtype=torch.int32)
     # not [N, K, ...]: a trace with one chunk would be for one chunk only
     C = f.new_empty(plan.N, plan.chunks * DK * v.shape[-1], dtype=plan.between)
@@ -966,7 +978,7 @@ def _op_backward(
                              C, norm, reverse, eps, input_gate, normalize)
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
-    factors = gates.new_empty(3, plan.N, plan.places)
+    factors = gates.new_empty(5, plan.N, plan.places)
     links = gates.new_empty(2, plan.N, plan.chunks)
     per_chunk = plan.N * plan.chunks
     sizes = (plan.S, plan.H, plan.DK, plan.DV)
@@ -977,7 +989,7 @@ def _op_backward(
         _state_gradients[(plan.N * tiles,)](
             q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
             dC0 if given else None, dn0 if given else None, flows,
-            *sizes, *_strides(q, dh), plan.scales[0], **plan.all, **tile,
+            *sizes, *_strides(q, dh), **plan.all, **tile,
         )
         return dC, dnorm, flows
 
@@ -985,14 +997,14 @@ def _op_backward(
         rows, columns = (gates.new_empty(plan.k_tiles(tile), plan.N, plan.places) for _ in range(2))
         _gradients[(plan.tiles * (2 * plan.k_tiles(tile) + plan.v_tiles(tile)),)](
             q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
-            *sizes, *_strides(q, k, v, dh), *plan.scales, **plan.all, **tile,
+            *sizes, *_strides(q, k, v, dh), plan.scales[1], **plan.all, **tile,
         )
         return dq, dk, dv, rows, columns
 
     with common.on(q):
         dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
         _factors[(per_chunk,)](
-            dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), eps,
+            dh, h, gates, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), plan.scales[0], eps,
             EXP=plan.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(plan.DV))),
             **plan.way | {"num_warps": min(8, plan.chunk["L"] // 16)},
         )

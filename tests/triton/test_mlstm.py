@@ -76,8 +76,10 @@ def test_several_tiles_in_a_chunk(parts, gate, reverse, monkeypatch):
 
 
 def test_wide_heads_have_several_tiles_in_a_chunk():
-    for width, chunk in ((64, 64), (128, 128), (192, 128), (512, 128), (1024, 256)):
+    for width, chunk in ((64, 64), (128, 128), (192, 128), (256, 256), (1024, 256)):
         assert mlstm_triton.chunk(width, width, True)["L"] == chunk
+    assert mlstm_triton.chunk(256, 512, True)["L"] == 256
+    assert mlstm_triton.chunk(256, 512, False)["L"] == 64
     compare(inputs(1, 70, 1, 64, 64, state=True), resets=resets(1, 70, 31))
 
 
