@@ -798,38 +798,28 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     of gradients also the channels that a product takes at a time.
 
     A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
-    of those it writes, and where products take both factors from shared memory (sm_90), all of a wide head, by twice
-    the warps. Programs that walk over chunks are few: those are wide where heads (of all sequences together) and tiles
-    leave several for each multiprocessor.
+    of those it writes, and on NVIDIA's up to all of a wide head, by twice the warps. Programs that walk over chunks are
+    few: those are wide where heads (of all sequences together) and tiles leave several for each multiprocessor.
     """
     most = 64 if narrow else 32
-    own = ("BK", "BV") if kernel == "gradients" else ("BV",)
-    wide = narrow
-    if "state" in kernel:
-        wide = wide and heads * dk * dv >= WALKERS * 2 * most**2
-    if (arch.startswith("sm_8") and kernel != "outputs") or (kernel == "state_gradients" and arch != "sm_90"):
-        wide = False  # these would spill
-    columns = {
-        name: max(16, min(2 * most if wide and name in own else most, common.power_of_two(n)))
-        for name, n in (("BK", dk), ("BV", dv))
-    }
-    if kernel == "gradients":
-        columns["BD"] = max(16, min(most, common.power_of_two(max(dk, dv))))
-    warps = 4
-    ahead = 2 if wide and "state" not in kernel else 3
-    if kernel == "state_gradients" and arch.startswith("gfx"):
-        ahead = 1  # more would take registers of the second half
-    if wide and arch == "sm_90" and "state" not in kernel and max(dk if "BK" in own else 0, dv) > 2 * most:
-        deep = dk > 256  # then products of q and k are long, and what is loaded ahead for them takes the registers
-        columns |= {name: min(n, common.power_of_two(d)) for name, n, d in (("BK", 256, dk), ("BV", 512, dv)) if name in own}
-        warps, ahead = 8, 3
-        if kernel == "gradients":
-            columns |= {"BV": min(columns["BV"], 256 if deep else 512), "BD": 32}
+    walks, both = kernel.endswith(("states", "state_gradients")), kernel == "gradients"
+    wide = narrow and (not walks or heads * dk * dv >= WALKERS * 2 * most**2)
+    size = {name: max(16, common.power_of_two(n)) for name, n in (("BK", dk), ("BV", dv))}
+    tile = {"BK": min(2 * most if wide and both else most, size["BK"]), "BV": min(2 * most if wide else most, size["BV"])}
+    if both:
+        tile["BD"] = min(most, max(size.values()))
+    tile |= {"num_warps": 4, "num_stages": 2 if wide and not walks else 3}
+    widest = 512 if arch == "sm_90" else 256 if arch.startswith("sm_8") else 0  # columns that 8 warps can hold
+    columns = max(size.values()) if both else size["BV"]
+    if wide and not walks and widest and columns > (64 if both and widest == 256 else 128):
+        deep = dk > 256  # long products of q and k take registers too
+        tile["BV"] = min(256 if both and deep else widest, size["BV"])
+        if both:
+            tile |= {"BK": min(256, size["BK"]), "BD": 32}
         elif not deep:
-            columns["BK"] = 32
-        else:
-            ahead = 2
-    return {**columns, "num_warps": warps, "num_stages": ahead}
+            tile["BK"] = min(32, size["BK"])
+        tile |= {"num_warps": 8, "num_stages": 2 if deep and not both else 3}
+    return tile
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:
