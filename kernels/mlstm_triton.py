@@ -1,12 +1,13 @@
-"""The mLSTM in Triton: three or four launches forward, seven backward; one for a single token.
+"""The mLSTM in Triton: three or four launches forward, four backward; one for a single token.
 
 The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (sums and maxima over [L, L] tiles where
 one would scan; of many chunks each has a program, after one more launch that finds what m goes through), states before
-every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward: the states
-again, one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
+every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward, with the states kept:
+one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
 those of q, of k and of v, and chunk by chunk those of the gates.
 
-A chunk is one tile of tokens or two: longer chunks move fewer states, wider tiles would spill.
+A chunk is one, two or four tiles of tokens: longer chunks move fewer states, wider tiles would spill. Programs that read
+the same lie side by side in a grid, so that it comes from memory once and from the cache then.
 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
 beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
@@ -795,31 +796,32 @@ def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
 
 def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1 << 20) -> dict[str, int]:
     """Columns of keys and of values that a program of this kernel holds, its warps, and the stages of its pipelines;
-    of gradients also the channels that a product takes at a time.
+    of gradients also the channels that a product takes at a time (of outputs: BK).
 
     A program that makes all weights between two tiles of tokens should not do so for few columns: it has twice as many
     of those it writes, and on NVIDIA's up to all of a wide head, by twice the warps. Programs that walk over chunks are
     few: those are wide where heads (of all sequences together) and tiles leave several for each multiprocessor.
     """
     most = 64 if narrow else 32
-    walks, both = kernel.endswith(("states", "state_gradients")), kernel == "gradients"
+    walks, both = kernel in ("states", "state_gradients"), kernel == "gradients"
     wide = narrow and (not walks or heads * dk * dv >= WALKERS * 2 * most**2)
     size = {name: max(16, common.power_of_two(n)) for name, n in (("BK", dk), ("BV", dv))}
     tile = {"BK": min(2 * most if wide and both else most, size["BK"]), "BV": min(2 * most if wide else most, size["BV"])}
-    if both:
-        tile["BD"] = min(most, max(size.values()))
-    tile |= {"num_warps": 4, "num_stages": 2 if wide and not walks else 3}
-    widest = 512 if arch == "sm_90" else 256 if arch.startswith("sm_8") else 0  # columns that 8 warps can hold
     columns = max(size.values()) if both else size["BV"]
-    if wide and not walks and widest and columns > (64 if both and widest == 256 else 128):
-        deep = dk > 256  # long products of q and k take registers too
-        tile["BV"] = min(256 if both and deep else widest, size["BV"])
-        if both:
-            tile |= {"BK": min(256, size["BK"]), "BD": 32}
-        elif not deep:
-            tile["BK"] = min(32, size["BK"])
-        tile |= {"num_warps": 8, "num_stages": 2 if deep and not both else 3}
-    return tile
+    step, warps, ahead = min(most, max(size.values())), 4, 3
+    if wide and not walks:
+        widest = 512 if arch == "sm_90" else 256 if arch.startswith("sm_8") else 128  # columns that 8 warps can hold
+        if columns > (64 if both and widest == 256 else 128) and widest > 128:
+            tile["BV"], warps = min(widest, size["BV"]), 8
+            if both:
+                tile |= {"BK": min(256, size["BK"]), "BV": min(tile["BV"], 256 if dk > 256 else 512)}
+        # short steps, of which compilers unroll the loop; but not so many that this takes registers
+        step, ahead = (32, 3) if columns > most and (both or warps == 4 or dk <= 256) else (step, 2)
+    if both:
+        tile["BD"] = step
+    elif not walks:
+        tile["BK"] = min(step, size["BK"])
+    return {**tile, "num_warps": warps, "num_stages": ahead}
 
 
 def step_tiles(dk: int, dv: int, arch: str) -> dict[str, int]:

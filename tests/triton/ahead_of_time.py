@@ -172,7 +172,8 @@ def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
 
 def mlstm(width: int, dtype: torch.dtype, **change: Any) -> None:
     batch, seq = change.pop("batch", 2), change.pop("seq", 256)
-    q, k, v = (torch.zeros(batch, seq, 4, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    widths = (width, width, change.pop("values", width))
+    q, k, v = (torch.zeros(batch, seq, 4, n, dtype=dtype, requires_grad=True) for n in widths)
     i, f = (torch.zeros(batch, seq, 4, requires_grad=True) for _ in range(2))
     given: dict[str, Any] = {"reverse": False, "chunk_size": None, "eps": 1e-6, "input_gate": "exp"}
     marks = torch.zeros(2, seq, dtype=torch.bool) if change.pop("resets", False) else None
@@ -248,6 +249,8 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, seq=2048, resets=True)
     yield "mlstm D=512 bf16 many heads", mlstm_triton, lambda: mlstm(512, torch.bfloat16, batch=4)
+    yield "mlstm D=256 to 512 bf16 many heads", mlstm_triton, lambda: mlstm(
+        256, torch.bfloat16, values=512, batch=8)
     yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
     for width in (32, 64, 128, 256, 512, 1024):
         yield f"slstm D={width} bf16", slstm_triton, lambda n=width: slstm(n, torch.bfloat16)
