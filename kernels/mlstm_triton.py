@@ -817,6 +817,8 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
                 tile |= {"BK": min(256, size["BK"]), "BV": min(tile["BV"], 256 if dk > 256 else 512)}
         # short steps, of which compilers unroll the loop; but not so many that this takes registers
         step, ahead = (32, 3) if columns > most and (both or warps == 4 or dk <= 256) else (step, 2)
+    elif kernel == "state_gradients" and arch.startswith("gfx"):
+        ahead = 2  # more would take registers of the second half
     if both:
         tile["BD"] = step
     elif not walks:
