@@ -2,12 +2,12 @@
 
 The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (sums and maxima over [L, L] tiles where
 one would scan; of many chunks each has a program, after one more launch that finds what m goes through), states before
-every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward, with the states kept:
-one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
+every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward, with the states
+kept: one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
 those of q, of k and of v, and chunk by chunk those of the gates.
 
-A chunk is one, two or four tiles of tokens: longer chunks move fewer states, wider tiles would spill. Programs that read
-the same lie side by side in a grid, so that it comes from memory once and from the cache then.
+A chunk is one, two or four tiles of tokens: longer chunks move fewer states, wider tiles would spill. Programs that
+read the same lie side by side in a grid, so that it comes from memory once and from the cache then.
 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
 beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
@@ -39,9 +39,9 @@ from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
-# gates [7, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den, and with what weight
-# a token stands in the state that leaves its chunk; factors [5, N, T]
-# are 1 / (max + eps), dden, dm; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that
+# gates [7, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den, and the weight with
+# which a token stands in the state that leaves its chunk; factors [5, N, T] are 1 / (max + eps), dden, dm, and the
+# first two with u and the scale; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that
 # enters it, and 1 where it passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq
 # and k . dk, the sums of weight times gradient by reading and by written token: of one dden, so that what both contain
 # cancels, rounded or not.
@@ -252,7 +252,8 @@ def _states(
         keys = _tile(rows, dk, sign * j * ks, is_k, live)
         rows = _start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
         values = _tile(rows, sign * j * vs, dv, live, is_v)
-        # each product has its own weighted keys: in its own layout, without an exchange between threads
+        # the dot and n weigh keys each for itself, in its own layout: a product of both would go between threads. As a
+        # fused multiply-add, which compilers do not take for that product
         state += tl.dot((keys.to(tl.float32) * weight[None, :]).to(DOT), values.to(DOT), input_precision=PRECISION)
         if block % over == 0:
             total += tl.sum(tl.fma(keys.to(tl.float32), weight[None, :] + tl.zeros((BK, BT), tl.float32), 0.0), 1)
@@ -776,7 +777,10 @@ def _step(
 # Launching
 
 
-AXES = {"BK": (32, 64, 128, 256), "BV": (32, 64, 128, 256, 512), "BD": (32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}  # for tuning
+AXES = {  # for tuning
+    "BK": (32, 64, 128, 256), "BV": (32, 64, 128, 256, 512), "BD": (32, 64),
+    "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4),
+}
 WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
@@ -806,7 +810,8 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     walks, both = kernel in ("states", "state_gradients"), kernel == "gradients"
     wide = narrow and (not walks or heads * dk * dv >= WALKERS * 2 * most**2)
     size = {name: max(16, common.power_of_two(n)) for name, n in (("BK", dk), ("BV", dv))}
-    tile = {"BK": min(2 * most if wide and both else most, size["BK"]), "BV": min(2 * most if wide else most, size["BV"])}
+    cap = {"BK": 2 * most if wide and both else most, "BV": 2 * most if wide else most}
+    tile = {name: min(cap[name], n) for name, n in size.items()}
     columns = max(size.values()) if both else size["BV"]
     step, warps, ahead = min(most, max(size.values())), 4, 3
     if wide and not walks:
