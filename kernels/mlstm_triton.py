@@ -808,7 +808,8 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
     """
     most = 64 if narrow else 32
     walks, both = kernel in ("states", "state_gradients"), kernel == "gradients"
-    wide = narrow and (not walks or heads * dk * dv >= WALKERS * 2 * most**2)
+    amd = arch.startswith("gfx")
+    wide = narrow and (not walks or (not amd and heads * dk * dv >= WALKERS * 2 * most**2))
     size = {name: max(16, common.power_of_two(n)) for name, n in (("BK", dk), ("BV", dv))}
     cap = {"BK": 2 * most if wide and both else most, "BV": 2 * most if wide else most}
     tile = {name: min(cap[name], n) for name, n in size.items()}
@@ -822,8 +823,8 @@ def tiles(kernel: str, dk: int, dv: int, narrow: bool, arch: str, heads: int = 1
                 tile |= {"BK": min(256, size["BK"]), "BV": min(tile["BV"], 256 if dk > 256 else 512)}
         # short steps, of which compilers unroll the loop; but not so many that this takes registers
         step, ahead = (32, 3) if columns > most and (both or warps == 4 or dk <= 256) else (step, 2)
-    elif kernel == "state_gradients" and arch.startswith("gfx"):
-        ahead = 2  # more would take registers of the second half
+    elif walks and amd:
+        ahead = 2  # more, or wider tiles, would take registers of the second half
     if both:
         tile["BD"] = step
     elif not walks:
