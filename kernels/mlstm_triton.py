@@ -34,7 +34,7 @@ from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import large, normal
-from seqblocks.kernels.triton_common import binary, exp, jit, lined, log_sigmoid, tl, up
+from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, over, tl, up
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
@@ -708,9 +708,9 @@ def _gate_gradients(
     dlog_f = _sums(segment, read - dlog_i, segments is not None) + reaches
     if not EXP:
         raw = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        dlog_i *= 1.0 / (1.0 + exp(raw))
+        dlog_i *= over(1.0 + exp(raw))
     raw = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    dlog_f *= 1.0 / (1.0 + exp(raw))
+    dlog_f *= over(1.0 + exp(raw))
     to = _start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     tl.store(di + to, dlog_i, live)
     tl.store(df + to, dlog_f, live)
@@ -913,9 +913,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
-    far = 2**31 // 256  # within a tile of tokens offsets are of 32 bits
-    near = [lined(x) if x.stride(1) < far else x.contiguous() for x in lines]
-    return near + [None if x is None else x.contiguous() for x in whole]
+    return [common.near(x, 256) for x in lines] + [None if x is None else x.contiguous() for x in whole]
 
 
 @common.custom_op("seqblocks::mlstm_triton")
