@@ -148,19 +148,8 @@ def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | Non
         return list(_rows(model, node.bodies[""], tokens, depth, name))
     groups: list[Row] = []
     for label, body in node.bodies.items():
-        rows = list(_rows(model, body, tokens, depth, graph.join(name, label)))
-        row = Row(
-            [label],
-            "",
-            "layer" if node.kind == "repeat" else "branch",
-            str(model.types[body.input]),
-            str(model.types[body.result]),
-            graph.count(body),
-            macs(body, tokens),
-            count_state(body),
-            input_macs(body, tokens),
-            rows=rows,
-        )
+        kind = "layer" if node.kind == "repeat" else "branch"
+        row = _whole(model, body, [label], kind, tokens, depth, graph.join(name, label))
         same = next((g for g in groups if node.kind == "repeat" and _alike(g, row)), None)
         if same:
             same.names.append(label)
@@ -175,10 +164,20 @@ def _directions(model: Model, node: graph.Node, tokens: int | None, depth: int |
     inside = list(graph.parameters(body))
     alike = len(node.owned) == len(inside)
     owned = sum(item.parameter.numel for item in inside if item.name in node.owned and item.tied is None)
-    first = Row(
-        list(node.directions) if alike else [node.directions[0]],
+    names = list(node.directions) if alike else [node.directions[0]]
+    first = _whole(model, body, names, "direction", tokens, depth, name)
+    others = [] if alike else node.directions[1:]
+    return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
+
+
+def _whole(
+    model: Model, body: graph.Graph, names: list[str], kind: str, tokens: int | None, depth: int | None, name: str
+) -> Row:
+    """A body as one line, with those of its steps below it."""
+    return Row(
+        names,
         "",
-        "direction",
+        kind,
         str(model.types[body.input]),
         str(model.types[body.result]),
         graph.count(body),
@@ -187,8 +186,6 @@ def _directions(model: Model, node: graph.Node, tokens: int | None, depth: int |
         input_macs(body, tokens),
         rows=list(_rows(model, body, tokens, depth, name)),
     )
-    others = [] if alike else node.directions[1:]
-    return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
 
 
 def _alike(a: Row, b: Row) -> bool:
