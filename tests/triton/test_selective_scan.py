@@ -102,9 +102,10 @@ def test_sums_over_channels(shape: dict[str, Any], sums: tuple[Any, int], monkey
 
 def test_sums_are_cut_off_only_where_results_are() -> None:
     tile = selective_scan_triton.tiles(16, 64, True, "sm_90")
-    wide, narrow = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
-    kinds = [selective_scan_triton._summing("sm_90", *x, tile)[0] for x in ((narrow, narrow), (narrow, wide))]
-    assert kinds == ["tf32", "twice"]
+    wide, half, narrow = (torch.empty(0, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    pairs = (narrow, narrow), (narrow, wide), (half, half), (narrow, half)
+    kinds = [selective_scan_triton._summing("sm_90", *x, tile)[0] for x in pairs]
+    assert kinds == ["tf32", "twice", "twice", "twice"]
 
 
 def test_twice_is_exact_where_units_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +120,12 @@ def test_twice_is_exact_where_units_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", cut)
     given = tensors(batch=1, S=5, E=20, N=16)
-    check(given)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check(given, dtype=dtype)
     monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: ("tf32", 8))
-    with pytest.raises(AssertionError):
-        check(given)
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(AssertionError):
+            check(given, dtype=dtype)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
