@@ -488,8 +488,7 @@ def _scan_backward(
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
                 if resets is not None:
-                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0)
-                    decay = tl.where(fresh != 0, 0.0, decay)
+                    h = tl.where(tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0) != 0, 0.0, h)
                 write = tl.load(row)[:, None] if writes is None else writes
                 read = tl.load(row + CHUNK * BN)[:, None] if reads is None else reads
                 h = decay * h + tl.load(plane + PLANE)[None, :] * write
@@ -507,13 +506,13 @@ def _scan_backward(
         for back in tl.range(0, count, STEPS, num_stages=1):
             i = (count - 1) // STEPS * STEPS - back
             h = tl.load(cells + i // STEPS * (BE * BN))
-            hs, decays = (), ()  # before these tokens
+            hs, decays, begins = (), (), ()  # states before these tokens
             for j in tl.static_range(STEPS):
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
-                if resets is not None:
-                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0)
-                    decay = tl.where(fresh != 0, 0.0, decay)
+                if resets is not None:  # not by a decay of 0: what comes over from a sequence may be infinite
+                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0) != 0
+                    h, begins = tl.where(fresh, 0.0, h), begins + (fresh,)
                 hs, decays = hs + (h,), decays + (decay,)
                 if j + 1 < STEPS:
                     write = tl.load(row)[:, None] if writes is None else writes
@@ -525,6 +524,8 @@ def _scan_backward(
                 grad = tl.load(plane + 2 * PLANE)[None, :] * read + carry  # of the state after this token
                 tl.store(plane + 4 * PLANE, tl.sum(grad * write, 0))
                 carry = decays[j] * grad
+                if resets is not None:
+                    carry = tl.where(begins[j], 0.0, carry)
                 p = carry * hs[j]
                 tl.store(plane + 5 * PLANE, tl.sum(p * rate, 0))
                 dA_sum += p * tl.load(plane)[None, :]

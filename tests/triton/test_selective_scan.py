@@ -219,6 +219,26 @@ def test_resets_are_each_piece_on_its_own() -> None:
         torch.testing.assert_close(packed[:, a:b], selective_scan(**cut, backend="triton"), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of an infinite state, times zero
+def test_nothing_comes_over_from_a_sequence_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward, where states are made again; in segments too."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    given = {k: v.float() for k, v in tensors(batch=1, S=40, bare=True).items()}
+    alone = {k: v if k == "A" else v[:, 10:] for k, v in given.items()}
+    given["u"][:, :10] = torch.inf
+    marks = torch.zeros(1, 40, dtype=torch.bool)
+    marks[0, 10] = True
+
+    def run(tensors: dict[str, Tensor], resets: Tensor | None) -> list[Tensor]:
+        leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+        y = selective_scan(**leaves, resets=resets, backend="triton")[:, -30:]
+        per_token = [x for k, x in leaves.items() if k != "A"]  # A's is a sum over all
+        return [y, *(g[:, -30:] for g in torch.autograd.grad(y.square().sum(), per_token))]
+
+    for found, expected in zip(run(given, marks), run(alone, None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=float32_bar(30))
+
+
 @pytest.mark.parametrize(("batch", "S"), [(0, 5), (2, 0)])
 def test_empty(batch: int, S: int) -> None:
     given = {k: v.float().requires_grad_() for k, v in tensors(batch, S).items()}
