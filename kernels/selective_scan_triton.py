@@ -677,10 +677,10 @@ def _op(
     h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `keep`)."""
+    if u.shape[1] > 1:  # every program would do it, three instructions for two numbers
+        B, C = B.float(), C.float()
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
-    if S > 1 or large():  # every program would do it, three instructions for two numbers
-        B, C = B.float(), C.float()
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
 

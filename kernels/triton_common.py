@@ -105,8 +105,8 @@ def lined(x: Tensor) -> Tensor:
 
 
 def near(x: Tensor, tokens: int) -> Tensor:
-    """x [B, S, ...] in lines, so many tokens within 31 bits of each other: kernels count from the first of them."""
-    return lined(x) if x.stride(1) < 2**31 // tokens else x.contiguous()
+    """x [B, S, E] or [B, S, G, N] in lines, with all of a token, and so many tokens from any one on, within 31 bits."""
+    return lined(x) if max(x.stride(1) * tokens, x.stride(2) * x.shape[2]) < 2**31 else x.contiguous()
 
 
 def marks(resets: Tensor | None) -> Tensor | None:

@@ -168,6 +168,15 @@ def test_any_layout(view: compare.View) -> None:
     check(tensors(groups=2), views=dict.fromkeys(("u", "dt", "z", "B", "C", "A", "state"), view))
 
 
+def test_windows_into_one_another() -> None:
+    """Of states that lie one number further for each token: what is made float32 has to lie in lines again."""
+    given = {k: v.bfloat16() for k, v in tensors(batch=1, S=5, N=8, bare=True).items()}
+    given["B"] = draw(1, 12).bfloat16().unfold(1, 8, 1)
+    found = selective_scan(**given, backend="triton")
+    given["B"] = given["B"].contiguous()
+    assert torch.equal(found, selective_scan(**given, backend="triton"))
+
+
 def test_any_layout_of_the_upstream_gradient() -> None:
     """Slices, transposes and sums hand back gradients with strides of their own."""
 
@@ -248,17 +257,33 @@ def test_empty(batch: int, S: int) -> None:
     (y.sum() + last.sum()).backward()
 
 
-def test_offsets_beyond_31_bits() -> None:
-    """Tokens 2^30 elements apart, in memory that is promised and never touched."""
-    try:
-        memory = torch.empty(3 * 2**30 + 4, dtype=torch.float16)
-    except RuntimeError:
-        pytest.skip("6 GB of address space are not to be had")
-    u = memory.as_strided((1, 4, 4), (0, 2**30, 1))
-    given = {k: v.float() for k, v in tensors(batch=1, S=4, bare=True).items()}
+@pytest.mark.parametrize(("S", "apart"), [(4, 2**30), (70, 2**25 - 16)])
+def test_offsets_beyond_31_bits(S: int, apart: int) -> None:
+    """Tokens so far apart that they are copied, or that chunks are; in memory that is promised and hardly touched."""
+    u = promised().as_strided((1, S, 4), (0, apart, 1))
+    given = {k: v.float() for k, v in tensors(batch=1, S=S, bare=True).items()}
     u.copy_(given["u"])
     found, expected = (selective_scan(**{**given, "u": x}, backend="triton") for x in (u, u.contiguous()))
     assert torch.equal(found, expected)
+
+
+def test_groups_beyond_31_bits() -> None:
+    B = promised().as_strided((1, 3, 3, 3), (0, 3, 2**30, 1))
+    given = {k: v.half() for k, v in tensors(batch=1, S=3, E=3, groups=3, bare=True).items()}
+    B.copy_(given["B"])
+    given["u"].requires_grad_()
+    found, expected = (
+        torch.autograd.grad(selective_scan(**{**given, "B": x}, backend="triton").sum(), given["u"])[0]
+        for x in (B, B.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
+def promised() -> Tensor:
+    try:
+        return torch.empty(3 * 2**30 + 9, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("6 GB of address space are not to be had")
 
 
 def test_states_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
