@@ -1,4 +1,5 @@
-"""The selective scan in Triton: one launch forward, one backward, and sums of the backward's partial results.
+"""The selective scan in Triton: one launch forward, one backward (a large batch takes several), and sums of the
+backward's partial results.
 
 A program owns BE channels of one sequence with all their states and walks along the tokens, from either end: no tensor
 is flipped. dt's bias and softplus, the skip D u and the gate silu(z) are part of the walk. STEPS tokens are loaded
@@ -32,6 +33,7 @@ from seqblocks.kernels.triton_common import exp, jit, over, silu, softplus, tl, 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
 SCHEDULERS = 4 * 132  # of an H100 or H200: each issues for one warp at a time
+AT_ONCE = 16 * SCHEDULERS  # warps of a backward launch, about: each of its programs has memory of its own
 AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 8)}  # for tuning
 
 
@@ -421,8 +423,8 @@ def _scan_backward(
 ):
     """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
 
-    gb, gs: strides of dy. dlast [B K, N, E]: what comes to each segment from the one behind it. EVEN: the channels have
-    no incomplete block. ROWS, LINES: tokens of a tile with all channels, or all states.
+    B: sequences of this launch. gb, gs: strides of dy. dlast [B K, N, E]: what comes to each segment from the one
+    behind it. EVEN: the channels have no incomplete block. ROWS, LINES: tokens of a tile with all channels or states.
     """
     b, begin, end, group, within, e = _mine(S, K, L, W, BE)
     groups = tl.num_programs(1) // tl.cdiv(W, BE)
@@ -632,8 +634,11 @@ def _strides(*tensors: Tensor | None) -> list[int | None]:
     return out
 
 
-def _launch(way: str, u: Tensor, A: Tensor, groups: int, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
-    about = (*A.shape, groups, u.dtype, common.power_of_two(u.shape[0]), common.power_of_two(u.shape[1]))
+def _launch(
+    way: str, u: Tensor, A: Tensor, B: Tensor, C: Tensor, tile: tuning.Tile, go: tuning.Go
+) -> Sequence[Tensor]:
+    kind = groups_of(B, C), B.dim(), C.dim()
+    about = (*A.shape, *kind, u.dtype, common.power_of_two(u.shape[0]), common.power_of_two(u.shape[1]))
     return tuning.launch(f"selective_scan.{way}", about, u, tile, AXES, go)
 
 
@@ -686,9 +691,10 @@ def _op(
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
-        starts = None if h0 is None else h0.transpose(1, 2).contiguous()
         if cut.K > 1:
-            starts = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
+            starts: Tensor | None = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
+        else:
+            starts = None if h0 is None else h0.transpose(1, 2).contiguous()
         _scan[cut.grid](
             u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if keep else None,
             S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
@@ -697,7 +703,7 @@ def _op(
         return y, last
 
     with common.on(u):
-        _launch("forward", u, A, groups, tiles(N, W, False, common.arch(u)), go)
+        _launch("forward", u, A, B, C, tiles(N, W, False, common.arch(u)), go)
     return y, last, between
 
 
@@ -725,36 +731,59 @@ def _op_backward(
     dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
+    kept = up(S, CHUNK) * E * N  # numbers of a sequence
 
     def go(tile: tuning.Tile) -> Sequence[Tensor]:
         cut = _Cut(u, A, groups, W, tile)
-        ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
         if cut.K > 1:
             # which is a walk like the forward one, and is launched like it
             ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), cut.K)
-            ends = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
-        rows, blocks = batch * cut.K, cut.grid[1] // groups
+            ends: Tensor | None = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
+        else:
+            ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
+        turned = A.t().contiguous()
+        K, programs = cut.K, cut.grid[1]
+        rows, own = batch * K, scratch_of(**tile)
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
-        dB, dC = (parts(blocks, batch, S, groups, N) if x.dim() == 4 else parts(rows, E, N) for x in (B, C))
-        own = scratch_of(**tile)
-        scratch = parts(rows * groups * blocks, own)
+        constants = [parts(rows, E, N, of=x if x.dim() == 2 else None) for x in (B, C)]
         four = 4 * common.lanes(common.arch(u)) * tile["num_warps"]  # numbers of a tile: four a thread
         dot, columns = _summing(common.arch(u), B, C, tile)
-        _scan_backward[cut.grid](
-            dy, ends, u, dt, A.t().contiguous(), B, C, D, z, bias, between, resets, scratch,
-            du, ddt, dA, dB, dC, dD, dz, dbias, dh0,
-            S, cut.K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
-            SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
-            ROWS=min(CHUNK // 2, max(1, four // tile["BE"])), LINES=min(CHUNK, max(1, four // tile["BN"])),
-            SCRATCH=own, **tile,
-        )
-        return dA, dB, dC, dD, dbias, du, ddt, dh0
+        most = up(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
+
+        def walk(first: int) -> list[Tensor]:
+            """The launch for sequences from the first on; what it adds to dB and dC."""
+            count = min(most, batch - first)
+
+            def some(x: Any, each: int = 1) -> Any:
+                return x if x is None or count == batch else x[first * each : (first + count) * each]
+
+            B_, C_ = (x if x.dim() == 2 else some(x) for x in (B, C))
+            added = [
+                some(of, K) if x.dim() == 2 else parts(programs // groups, count, S, groups, N)
+                for x, of in zip((B, C), constants, strict=True)
+            ]
+            _scan_backward[count * K, programs](
+                some(dy), some(ends, K), some(u), some(dt), turned, B_, C_, D, some(z), bias, some(between, kept),
+                some(resets), parts(count * K * programs, own),
+                some(du), some(ddt), some(dA, K), *added, some(dD, K), some(dz), some(dbias, K), some(dh0),
+                S, K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
+                SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
+                ROWS=min(CHUNK // 2, max(1, four // tile["BE"])), LINES=min(CHUNK, max(1, four // tile["BN"])),
+                SCRATCH=own, **tile,
+            )
+            return [part if x.dim() == 2 else part.sum(0) for x, part in zip((B, C), added, strict=True)]
+
+        walks = [walk(first) for first in range(0, batch, most)]
+        dB, dC = walks[0] if len(walks) == 1 else map(torch.cat, zip(*walks, strict=True))
+        dB, dC = (part.sum(0) if x.dim() == 2 else part for x, part in ((B, dB), (C, dC)))
+        dD, dbias = (part if x is None else part.sum(0) for x, part in ((D, dD), (bias, dbias)))
+        return du, ddt, dA.sum(0), dB, dC, dD, dz, dbias, dh0
 
     with common.on(u):
         static = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()))
-        dA, dB, dC, dD, dbias, *_ = _launch("backward", u, A, groups, static, go)
-    sums = [x.sum(0).to(like.dtype) if like is not None else x for x, like in ((dA, A), (dB, B), (dC, C), (dD, D))]
-    return [du, ddt, *sums, dz, dbias.sum(0).to(bias.dtype) if bias is not None else dbias, dh0]
+        grads = _launch("backward", u, A, B, C, static, go)
+    like = (u, dt, A, B, C, D, z, bias, None)
+    return [x if of is None else x.to(of.dtype) for x, of in zip(grads, like, strict=True)]
 
 
 @_op_backward.register_fake

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import causal_conv, head_norm, headwise_linear, selective_scan, triton_common, why
+from seqblocks.kernels import (
+    causal_conv,
+    head_norm,
+    headwise_linear,
+    selective_scan,
+    selective_scan_triton,
+    triton_common,
+    why,
+)
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar
 
@@ -60,6 +68,13 @@ def test_selective_scan_with_groups_and_constants(shape: dict[str, Any]) -> None
 @pytest.mark.parametrize("view", [compare.wide, compare.scattered, compare.turned])
 def test_selective_scan_in_any_layout(view: compare.View) -> None:
     check_scan(scan(2, 40, 48, 16), views=dict.fromkeys(("u", "dt", "z", "B", "C", "A", "state"), view))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selective_scan_backward_in_several_launches(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence each, of which all but the first begin where no wide word does."""
+    monkeypatch.setattr(selective_scan_triton, "AT_ONCE", 1)
+    check_scan(scan(3, 37, 71, 16), dtype=dtype, resets=compare.resets(3, 37))
 
 
 def conv(batch: int, S: int, D: int, K: int) -> dict[str, Tensor]:

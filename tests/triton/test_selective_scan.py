@@ -66,6 +66,30 @@ def test_sequences_are_cut_where_programs_are_few() -> None:
     assert selective_scan_triton.segments(1, 100) == 1
 
 
+@pytest.mark.parametrize("shape", [{}, {"constant": "B", "bare": True}, {"groups": 2}], ids=str)
+def test_a_large_batch_takes_several_launches(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, where each program has memory of its own: two sequences, and the third. The same bits as in one."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    monkeypatch.setattr(selective_scan_triton, "CHUNK", 4)
+    given = {k: v.float().requires_grad_() for k, v in tensors(batch=3, S=6, **shape).items()}
+    options = {"resets": compare.resets(3, 6), "return_state": True, "backend": "triton"}
+    whole = compare.outputs_and_gradients(selective_scan, given, {}, options)
+    of_two = 2 * 2 * shape.get("groups", 1)  # two sequences of two segments, one warp for each group
+    monkeypatch.setattr(selective_scan_triton, "AT_ONCE", of_two)
+    rows, launch = [], selective_scan_triton._scan_backward
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            rows.append(grid[0])
+            return launch[grid]
+
+    monkeypatch.setattr(selective_scan_triton, "_scan_backward", Counted())
+    parts = compare.outputs_and_gradients(selective_scan, given, {}, options)
+    assert rows == [4, 2]
+    for name, value in whole.items():
+        assert torch.equal(parts[name], value), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("S", [63, 64, 130])
 def test_longer(S: int) -> None:
