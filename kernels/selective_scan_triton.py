@@ -90,8 +90,8 @@ def _get(x, there):
 def _tokens(
     x, dt, z, B, C, resets, i, rest, live, known, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
 ):
-    """What STEPS tokens bring, as it lies there, i tokens after those that are pointed at, of which `rest` are left.
-    The last one again beyond them; a mark of its own it has no more."""
+    """What STEPS tokens bring, as it lies in memory, from the i-th on after the one that is pointed at. There are
+    `rest` of them; beyond these it is the last one's again, but not its mark."""
     xs_, dts, zs_, Bts, Cts, fresh = (), (), (), (), (), ()
     for j in tl.static_range(STEPS):
         t = SIGN * min(i + j, rest - 1)

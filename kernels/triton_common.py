@@ -220,7 +220,11 @@ def exp(x):
 @jit
 @no_type_check
 def over(x):
-    """1 / x of an x from 1 up, within 4e-7 of itself. A division is five instructions more, for smaller ones."""
+    """1 / x of an x from 1 up, within 4e-7 of itself. A division is five instructions more, for smaller ones.
+
+    NVIDIA's inverse square root is within 2^-22.9 of itself; its square within twice that, and a rounding. Where 1 / x
+    is below 1.2e-38 it may be 0.
+    """
     r = tl.math.rsqrt(x)
     return r * r
 
@@ -228,7 +232,11 @@ def over(x):
 @jit
 @no_type_check
 def log_sigmoid(x):
-    """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3: exact to 1.4e-8, relatively, at any x."""
+    """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3.
+
+    The series leaves out 1.4e-8 of the logarithm at any x; `over` adds its 4e-7, and the exponential what its
+    argument's rounding makes of it.
+    """
     v = exp(-tl.abs(x))
     r = v * over(2.0 + v)
     y = r * r
