@@ -94,10 +94,13 @@ def test_by_tiles(batch, heads, width, reset, reverse):
 @pytest.mark.usefixtures("by_team")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40), (33, 2, 64)])
-def test_by_team(batch, heads, width, reset, reverse):
-    x = inputs(batch, 6, heads, width, state=batch > 2)
-    compare(x, reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
+@pytest.mark.parametrize(
+    ("batch", "heads", "width", "seq"),
+    [(2, 2, 20, 6), (17, 1, 40, 6), pytest.param(33, 2, 64, 4, marks=pytest.mark.slow)],
+)
+def test_by_team(batch, heads, width, seq, reset, reverse):
+    x = inputs(batch, seq, heads, width, state=batch > 2)
+    compare(x, reverse=reverse, resets=resets(batch, seq, 3) if reset else None)
 
 
 @pytest.mark.usefixtures("by_team")
