@@ -106,6 +106,20 @@ def _gates(i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is
     )
 
 
+@jit
+@no_type_check
+def _keep(states, gates_if, gates_zo, at, plane, here, c, n, m, i, f, z, o):
+    """Of a token, for the backward pass, if there will be one."""
+    if states is not None:
+        tl.store(states + at, c, here)
+        tl.store(states + plane + at, n, here)
+        tl.store(states + 2 * plane + at, m, here)
+        tl.store(gates_if + at, i, here)
+        tl.store(gates_if + plane + at, f, here)
+        tl.store(gates_zo + at, z.to(gates_zo.dtype.element_ty), here)
+        tl.store(gates_zo + plane + at, o.to(gates_zo.dtype.element_ty), here)
+
+
 @jit(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan(
@@ -165,14 +179,7 @@ def _scan(
         out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), here)
-        if states is not None:
-            tl.store(states + at, c, here)
-            tl.store(states + plane + at, n, here)
-            tl.store(states + 2 * plane + at, m, here)
-            tl.store(gates_if + at, xi, here)
-            tl.store(gates_if + plane + at, xf, here)
-            tl.store(gates_zo + at, xz.to(gates_zo.dtype.element_ty), here)
-            tl.store(gates_zo + plane + at, xo.to(gates_zo.dtype.element_ty), here)
+        _keep(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
     tl.store(y1 + cell, out, here)
     tl.store(c1 + cell, c, here)
     tl.store(n1 + cell, n, here)
@@ -235,14 +242,7 @@ def _scan_by_tiles(
             tl.store(c1 + cell, c, here)
             tl.store(n1 + cell, n, here)
             tl.store(m1 + cell, m, here)
-            if states is not None:
-                tl.store(states + at, c, here)
-                tl.store(states + plane + at, n, here)
-                tl.store(states + 2 * plane + at, m, here)
-                tl.store(gates_if + at, xi, here)
-                tl.store(gates_if + plane + at, xf, here)
-                tl.store(gates_zo + at, xz.to(gates_zo.dtype.element_ty), here)
-                tl.store(gates_zo + plane + at, xo.to(gates_zo.dtype.element_ty), here)
+            _keep(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
         tl.debug_barrier()  # the next token reads what other threads wrote
 
 
@@ -489,14 +489,7 @@ def _scan_by_team(
         # what the others do not wait for
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), here)
-        if states is not None:
-            tl.store(states + at, c, here)
-            tl.store(states + plane + at, n, here)
-            tl.store(states + 2 * plane + at, m, here)
-            tl.store(gates_if + at, xi, here)
-            tl.store(gates_if + plane + at, xf, here)
-            tl.store(gates_zo + at, xz.to(gates_zo.dtype.element_ty), here)
-            tl.store(gates_zo + plane + at, xo.to(gates_zo.dtype.element_ty), here)
+        _keep(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
         next_i, next_f, next_z, next_o, _ = _gates(
             i, f, z, o, None, t - 1 if REVERSE else t + 1, b, wide, S, ib, js, fb, fs, zb, zs, ob, os,
             b < tl.where(step + 1 < S, B, 0), is_d,
