@@ -659,8 +659,8 @@ class _Cut:
         self, given: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
         resets: Tensor | None, softplus: bool, reverse: bool, back: bool,
     ) -> Tensor:
-        """[B K, E, N]: two launches, see `_ends` and `_carry`."""
-        ends, starts = (A.new_empty(self.batch * self.K, self.E, self.N) for _ in range(2))
+        """[B K, N, E]: two launches, see `_ends` and `_carry`."""
+        ends, starts = (A.new_empty(self.batch * self.K, self.N, self.E) for _ in range(2))
         sums = A.new_empty(self.batch * self.K, self.E)
         broken = None if resets is None else A.new_empty(self.batch * self.K, dtype=torch.int32)
         _ends[self.grid](
