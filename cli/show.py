@@ -129,7 +129,8 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
         total = options.batch * found.state_bytes
         many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""
         yield "state", f"{found.state:,} numbers, {output.bytes_of(found.state_bytes)} per sequence{many}"
-    yield "streaming", "yes, step by step" if found.streams is None else f"no: {found.streams}"
+    how = "step by step" if found.frame_size == 1 else f"{found.frame_size} tokens at a time"
+    yield "streaming", f"yes, {how}" if found.streams is None else f"no: {found.streams}"
     for note in found.notes:
         yield "note", note
 

@@ -7,6 +7,7 @@ without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -184,6 +185,11 @@ def stream_obstacle(graph: Graph) -> tuple[Node, str] | None:
         if why:
             return node, why
     return None
+
+
+def frame_size(graph: Graph) -> int:
+    """How many tokens of the input a stream takes at once: 1, or what every token of a coarser wire stands for."""
+    return math.lcm(*(node.type.every for node in walk(graph) if node.type))
 
 
 def verify(model: Model) -> None:

@@ -21,6 +21,7 @@ class SequenceModel(Body):
 
     Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
     width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
+    `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
     def __init__(self, model: Model) -> None:
@@ -28,6 +29,8 @@ class SequenceModel(Body):
         self.graph = model
         obstacle = graph.stream_obstacle(model.graph)
         self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
+        self.frame_size = graph.frame_size(model.graph)
+        self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
 
     def forward(
         self,
@@ -49,6 +52,9 @@ class SequenceModel(Body):
         streaming = state is not None or return_state
         if streaming and self._obstacle:
             raise RunError(self._obstacle)
+        size = self.frame_size
+        if streaming and size > 1 and x.shape[1] % size:
+            raise RunError(f"the model streams {size} tokens at a time: give it a multiple, not {x.shape[1]}")
         if state is not None:
             check_state(self.graph, state, x.shape[0], x.device)
         if cu_seqlens is not None:
@@ -73,8 +79,14 @@ class SequenceModel(Body):
         """One token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state).
 
         resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
+
+        A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or numbers [batch,
+        frame_size]) -> (y [batch, tokens, features], state), with what the output has of a frame. It knows no resets.
         """
         self._check_call(x, resets, step=True)
+        if self.frame_size > 1:
+            done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
+            return done
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         return (y.squeeze(1) if y.ndim == 3 else y), states
@@ -126,7 +138,7 @@ class SequenceModel(Body):
         for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
             if given is not None and not isinstance(given, Tensor):
                 raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-        who, axes = ("a step", ["batch"]) if step else ("the model", ["batch", "seq"])
+        who, axes = ("a step", self._step_axes) if step else ("the model", ["batch", "seq"])
         if not isinstance(x, Tensor):
             raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
         if step and self._obstacle:

@@ -65,6 +65,7 @@ class Summary:
     dtype: str
     rows: list[Row]
     streams: str | None  # why it cannot, or None
+    frame_size: int  # how many tokens a stream takes at once
     input_macs: float | None = None  # of one whole input; None: unknown
     counted_per: str = "token"  # what a person counts costs by: token, sequence or image
     notes: list[str] = field(default_factory=list)
@@ -106,6 +107,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         dtype,
         rows,
         streams,
+        graph.frame_size(model.graph),
         input_macs(model.graph, tokens),
         _counted_per(model, tokens),
         notes,

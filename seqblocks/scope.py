@@ -23,9 +23,9 @@ from seqblocks.spec import STEP_KEYS, is_name
 RESERVED_NAMES = frozenset(
     (
         "forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
-        "parameter_groups", "tie", "reset_parameters", "input", "T_destination", "add_module", "apply", "bfloat16",
-        "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches", "eval",
-        "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
+        "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
+        "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
+        "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
         "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
         "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
         "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",

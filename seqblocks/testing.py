@@ -31,22 +31,24 @@ def check_law(
 
     Without one: 1e-9 for a float64 model, the one to check with, and half the digits of its dtype for another.
 
-    cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence.
+    cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence. A model
+    that changes the rate of its tokens knows no resets; seq and cuts then count frames of `model.frame_size` tokens.
     """
     model.init_state(batch)  # a model that cannot stream says why
     if model.graph.input.kind == "image":
         raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
-    x = random_input(model, batch, seq, seed)
+    frame = model.frame_size
+    x = random_input(model, batch, seq * frame, seed)
     if tolerance is None:
         dtype = next((p.dtype for p in model.parameters()), torch.float64)
         tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
-    marks = torch.zeros(batch, seq, dtype=torch.bool, device=x.device)
+    marks = torch.zeros(batch, seq * frame, dtype=torch.bool, device=x.device)
     for row, at in resets:
-        marks[row % batch, at % seq] = True
+        marks[row % batch, at % seq * frame] = True
     given = marks if resets else None
     whole, last = model(x, return_state=True, resets=given)
-    bounds = sorted({0, seq, *(c for c in cuts if 0 < c < seq)})
-    for name, edges in (("chunks", bounds), ("steps", list(range(seq + 1)))):
+    bounds = [c * frame for c in sorted({0, seq, *(c for c in cuts if 0 < c < seq)})]
+    for name, edges in (("chunks", bounds), ("steps", list(range(0, seq * frame + 1, frame)))):
         if name == "steps" and resets:
             found, state = _chunks(model, x, edges, marks)
         elif name == "steps":
@@ -87,9 +89,10 @@ def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor
 
 def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
     parts, state = [], model.init_state(x.shape[0])
-    for t in range(x.shape[1]):
-        y, state = model.step(x[:, t], state)
-        parts.append(y.unsqueeze(1) if model.graph.output and model.graph.output.kind == "sequence" else y)
+    one = model.frame_size == 1
+    for t in range(0, x.shape[1], model.frame_size):
+        y, state = model.step(x[:, t] if one else x[:, t : t + model.frame_size], state)
+        parts.append(y.unsqueeze(1) if one and model.graph.output and model.graph.output.kind == "sequence" else y)
     return _joined(parts), state
 
 

@@ -10,13 +10,13 @@ from seqblocks.types import Wire
 
 
 class _Rate(Op):
-    """What both share: no sequence starts in the middle, and none is run token by token."""
+    """What both share: no sequence starts in the middle of a window, and a stream goes on by whole windows."""
 
     factor: int = argument(..., "how many tokens become one, or one becomes", ge=1)
     reads = "all"
 
     def cannot_stream(self) -> str | None:
-        return f"it changes the number of tokens by {self.factor}"
+        return None  # the model asks for frames that hold whole windows (`graph.frame_size`)
 
     def refuse_resets(self, call: Any) -> None:
         if call.resets is not None:
@@ -25,7 +25,7 @@ class _Rate(Op):
 
 @primitive("downsample")
 class Downsample(_Rate):
-    """One token for every `factor` of them: their mean, or the last."""
+    """One token for every `factor` of them: their mean, or the last. A stream then goes by frames of whole windows."""
 
     method: Literal["mean", "last"] = argument("mean", "what stands for the tokens")
 

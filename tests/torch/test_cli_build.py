@@ -160,8 +160,8 @@ model:
     - unembed: {bias: false}
 """
 
-# A process counts as its own the largest size of the one that started it (Linux), and a pytest that ran other tests before
-# is larger than what is measured here: so a bare interpreter starts the command, and tells its peak in KiB.
+# A process counts as its own the largest size of the one that started it (Linux), and a pytest that ran other tests
+# before is larger than what is measured here: so a bare interpreter starts the command, and tells its peak in KiB.
 PEAK = """
 import os, subprocess, sys
 child = subprocess.Popen(sys.argv[1:])

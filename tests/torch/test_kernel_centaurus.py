@@ -20,6 +20,7 @@ from seqblocks.cost import macs
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import _bank
 from seqblocks.kernels.centaurus_torch import cheapest, counts, fast_length
+from seqblocks.testing import check_law
 
 MODES = ("neck", "pointwise", "dws", "full")
 # float64, decays below 1: rounding of a few 2^-52 a step, with room for 300 steps and for the sums over N and M
@@ -286,8 +287,31 @@ def test_a_rate_divides_and_restores() -> None:
         model(x[:, :7])
     with pytest.raises(seqblocks.RunError, match="cannot keep packed sequences apart"):
         model(x, resets=torch.zeros(1, 8, dtype=torch.bool))
-    with pytest.raises(seqblocks.RunError, match="cannot stream: it changes the number of tokens"):
-        model.init_state(1)
+
+
+def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
+    """Down by 2 and by 3, up by 3: frames of 6, of which the output has 3 tokens."""
+    model = build(
+        "    - causal_conv: {kernel: 3}\n    - downsample: {name: a, factor: 2}\n"
+        "    - causal_conv: {name: coarse, kernel: 2}\n    - downsample: {name: b, factor: 3}\n"
+        "    - centaurus: {mode: neck, state: 5}\n    - upsample: {factor: 3}\n"
+    )
+    assert model.frame_size == 6
+    check_law(model, seq=5, cuts=(1, 3))
+    x = torch.randn(2, 12, 4, dtype=torch.float64)
+    y, state = model.step(x[:, :6])
+    assert y.shape == (2, 3, 4)
+    torch.testing.assert_close(torch.cat([y, model.step(x[:, 6:], state)[0]], 1), model(x))
+    for call, why in (
+        (lambda: model(x[:, :8], return_state=True), "streams 6 tokens at a time: give it a multiple, not 8"),
+        (lambda: model.step(x[:, 0]), r"a step reads \[batch, 6, 4\], not \[2, 4\]"),
+        (lambda: model.step(x[:, :5]), "streams 6 tokens at a time: give it a multiple, not 5"),
+        (lambda: check_law(model, resets=[(0, 1)]), "cannot keep packed sequences apart"),
+    ):
+        with pytest.raises(seqblocks.RunError, match=why):
+            call()
+    vector = build("    - downsample: {factor: 4}\n    - pool: {mode: last}\n")
+    check_law(vector, seq=3, cuts=(2,))
 
 
 def test_a_token_behind_a_rate_costs_its_share() -> None:
