@@ -97,7 +97,7 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     assert "vil_digit" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timing
 def test_digits_are_learned(root: Path, tmp_path: Path) -> None:
     """It takes 77 s on two quiet cores (docs/measurements.md); a busy machine is only slower."""

@@ -133,7 +133,7 @@ def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "constant"])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "slstm" else []) for n in MIXERS])
 def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
     """float32: the measured drift. bfloat16: recurrent mixers compute in float32 and round the output alone, by half a
     unit in the last place, 2^-8; attention rounds the turned q and k and its weights too."""

@@ -5,7 +5,8 @@ Used on the CPU, in triton's interpreter (tests/triton), and on a device (tests/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +26,19 @@ interpreted = pytest.mark.skipif(
 ROUNDING = {torch.float16: 0.51 * 2**-10, torch.bfloat16: 0.51 * 2**-7}
 
 View = Callable[[Tensor], Tensor]
+
+
+def half(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """Every combination, as one `parametrize` for each axis would give, but those whose places add to an odd number are
+    marked long. So CI, which leaves them out, runs one of any two that differ by one place: all values, and of three
+    axes and more all pairs of values. An axis may have several names, with commas between."""
+    names = [name.strip() for text, _ in axes for name in text.split(",")]
+    cases = []
+    for combination in itertools.product(*(enumerate(values) for _, values in axes)):
+        values = [v for (text, _), (_, x) in zip(axes, combination, strict=True) for v in (x if "," in text else (x,))]
+        odd = sum(at for at, _ in combination) % 2
+        cases.append(pytest.param(*values, marks=[pytest.mark.long] if odd else []))
+    return pytest.mark.parametrize(names, cases)
 
 
 def float32_bar(length: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqblocks import BackendError
 from seqblocks.kernels import causal_conv, causal_conv_triton, why
 from tests.triton import compare
-from tests.triton.compare import draw, float32_bar
+from tests.triton.compare import draw, float32_bar, half
 
 pytestmark = compare.interpreted
 
@@ -29,8 +29,10 @@ def check(given: dict[str, Tensor], **more: Any) -> None:
     compare.check(causal_conv, given, float32_bar(given["x"].shape[1]), **options)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("S", [1, 2, 3, 63, 64, 65, 130])
+@half(
+    ("reverse", [False, True]),
+    ("S", [1, 2, 3, 63, 64, 65, 130]),
+)
 def test_any_length(S: int, reverse: bool) -> None:
     check(tensors(S=S), reverse=reverse)
     check(tensors(S=S), reverse=reverse, resets=compare.resets(2, S))

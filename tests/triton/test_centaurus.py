@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqblocks.errors import BackendError
 from seqblocks.kernels import centaurus, centaurus_triton, self_check, why
-from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
+from tests.triton.compare import check, draw, float32_bar, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
 
@@ -43,15 +43,19 @@ def compare(tensors: dict[str, Tensor], bar: float | None = None, **options: Any
     check(centaurus, tensors, bar or 4 * float32_bar(S + N), narrow=("x",), **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("state", [False, True])
+@half(
+    ("mode", MODES),
+    ("reverse", [False, True]),
+    ("state", [False, True]),
+)
 def test_modes(mode, reverse, state):
     compare(inputs(mode, state=state), mode=mode, reverse=reverse, return_state=state)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("state", [False, True])
+@half(
+    ("mode", MODES),
+    ("state", [False, True]),
+)
 def test_resets(mode, state):
     compare(inputs(mode, S=13, state=state), mode=mode, resets=resets(2, 13), return_state=True)
 
@@ -63,10 +67,12 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("segments")
-@pytest.mark.parametrize("seq", [17, 24, 29])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("state", [False, True])
+@half(
+    ("seq", [17, 24, 29]),
+    ("reverse", [False, True]),
+    ("reset", [False, True]),
+    ("state", [False, True]),
+)
 def test_segments(seq, reverse, reset, state):
     assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 8)
     marks = resets(2, seq) if reset else None
@@ -81,9 +87,11 @@ def test_enough_sequences_are_not_cut_and_few_no_more_than_helps():
     assert centaurus_triton.segments(1, 1 << 17, centaurus_triton.tiles(512, 64, "sm_90"), 512) == 33
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("warps", "segments"), [(8, 26), (2, 13)])  # of 8 tokens; of 16, because there are enough
+@half(
+    ("reverse", [False, True]),
+    ("reset", [False, True]),
+    ("warps, segments", [(8, 26), (2, 13)]),  # of 8 tokens; of 16, because there are enough
+)
 def test_a_long_sequence_in_segments(warps, segments, reverse, reset, monkeypatch):
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
     monkeypatch.setattr(centaurus_triton, "WARPS", warps)
@@ -100,9 +108,11 @@ def test_sizes(seq, M):
     compare(inputs("full", S=seq, M=M, G=3, H=11, state=True), mode="full", return_state=True)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("seq", [13, 43])  # 43: in segments
-@pytest.mark.parametrize(("G", "H"), [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)])
+@half(
+    ("reverse", [False, True]),
+    ("seq", [13, 43]),  # 43: in segments
+    ("G, H", [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)]),
+)
 def test_sums_of_mode_full(G, H, seq, reverse, monkeypatch):
     monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
     compare(inputs("full", S=seq, G=G, H=H, M=2), mode="full", reverse=reverse, resets=resets(2, seq, 20))
@@ -112,8 +122,10 @@ def test_zero_order_hold():
     compare(inputs("neck"), mode="neck", hold="zoh")
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("mode", MODES)
+@half(
+    ("dtype", NARROW),
+    ("mode", MODES),
+)
 def test_narrow(mode, dtype):
     compare(inputs(mode, S=13), NARROW[dtype], mode=mode, dtype=dtype)
 

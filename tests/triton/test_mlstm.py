@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqblocks.kernels import dispatch, mlstm, mlstm_init_state, mlstm_step, mlstm_triton
-from tests.triton.compare import ROUNDING, check, draw, interpreted, resets, scattered, turned, wide
+from tests.triton.compare import ROUNDING, check, draw, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
 
@@ -43,8 +43,10 @@ def compare(tensors: dict[str, Any], bar: float = GRADIENT, **options: Any) -> N
     check(run, tensors, bar, narrow=("q", "k", "v"), **options)
 
 
-@pytest.mark.parametrize("seq", [1, 2, 15, 64, 65, 130])
-@pytest.mark.parametrize("gate", GATES)
+@half(
+    ("seq", [1, 2, 15, 64, 65, 130]),
+    ("gate", GATES),
+)
 def test_lengths(seq, gate):
     compare(inputs(1, seq, 2, 16, 16, state=True), **GATES[gate])
 
@@ -55,16 +57,20 @@ def test_widths(dk, dv, reverse):
     compare(inputs(1, 37, 1, dk, dv, state=True), reverse=reverse)
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("state", [False, True])
+@half(
+    ("gate", GATES),
+    ("reverse", [False, True]),
+    ("state", [False, True]),
+)
 def test_resets(gate, reverse, state):
     compare(inputs(2, 70, 1, 4, 8, state=state), resets=resets(2, 70, 17), reverse=reverse, **GATES[gate])
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("reverse", [False, True])
+@half(
+    ("parts", [2, 4]),
+    ("gate", GATES),
+    ("reverse", [False, True]),
+)
 def test_several_tiles_in_a_chunk(parts, gate, reverse, monkeypatch):
     """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
     size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
@@ -83,9 +89,11 @@ def test_wide_heads_have_several_tiles_in_a_chunk():
     compare(inputs(1, 70, 1, 64, 64, state=True), resets=resets(1, 70, 31))
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
+@half(
+    ("gate", GATES),
+    ("reverse", [False, True]),
+    ("reset", [False, True]),
+)
 def test_gates_of_many_chunks(gate, reverse, reset, monkeypatch):
     """Each chunk by a program of its own, as in sequences longer than the interpreter has patience for."""
     x = {name: y.float().requires_grad_() for name, y in inputs(2, 130, 2, 4, 4, state=True).items()}
@@ -140,9 +148,11 @@ def test_layouts(view):
 NARROW = {torch.float16: 4 * 2**-11, torch.bfloat16: 10 * 2**-9}
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("reverse", [False, True])
+@half(
+    ("dtype", NARROW),
+    ("gate", GATES),
+    ("reverse", [False, True]),
+)
 def test_narrow(gate, reverse, dtype):
     """More tokens and channels than a tile of that dtype has."""
     compare(inputs(1, 70, 1, 70, 24, state=True), NARROW[dtype], dtype=dtype, reverse=reverse, **GATES[gate])
@@ -241,10 +251,12 @@ def test_autocast_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize(("dk", "dv"), [(4, 4), (70, 20), (20, 70)])
+@half(
+    ("dtype", [torch.float32, *NARROW]),
+    ("gate", GATES),
+    ("state", [False, True]),
+    ("dk, dv", [(4, 4), (70, 20), (20, 70)]),
+)
 def test_one_token(dk, dv, state, gate, dtype):
     """In one launch, where nobody asks for a gradient: everything in float32, and h rounded once."""
     x = inputs(3, 1, 2, dk, dv, state=state)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.kernels import use_backend
-from tests.triton.compare import draw, interpreted
+from tests.triton.compare import draw, half, interpreted
 
 pytestmark = interpreted
 
@@ -50,8 +50,10 @@ def close(found: list[Tensor], wanted: list[Tensor], bar: float) -> None:
         assert (a.double() - b.double()).abs().max() <= bar * b.double().abs().max() + 1e-30, at
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("reset", [False, True])
+@half(
+    ("name", BLOCKS),
+    ("reset", [False, True]),
+)
 def test_the_same_as_the_recurrence_in_float64(name: str, reset: bool) -> None:
     """float32: a dozen steps of 1e-6 each, the scan's and the gates' gradients 1e-5 at 12 tokens; 1e-4 leaves room
     for what a norm divides by."""

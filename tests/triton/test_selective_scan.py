@@ -12,7 +12,7 @@ from torch import Tensor
 from seqblocks import BackendError
 from seqblocks.kernels import selective_scan, selective_scan_triton, triton_common, why
 from tests.triton import compare
-from tests.triton.compare import draw, float32_bar
+from tests.triton.compare import draw, float32_bar, half
 
 pytestmark = compare.interpreted
 
@@ -36,15 +36,19 @@ def check(given: dict[str, Tensor], **more: Any) -> None:
     compare.check(selective_scan, given, float32_bar(given["u"].shape[1]), **options)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("S", [1, 2, 31, 32, 33, 65])
+@half(
+    ("reverse", [False, True]),
+    ("S", [1, 2, 31, 32, 33, 65]),
+)
 def test_any_length(S: int, reverse: bool) -> None:
     check(tensors(batch=1, S=S), reverse=reverse)
     check(tensors(batch=2 if S < 33 else 1, S=S), reverse=reverse, resets=compare.resets(2 if S < 33 else 1, S))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [(), (5, 40, 64), (33,)])
+@half(
+    ("reverse", [False, True]),
+    ("reset", [(), (5, 40, 64), (33,)]),
+)
 def test_segments(reverse: bool, reset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence in three parts at once, the last one shorter; a new sequence may begin in some of them."""
     monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 3)
@@ -116,8 +120,10 @@ def test_groups_constants_and_several_programs(shape: dict[str, Any]) -> None:
     check(tensors(**given), reverse=True)
 
 
-@pytest.mark.parametrize("sums", [("tf32", 8), ("twice", 8), ("ieee", 16), (None, 1)], ids=str)
-@pytest.mark.parametrize("shape", [{"E": 20, "N": 16}, {"E": 40, "N": 32, "groups": 2}, {"E": 16, "N": 20}], ids=str)
+@half(
+    ("sums", [("tf32", 8), ("twice", 8), ("ieee", 16), (None, 1)]),
+    ("shape", [{"E": 20, "N": 16}, {"E": 40, "N": 32, "groups": 2}, {"E": 16, "N": 20}]),
+)
 def test_sums_over_channels(shape: dict[str, Any], sums: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However a device adds; the interpreter's products cut nothing off."""
     monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: sums)

@@ -14,7 +14,7 @@ import torch
 from seqblocks import kernels
 from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch, selective_scan_triton, self_check, shelf
-from tests.triton.compare import interpreted
+from tests.triton.compare import half, interpreted
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 FACTS: dict[str, dict[str, Any]] = {
@@ -40,8 +40,10 @@ def test_every_triton_form_has_an_example() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("op", FACTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@half(
+    ("op", FACTS),
+    ("dtype", [torch.float32, torch.bfloat16]),
+)
 def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
     assert self_check.fault(example(op), {**CPU, "dtype": dtype, **FACTS[op]}) == ""
 

@@ -11,7 +11,7 @@ import torch
 
 from seqblocks.errors import BackendError
 from seqblocks.kernels import slstm, slstm_triton, triton_common, why
-from tests.triton.compare import check, draw, float32_bar, interpreted, resets, scattered, turned, wide
+from tests.triton.compare import check, draw, float32_bar, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted
 
@@ -64,9 +64,11 @@ def by_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_common, "processors", lambda x: 6)
 
 
-@pytest.mark.parametrize("seq", [1, 2, 13])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("state", [False, True])
+@half(
+    ("seq", [1, 2, 13]),
+    ("reverse", [False, True]),
+    ("state", [False, True]),
+)
 def test_lengths(seq, reverse, state):
     compare(inputs(3, seq, 2, 4, state=state), reverse=reverse)
 
@@ -83,20 +85,21 @@ def test_resets(reverse, state):
 
 
 @pytest.mark.usefixtures("by_tiles")
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "width"), [(2, 2, 20), (17, 1, 40)])
+@half(
+    ("reverse", [False, True]),
+    ("reset", [False, True]),
+    ("batch, heads, width", [(2, 2, 20), (17, 1, 40)]),
+)
 def test_by_tiles(batch, heads, width, reset, reverse):
     compare(inputs(batch, 6, heads, width, state=True), reverse=reverse, resets=resets(batch, 6, 3) if reset else None)
 
 
 # two teams of two, two of three, six of four: of six programs at once, one launch, one, and six
 @pytest.mark.usefixtures("by_team")
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "heads", "width", "seq"),
-    [(2, 2, 20, 6), (17, 1, 40, 6), pytest.param(33, 2, 64, 4, marks=pytest.mark.slow)],
+@half(
+    ("reverse", [False, True]),
+    ("reset", [False, True]),
+    ("batch, heads, width, seq", [(2, 2, 20, 6), (17, 1, 40, 6), (33, 2, 64, 4)]),
 )
 def test_by_team(batch, heads, width, seq, reset, reverse):
     x = inputs(batch, seq, heads, width, state=batch > 2)
