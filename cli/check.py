@@ -38,12 +38,11 @@ def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = N
 def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, Model | None]:
     if spec != "-":
         return check.prove(*locate(spec), changes)
-    data = sys.stdin.buffer.read()
-    from seqblocks import document
     from seqblocks.errors import Report
+    from seqblocks.spec import read_stream
 
     report = Report()
-    text = document.decode(data, options.stdin_filename, report)
+    text = read_stream(sys.stdin.buffer, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
     return check.prove(text, options.stdin_filename, Path(), changes)

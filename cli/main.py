@@ -1,12 +1,13 @@
 """`seqblocks VERB …`: arguments in, exit status out.
 
-0 good · 1 the spec is at fault · 2 the command is · 3 an `expect:` is not met · 4 something needed is absent ·
+0 good · 1 the spec is at fault · 2 the command is · 3 an `expect:` is not met · 4 something needed is absent or full ·
 70 a fault of ours. Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import os
 import re
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from seqblocks._version import __version__
-from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean
+from seqblocks.errors import SeqblocksError, SpecError, UnavailableError, UsageError, did_you_mean
 
 VERBS = {
     "build": "prove a spec, build it, and show what it is made of",
@@ -30,6 +31,7 @@ VERBS = {
 INTERNAL = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -165,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence(sys.stdout)
         return BROKEN_PIPE
+    except OSError as error:
+        return _unwritable(error) if error.errno in FULL else _internal(error, options)
     except Exception as error:
         return _internal(error, options)
 
@@ -248,8 +252,14 @@ def _internal(error: Exception, options: argparse.Namespace) -> int:
     return INTERNAL
 
 
+def _unwritable(error: OSError) -> int:
+    """The disk is full, or something like it."""
+    _silence(sys.stdout)
+    return _told(UnavailableError(f"the result cannot be written: {error.strerror}"), None)
+
+
 def _silence(stream: Any) -> None:
-    """Let nothing be written to a pipe that nobody reads any more."""
+    """Let nothing more be written to a pipe that nobody reads, or to a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -259,6 +269,10 @@ def entry() -> NoReturn:
     Collecting garbage and taking modules apart at exit would take a quarter of the time of `check`.
     """
     gc.disable()
+    sys.stdin, sys.stdout, sys.stderr = (  # what was closed when we were called is None here
+        stream or open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
+        for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, on import; nothing here needs it
     if "build" in sys.argv[1:2]:
@@ -269,6 +283,8 @@ def entry() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:
         status = BROKEN_PIPE
+    except OSError as error:
+        status = _unwritable(error)
     if sys.gettrace() is None:
         os._exit(status)
     sys.exit(status)

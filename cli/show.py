@@ -17,10 +17,17 @@ from seqblocks.cli import output
 from seqblocks.report import Row, Summary
 
 
+class _Console(Console):
+    """Rich's, but what a closed pipe means is said in one place."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(options: argparse.Namespace) -> Console:
     """Standard output, coloured as asked."""
     colour = output.coloured(sys.stdout, options.color)
-    return Console(no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
+    return _Console(no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
 
 
 def summary(found: Summary, options: argparse.Namespace) -> None:

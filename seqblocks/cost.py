@@ -54,9 +54,10 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
         if any(m is None for m in inside):
             return None
         return sum(m for m in inside if m is not None) * max(1, len(node.directions))
-    if node.type and node.type.kind == "vector" and node.macs:
-        return node.macs / tokens if tokens else None
-    return node.macs / node.type.every if node.type else float(node.macs)
+    here = node.macs_at(tokens)
+    if node.type and node.type.kind == "vector" and here:
+        return here / tokens if tokens else None
+    return here / node.type.every if node.type else float(here)
 
 
 def input_macs(body: Graph, tokens: int | None) -> float | None:
@@ -70,11 +71,12 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
     if node.bodies:
         inside = [input_macs(body, tokens) for body in node.bodies.values()]
         return None if None in inside else sum(m for m in inside if m is not None) * max(1, len(node.directions))
-    if not node.macs or not node.type or node.type.kind == "vector":
-        return float(node.macs)
+    here = node.macs_at(tokens)
+    if not here or not node.type or node.type.kind == "vector":
+        return float(here)
     if isinstance(node.type.length, int):
-        return float(node.macs * node.type.length)
-    return node.macs * tokens / node.type.every if tokens else None
+        return float(here * node.type.length)
+    return here * tokens / node.type.every if tokens else None
 
 
 def count_state(body: Graph) -> int:

@@ -40,7 +40,8 @@ class Node:
     arguments: Any = None  # a combinator's own model
     parameters: dict[str, Parameter] = field(default_factory=dict)
     state: dict[str, State] = field(default_factory=dict)
-    macs: int = 0
+    wires: tuple[Wire | None, ...] = ()  # op: the types of what its ports read
+    macs: int = 0  # per token of its output, at a length that may be open
     calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
@@ -53,6 +54,12 @@ class Node:
         if self.kind != "scan" or len(self.arguments.orders) < 2:
             return ()
         return tuple(self.arguments.orders)
+
+    def macs_at(self, tokens: int | None) -> int:
+        """Multiply-accumulates of an op for one token of its output, where the model's input has so many."""
+        if not tokens or self.op is None or self.type is None:
+            return self.macs
+        return self.op.macs(*(wire and wire.of_tokens(tokens) for wire in self.wires))
 
 
 @dataclass(slots=True, eq=False, repr=False)

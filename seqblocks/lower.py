@@ -185,7 +185,7 @@ class Frame(Wiring):
         self.shared.ties += len(tied)
         return self.node(
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, calls=calls,
-            ties=tied,
+            ties=tied, wires=tuple(wires),
         )
 
     @staticmethod

@@ -136,8 +136,9 @@ blocks:                                     # verbs of your own
       - residual: {steps: [layer_norm, {swiglu: {hidden: hidden}}]}
 
 model:
-  input: {tokens: 256}                      # or {features: 64}, or {image: {size: 224, channels: 3}}; length: 40 or
-                                            # grid: [5, 8] beside the first two, where a step must know them
+  input: {tokens: 256}                      # or {features: 64}, or {image: {size: 224, channels: 3}}; length: 40
+                                            # beside the first two, or grid: [5, 8] beside features, where a step
+                                            # must know it
   steps:
     - embed: {features: dim}
     - repeat:

@@ -87,7 +87,12 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     model = getattr(model, "graph", model) if not isinstance(model, Model) else model
     if not isinstance(model, Model):
         raise UsageError(f"summarise wants a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
-    tokens = tokens_of(model) or length
+    fixed, size = tokens_of(model), graph.frame_size(model.graph)
+    if length and fixed and length != fixed:
+        raise UsageError(f"an input has {fixed:,} tokens, says the spec; a length is for one that leaves that open")
+    if length and length % size:
+        raise UsageError(f"the model takes a multiple of {size} tokens, not {length:,}")
+    tokens = fixed or length
     obstacle = graph.stream_obstacle(model.graph)
     streams = f"{obstacle[0].name} ({obstacle[0].span}): {obstacle[1]}" if obstacle else None
     rows = list(_rows(model, model.graph, tokens, depth, ""))

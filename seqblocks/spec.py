@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from seqblocks import document
 from seqblocks.combinators import COMBINATORS
@@ -101,15 +102,23 @@ def looks_like_path(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name
 
 
+def read_stream(file: BinaryIO, shown: str, report: Report) -> str | None:
+    """What is left of an open file as text, or None with a diagnostic; no more is read than a spec may have."""
+    most = 4 * document.MAX_BYTES  # of bytes, so that whatever the characters are, `document.parse` counts them
+    data = file.read(most + 1)
+    if len(data) > most:
+        report.add(
+            Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes")
+        )
+        return None
+    return document.decode(data, shown, report)
+
+
 def read_text(path: Path, shown: str, report: Report) -> str | None:
     """A file's text, or None with a diagnostic."""
     try:
-        if path.stat().st_size > 4 * document.MAX_BYTES:
-            report.add(
-                Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes")
-            )
-            return None
-        return document.decode(path.read_bytes(), shown, report)
+        with path.open("rb") as file:
+            return read_stream(file, shown, report)
     except OSError as error:
         reason = error.strerror or str(error)
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()

@@ -63,6 +63,10 @@ class Wire:
         name = (self.length or "seq").partition("/")[0]
         return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every)
 
+    def of_tokens(self, tokens: int) -> Wire:
+        """The same wire where the model's input has so many tokens, if its length is open."""
+        return replace(self, length=tokens // self.every) if isinstance(self.length, str) else self
+
     def made_by(self, origin: Origin) -> Wire:
         """Stamp who fixed the width, unless it came through unchanged."""
         return self if self.origin else replace(self, origin=origin)

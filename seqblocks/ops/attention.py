@@ -58,6 +58,8 @@ class Attention(Op):
         return self.window - 1 if self.window else self.cache
 
     def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
+        if not self.causal:
+            return {}
         return {
             "k": State((self.held(), k.features), "model"),
             "v": State((self.held(), v.features), "model"),
@@ -68,9 +70,17 @@ class Attention(Op):
         return None if self.causal else "it is not causal: it reads the whole sequence"
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
-        """Of a token that sees a full window, or all of a known length, or half a cache."""
-        seen = self.window or (q.length if isinstance(q.length, int) else self.cache // 2)
-        return seen * (q.features + v.features // self.shared * self.heads)
+        """Of a token, by the mean number of those it sees; where the length is open, a full window or half a cache."""
+        width = q.features + v.features // self.shared * self.heads
+        if not isinstance(q.length, int):
+            return (self.window or self.cache // 2) * width
+        return self.seen(q.length) * width // q.length
+
+    def seen(self, tokens: int) -> int:
+        """Pairs of a query and a key that it sees, in a sequence of so many tokens."""
+        most = min(self.window or tokens, tokens)
+        behind = most * tokens - most * (most - 1) // 2  # oneself included; the first tokens see fewer
+        return behind if self.causal else 2 * behind - tokens
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": self.window or None}

@@ -359,3 +359,28 @@ def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path
             break
     assert check <= 0.4 * max(1.0, imports / 0.08)  # 0.4 s where the imports take their quiet 0.05 to 0.08 s
     assert check <= 2.5 * imports
+
+
+@pytest.mark.skipif(os.name != "posix", reason="what a shell of another system does to streams is another matter")
+@pytest.mark.parametrize(
+    ("line", "status", "told"),
+    [
+        ("list >&-", 0, ""),
+        ("check good.yaml >&- 2>&-", 0, ""),
+        ("check bad.yaml 2>&-", 1, ""),
+        ("check - <&-", 1, "the spec is empty"),
+        ("list > /dev/full", 4, "error: the result cannot be written: No space left on device\n"),
+        ("schema > /dev/full", 4, "error: the result cannot be written: No space left on device\n"),
+        ("check /dev/zero", 1, "error[E104]: /dev/zero is too large for a spec"),
+        ("check - < /dev/zero", 1, "error[E104]: <stdin> is too large for a spec"),
+    ],
+)
+def test_streams_that_are_closed_full_or_endless(line: str, status: int, told: str, folder: Path, root: Path) -> None:
+    if not Path("/dev/full").exists() and "/dev/full" in line:
+        pytest.skip("no /dev/full here")
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHON": sys.executable}
+    command = ["sh", "-c", f'exec "$PYTHON" -m seqblocks.cli {line}']
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith(told) if told.startswith("error") else told in done.stderr
+    assert told or not done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqblocks import check, graph
-from seqblocks.errors import ExpectationError, OverrideWarning, SpecError
+from seqblocks.errors import ExpectationError, OverrideWarning, SpecError, UsageError
 from seqblocks.graph import Model
 from seqblocks.report import summarise
 from seqblocks.spec import bundled
@@ -367,6 +367,35 @@ def test_costs() -> None:
     assert summarise(made, "bfloat16").params_bytes == 2 * found.params
     pooled = model("{linear: {features: 16}}\npool\n{classifier: {classes: 10}}", input="{features: 8, length: 20}")
     assert summarise(pooled).macs_per_token == 8 * 16 + 16 * 10 / 20
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "seen"),
+    [
+        ("", 100, 50.5),  # (1 + … + 100) / 100
+        ("window: 10", 100, 9.55),  # 1 + … + 10, then 10 each
+        ("window: 200", 100, 50.5),
+        ("causal: false", 100, 100),
+        ("causal: false, window: 3", 5, (3 + 4 + 5 + 4 + 3) / 5),
+        ("cache: 64", None, 32),
+        ("window: 10", None, 10),
+    ],
+)
+def test_attention_costs_what_a_token_sees(options: str, length: int | None, seen: float) -> None:
+    step = f"{{attention: {{q: input, k: input, v: input, heads: 4, {options}}}}}"
+    given = summarise(model(step, input="{features: 8}"), length=length)
+    assert given.macs_per_token == int(seen * 16)
+    if length:
+        fixed = summarise(model(step, input=f"{{features: 8, length: {length}}}"))
+        assert (fixed.macs_per_token, fixed.input_macs) == (given.macs_per_token, given.input_macs)
+    assert bool(given.state) == ("false" not in options)
+
+
+def test_a_length_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="an input has 20 tokens, says the spec"):
+        summarise(model("silu", input="{features: 8, length: 20}"), length=30)
+    with pytest.raises(UsageError, match="the model takes a multiple of 4 tokens, not 30"):
+        summarise(model("{downsample: {factor: 4}}", input="{features: 8}"), length=30)
 
 
 def test_streaming_is_known_before_anything_is_built() -> None:
