@@ -48,7 +48,7 @@ def _tiled(x: Tensor, weight: Tensor) -> Tensor:
     tiles = G // join
     if join > 1:
         own = torch.eye(join, dtype=weight.dtype, device=weight.device).view(1, join, 1, join, 1)
-        weight = (weight.view(tiles, join, O, 1, I) * own).view(tiles, join * O, join * I)
+        weight = (weight.reshape(tiles, join, O, 1, I) * own).reshape(tiles, join * O, join * I)
     rows = x.reshape(-1, tiles, join * I).transpose(0, 1)
     y = torch.matmul(rows, weight.transpose(1, 2))
     return y.transpose(0, 1).reshape(*x.shape[:-1], G * O)

@@ -37,7 +37,8 @@ from seqblocks.kernels.dispatch import always, no_second_derivative, register, w
 from seqblocks.kernels.mlstm_reference import MLSTMState, largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
-LEAST = -1e3  # a log f below it counts as this: nothing gets through either way
+# a log f below it counts as this: nothing gets through either way, unless log i is as far down
+LEAST = {torch.float32: -1e3, torch.float64: -1e5}
 
 
 class Gates(NamedTuple):
@@ -91,7 +92,7 @@ def _prepare(
     B, S, H = i.shape
     log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
     # a gate that lets nothing through must not be infinite: sums over a chunk are subtracted
-    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST), L, reverse)
+    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST[f.dtype]), L, reverse)
     segment = unbroken = sees = None
     if resets is None:
         b = log_f.cumsum(2)

@@ -6,14 +6,18 @@ A block's map covers the names inside it, so a model only maps where its blocks 
 
     head: classifier                             rename
     qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
-    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, in our shape
+    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, in our shape;
+                                                 `axis: 1`: parts of each of its rows
+    q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
     w: {transpose: v}                            last two axes swapped, in our shape
     w: {reshape: v}                              the same numbers in our shape
+    A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -173,6 +177,12 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
         if item.tied is None:
             source = official_name(model.graph, item.name)
             out[item.name] = _assembled(item.name, source, item.parameter.shape, tensors, used)
+    for item in graph.parameters(model.graph.graph):
+        source = official_name(model.graph, item.name) if item.tied else None
+        if item.tied and isinstance(source, str) and source in tensors:  # a file may hold what is tied twice
+            if not torch.equal(tensors[source], out[item.tied]):
+                raise RunError(f"{item.name} is tied to {item.tied}, and the official weights have another for it")
+            used.add(source)
     spare = [name for name in tensors if name not in used]
     if spare:
         raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
@@ -214,7 +224,9 @@ def _block_at(body: Graph, path: str) -> graph.Node | None:
             if prefix == path:
                 return node if node.kind == "block" else None
             if path.startswith(prefix + "."):
-                return _block_at(inner, path[len(prefix) + 1 :])
+                rest = path[len(prefix) + 1 :]
+                order, _, below = rest.partition(".")
+                return _block_at(inner, below if node.owned and order in node.directions else rest)
     return None
 
 
@@ -234,7 +246,7 @@ def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
     return fill(str(theirs), rest)
 
 
-RECIPES = ("concat", "stack", "split", "transpose", "reshape")
+RECIPES = ("concat", "stack", "split", "slice", "transpose", "reshape", "real", "imag")
 
 
 def _each_name(key: str, value: Any, change: Callable[[str], str]) -> Any:
@@ -262,11 +274,30 @@ def _assembled(
         case "stack":
             return torch.stack([take(n) for n in source["stack"]], axis)
         case "split":
-            return take(source["split"]).chunk(source["parts"], axis)[source["part"]].reshape(shape)
+            parts = (*shape[:axis], source["parts"], *shape[axis:])  # the official tensor may be flat
+            return _viewed(name, source["split"], take(source["split"]), parts).select(axis, source["part"])
+        case "slice":
+            whole, start, length = take(source["slice"]), source.get("start", 0), shape[axis]
+            _must(start + length <= whole.shape[axis], name, source["slice"], whole, f"to have {length} from {start}")
+            return whole.narrow(axis, start, length)
+        case "real" | "imag" as part:
+            whole = take(source[part])
+            _must(whole.is_complex(), name, source[part], whole, "to be complex")
+            return torch.view_as_real(whole).select(-1, int(part == "imag"))
         case "transpose":
-            return take(source["transpose"]).transpose(-1, -2).reshape(shape)
+            return _viewed(name, source["transpose"], take(source["transpose"]).transpose(-1, -2), shape)
         case "reshape":
-            return take(source["reshape"]).reshape(shape)
+            return _viewed(name, source["reshape"], take(source["reshape"]), shape)
     raise RunError(f"the checkpoint map of {name} must have one of {listing(RECIPES)}, and has {listing(source)}")
 
 
+def _must(holds: bool, name: str, official: str, tensor: Tensor, wanted: str) -> None:
+    if not holds:
+        found = f"is {list(tensor.shape)} of {tensor.dtype}"
+        raise RunError(f"for {name} the official {official} ought {wanted}, and {found}")
+
+
+def _viewed(name: str, official: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    wanted = f"to hold {' x '.join(map(str, shape))} numbers"
+    _must(tensor.numel() == math.prod(shape), name, official, tensor, wanted)
+    return tensor.reshape(shape)

@@ -20,6 +20,7 @@ from seqblocks.types import Wire
 
 if TYPE_CHECKING:
     from seqblocks.lower import Frame
+    from seqblocks.parameters import Init
     from seqblocks.scope import Step
 
 Order = Literal["forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse"]
@@ -38,6 +39,8 @@ class Combinator(BaseModel):
     """The arguments that are steps; they reach `lower` as document nodes."""
     open_keys: ClassVar[bool] = False
     """Whether keys of the user's own hold steps too."""
+    takes_init: ClassVar[bool] = False
+    """Whether it has parameters that `init:` may start otherwise."""
     main_kinds: ClassVar[tuple[str, ...]] = ("sequence", "vector", "tokens", "image")
 
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
@@ -98,7 +101,8 @@ class Scan(Combinator):
     """Run the steps over the sequence in another order, or in several orders whose results are merged.
 
     Every sequence that enters is re-ordered, and the order of what leaves is restored. With several orders, `own` says
-    which parameters each order has for itself (named `forward.…`, `reverse.…`); all others are shared.
+    which parameters each order has for itself (named `forward.…`, `reverse.…`); all others are shared. `init:` says
+    how those of one order start: `init: {reverse.c.bias: zeros}`.
     """
 
     steps: Any = argument(..., "the steps to run")
@@ -111,6 +115,7 @@ class Scan(Combinator):
         "none", "what each order has for itself: all, none, or a list of parameter names such as ssm.A_log"
     )
     main_kinds = ("sequence",)
+    takes_init = True
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -131,7 +136,22 @@ class Scan(Combinator):
             )
         if result and self.merge == "concat":
             result = result.with_features(result.features * len(self.orders))
-        return frame.node(step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=self, owned=self._owned(body))
+        owned = self._owned(body)
+        return frame.node(
+            step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=self, owned=owned,
+            starts=self._starts(frame, step, body, owned),
+        )
+
+    def _starts(self, frame: Frame, step: Step, body: graph.Graph, owned: frozenset[str]) -> dict[str, Init]:
+        """What `init:` says of the parameters of one order."""
+        inside = [item for item in graph.parameters(body) if item.name in owned]
+        table = {graph.join(order, item.name): item.parameter for order in self.orders for item in inside}
+        known = frame.types[body.result] is not None and all(node.type for node in graph.walk(body))
+        if "init" in step.common and known and not table:
+            message = "no order of this scan has parameters of its own to init"
+            frame.fault(Fault("E201", message, hint="own: all, or the init of the step inside"), step.key_span("init"))
+        given = frame.initialised(step, table, known)
+        return {name: given[name].init for name in table if given[name] is not table[name]}
 
     def _check(self, wire: Wire | None) -> None:
         if not self.orders:

@@ -280,6 +280,7 @@ _CALLED = {
     "product": "mul multiply times gate",
     "mean": "avg average",
     "reverse": "backward backwards flip",
+    "squared_relu": "relu2 relu_squared",
     "xavier_uniform": "glorot glorot_uniform xavier",
 }
 ELSEWHERE: dict[str, list[str]] = {}
@@ -289,9 +290,9 @@ for _ours, _theirs in _CALLED.items():
 
 # What there is -> what is looked for and is not there.
 _ABSENT = {
-    "the activations are gelu, relu, sigmoid, silu, softplus and tanh":
-        "celu elu hard_sigmoid hard_swish hard_tanh hardsigmoid hardswish hardtanh leaky_relu mish prelu relu2 relu6 "
-        "selu softmax softsign squared_relu",
+    "the activations are gelu, relu, selu, sigmoid, silu, softplus, squared_relu and tanh":
+        "celu elu hard_sigmoid hard_swish hard_tanh hardsigmoid hardswish hardtanh leaky_relu mish prelu relu6 "
+        "softmax softsign",
     "the norms are head_norm, layer_norm and rms_norm": "batch_norm batchnorm instance_norm weight_norm l2_norm",
 }  # fmt: skip
 INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}

@@ -157,6 +157,8 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return _bounded(_BINARY[type(node.op)](left, right))
         case ast.Compare():
             return _COMPARE[type(node.ops[0])](_walk(node.left, names), _walk(node.comparators[0], names))
+        case ast.IfExp(test=ast.Name(id=flag)) if isinstance(names[flag], bool):
+            return _walk(node.body if names[flag] else node.orelse, names)
         case ast.IfExp():
             return _walk(node.body if _walk(node.test, names) else node.orelse, names)
         case ast.Call(func=ast.Name(id=name)):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Span
 from seqblocks.op import Op
-from seqblocks.parameters import Parameter, State
+from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
@@ -47,6 +47,7 @@ class Node:
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
     checkpoint: Any = None  # block: its own names -> official ones, as a document node
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
+    starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -155,7 +156,11 @@ def node_parameters(node: Node, name: str) -> Iterator[Named]:
     for direction in node.directions:
         for item in inside:
             if item.name in node.owned:
-                yield Named(join(name, direction, item.name), item.parameter, item.node, item.tied)
+                own = join(direction, item.name)
+                parameter = item.parameter
+                if own in node.starts:
+                    parameter = parameter._replace(init=node.starts[own])
+                yield Named(join(name, own), parameter, item.node, item.tied)
 
 
 def count(graph: Graph, known: dict[int, int] | None = None) -> int:

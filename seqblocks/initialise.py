@@ -55,7 +55,7 @@ def _trunc_normal(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Gene
 
 
 def _linspace(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return torch.linspace(init.values[0], init.values[1], math.prod(shape), **PLAIN).reshape(shape)
+    return torch.linspace(init.values[0], init.values[1], shape[-1], **PLAIN).expand(shape).clone()
 
 
 def _small(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:

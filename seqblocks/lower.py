@@ -32,6 +32,7 @@ from seqblocks.op import (
     load_plugins,
 )
 from seqblocks.ownership import initialised, ties
+from seqblocks.parameters import Parameter
 from seqblocks.scope import Names, Step
 from seqblocks.spec import MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled, misread
 from seqblocks.types import Wire
@@ -149,6 +150,10 @@ class Frame(Wiring):
             self.fault(fault, step)
             return None
 
+    def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
+        """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""
+        return initialised(self, step, parameters, known)
+
     # --- primitives ---------------------------------------------------------------------------------------------------
 
     def _op(self, step: Step, cls: type[Op], previous: int, maker: graph.Node | None) -> graph.Node:
@@ -180,7 +185,7 @@ class Frame(Wiring):
             if not cls.__module__.startswith("seqblocks.ops."):
                 check_declared(cls, type, parameters, state, macs)
             calls = arguments.calls(*wires)
-        parameters = initialised(self, step, parameters, known=arguments is not None)
+        parameters = self.initialised(step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)
         self.shared.ties += len(tied)
         return self.node(
@@ -258,7 +263,7 @@ class Frame(Wiring):
     def _combinator(
         self, step: Step, cls: type[Combinator], previous: int, maker: graph.Node | None
     ) -> graph.Node | None:
-        for key in ("init", "tie"):
+        for key in ("tie",) if cls.takes_init else ("init", "tie"):
             if key in step.common:
                 self.fault(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
         (x,) = self.main(step, previous, maker, "", joins=False)

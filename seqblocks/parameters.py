@@ -71,7 +71,7 @@ INITIALISERS: dict[str, Initialiser] = {
     "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution"),
     "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high"),
     "trunc_normal": Initialiser((("std", 0.02),), "normal(0, std), redrawn beyond two absolute units"),
-    "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the elements"),
+    "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the last axis"),
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
     "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
     "small": Initialiser((("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in"),

@@ -174,7 +174,7 @@ and blocks; all are written alike. What a bundled block takes, `seqblocks ops ml
 - `as: name`: a name for its output. `as: [a, b]` cuts the features into equal parts, `as: {a: 96, b: dim}` into parts of
   these widths.
 - `name: name`: its namespace, see below.
-- `init: {parameter: initialiser}`: how a primitive's parameters start.
+- `init: {parameter: initialiser}`: how a primitive's parameters start, or those that one order of a scan owns.
 - `tie: step`, or `tie: {parameter: step.parameter}`: parameters that are those of a step above, and counted once.
 
 Wires of the enclosing steps are visible inside `residual`, `scan`, `parallel` and `repeat`; a block sees only its own
@@ -191,7 +191,7 @@ In the example: `blocks.0.vil.residual.scan.q.weight`, `blocks.1.feed_forward.re
 ## Numbers
 
 Wherever a number is needed an expression may stand: numbers, names from `let`, `args` and the enclosing `repeat`
-(`layer`, `layers`), `+ - * / // % **`, comparisons, `a if c else b`, parentheses, and the functions FUNCTIONS.
+(`layer`, `layers`), `+ - * / // % **`, comparisons, `a if c else b` (c a comparison or a flag), parentheses, and the functions FUNCTIONS.
 `384 / 2` is the whole number 192; `5 / 2` is 2.5, which is an error where a whole number is needed.
 Nothing is evaluated by Python; size, depth and magnitude are bounded. Whether a value is an expression, a word or a wire
 is decided by what the argument takes: a legal word means itself, anything else is looked up.
@@ -224,10 +224,14 @@ checkpoint:
   patch_embed: patch_embed.proj
   blocks.{layer}.vil: blocks.{layer}
   qkv.weight: {concat: [q.weight, k.weight, v.weight], axis: 0}
-  kv.weight: {split: fused.weight, parts: 2, part: 1}
+  kv.weight: {split: fused.weight, parts: 2, part: 1}   # the second of two equal parts
+  o.weight: {slice: fused.weight, start: 192}           # as many rows as ours has, from there on
   out.weight: {transpose: out.weight}
   table: {reshape: pos_embed}
+  A_real: {real: A}                                     # of a complex tensor; imag likewise
 ```
+
+What is tied may be in the release once or twice.
 """
 
 

@@ -167,7 +167,7 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
         named_only = False
     properties |= {key: made for key, made in _common().items() if not (key == "from" and named_only)}
     if not issubclass(verb, Op):
-        for key in ("init", "tie"):
+        for key in ("tie",) if verb.takes_init else ("init", "tie"):
             properties.pop(key)
     out: Schema = {
         "description": told["about"],

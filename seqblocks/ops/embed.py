@@ -78,15 +78,20 @@ class PatchEmbed(Op):
 class PositionEmbed(Op):
     """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
 
-    An image of another size gets the grid interpolated (bicubic).
+    An image of another size gets the grid interpolated (bicubic), and so does one of `rows` and `columns` of its own.
     """
 
     length: int | None = argument(None, "number of positions, where the input's length is open", ge=1)
+    rows: int | None = argument(None, "rows of positions over an image (default: those of the tokens)", ge=1)
+    columns: int | None = argument(None, "columns of positions over an image (default: those of the tokens)", ge=1)
     source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
 
     def positions(self, x: Wire) -> tuple[int, ...]:
         if x.grid and self.length is None:
-            return x.grid
+            return (self.rows or x.grid[0], self.columns or x.grid[1])
+        if self.rows or self.columns:
+            found = f"{x} without rows and columns" if x.grid is None else f"length {self.length} beside them"
+            raise Fault("E407", "rows and columns of positions are for the tokens of an image", found=found)
         length = self.length or x.length
         if not isinstance(length, int):
             hint = "length: 2048, here or in the model's input"
@@ -134,11 +139,13 @@ class PositionEmbed(Op):
 
 
 def _resized(weight: Any, grid: tuple[int, int]) -> Any:
+    import torch
     from torch.nn.functional import interpolate
 
     if tuple(weight.shape[1:3]) == tuple(grid):
         return weight
-    image = weight.permute(0, 3, 1, 2).float()
+    image = weight.permute(0, 3, 1, 2)
+    image = image if weight.dtype == torch.float64 else image.float()
     return interpolate(image, size=grid, mode="bicubic").permute(0, 2, 3, 1).to(weight.dtype)
 
 

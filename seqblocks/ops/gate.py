@@ -9,13 +9,15 @@ from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
 BOTH = ANY.kinds
-ActivationName = Literal["silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "none"]
+ActivationName = Literal["silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "none"]
 
 
 def activate(name: str, x: Any) -> Any:
     """Apply an activation by name (gelu is the exact, erf form)."""
     from torch.nn import functional
 
+    if name == "squared_relu":
+        return functional.relu(x).square()
     return x if name == "none" else getattr(functional, name)(x)
 
 
@@ -41,6 +43,20 @@ class Gelu(Activation):
 @primitive("relu")
 class Relu(Activation):
     """max(x, 0)."""
+
+
+@primitive("squared_relu")
+class SquaredRelu(Activation):
+    """max(x, 0)^2."""
+
+    source = "Primer (arXiv:2109.08668)"
+
+
+@primitive("selu")
+class Selu(Activation):
+    """1.0507 x, and below 0 1.7581 (exp(x) - 1): what keeps mean 0 and variance 1."""
+
+    source = "Klambauer et al. 2017 (arXiv:1706.02515)"
 
 
 @primitive("sigmoid")

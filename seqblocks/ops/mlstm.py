@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Wire
@@ -28,6 +29,7 @@ class MLSTM(Op):
     reversible = True
     heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
     input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
+    normalize: bool = argument(True, "whether h is divided by the normaliser; need not be for a sigmoid gate")
     eps: float = argument(1e-6, "added to the normaliser", ge=0)
     source = "xLSTM (arXiv:2405.04517), eq. 19-27"
 
@@ -37,6 +39,9 @@ class MLSTM(Op):
         must_divide(self.heads, v.features, "heads", "the width of v")
         must_match("i", i, self.heads, "one for each head")
         must_match("f", f, self.heads, "one for each head")
+        if not self.normalize and self.input_gate == "exp":
+            hint = "normalize: true, or input_gate: sigmoid"
+            raise Fault("E209", "an exponential input gate overflows without the normaliser", at="normalize", hint=hint)
         return v
 
     def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
@@ -69,6 +74,7 @@ class MLSTM(Op):
             reverse=call.reverse,
             eps=self.eps,
             input_gate=self.input_gate,
+            normalize=self.normalize,
         )
         h, last = out if call.keep else (out, None)
         return h.flatten(-2), last._asdict() if last else {}

@@ -37,6 +37,7 @@ def value(text: str) -> Any:
         ("min(1, 2, 3)", 1),
         ("sqrt(16)", 4.0),
         ("1 if n > 2 else 0", 1),
+        ("2 if flag else 0", 2),
         ("n == 3", True),
         ("6_088_360", 6088360),
         ("1e-3", 1e-3),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks import check
 from seqblocks.checkpoint import load_official, official_name, restore, save
 
 TEXT = """
@@ -160,6 +161,34 @@ def test_official_layouts_are_read_through_the_map() -> None:
     torch.testing.assert_close(layer.kv.weight, joined)
     torch.testing.assert_close(layer.out.weight, tensors["pairs.1.1.final"].T)
     assert official_name(model.graph, "layers.2.qkv.out.weight") == {"transpose": "pairs.1.0.final"}
+
+
+def test_what_is_tied_may_be_there_once_or_twice() -> None:
+    steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
+    text = f"seqblocks: 1\nmodel: {{input: {{tokens: 7}}, steps: {steps}}}\ncheckpoint: {{embed: wte, unembed: head}}"
+    model, table = seqblocks.build_text(text), torch.randn(7, 4)
+    for tensors in ({"wte.weight": table}, {"wte.weight": table, "head.weight": table.clone()}):
+        load_official(model, tensors)
+        assert torch.equal(model.unembed.weight, table)
+    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official"):
+        load_official(model, {"wte.weight": table, "head.weight": table + 1})
+
+
+def test_mamba_releases_hold_their_tied_head_too() -> None:
+    assert official_name(check.load_model("mamba_130m"), "unembed.weight") == "lm_head.weight"
+
+
+def test_a_part_that_cannot_be_taken_is_told() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 2}, steps: [linear: {features: 2, bias: false}]}\ncheckpoint: "
+    for recipe, words in {
+        "{real: v}": "be complex",
+        "{slice: v, start: 3}": "have 2 from 3",
+        "{split: v, parts: 3, part: 0}": "hold 3 x 2 x 2 numbers",
+        "{reshape: v}": "hold 2 x 2 numbers",
+    }.items():
+        told = rf"for linear\.weight the official v ought to {words}, and is \[4, 2\] of torch\.float32"
+        with pytest.raises(seqblocks.RunError, match=told):
+            load_official(seqblocks.build_text(f"{text}{{linear.weight: {recipe}}}"), {"v": torch.ones(4, 2)})
 
 
 def test_missing_and_spare_tensors_are_named() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from seqblocks.checkpoint import load_official
 from seqblocks.kernels import centaurus
 
 FOLDER = Path(__file__).parent.parent / "golden" / "centaurus"
@@ -98,6 +99,20 @@ def test_the_last_state(case: str, form: str) -> None:
     found = torch.view_as_complex(last.detach().contiguous()).numpy().reshape(data["state_final"].shape)
     bar = data["x"].shape[1] * 2**-23 * max(1.0, np.abs(found).max())
     assert np.abs(found - data["state_final"]).max() <= bar
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("_L17")])
+def test_an_official_state_dict(case: str) -> None:
+    """As a release holds it, A complex: `stable: false` takes its real part as it is."""
+    mode, w, data = load(case, torch.float64)
+    rows, subs = w["A_real"].shape
+    given = f"mode: {mode}, stable: false, sub_states: {subs}"
+    given += f", state: {rows}" if mode in ("neck", "pointwise") else ""
+    text = f"seqblocks: 1\nmodel: {{input: {{features: {w['x'].shape[2]}}}, steps: [{{centaurus: {{{given}}}}}]}}\n"
+    maps = "centaurus: '', centaurus.A_real: {real: A}, centaurus.A_imag: {imag: A}, centaurus.log_dt: log_delta"
+    model = seqblocks.build_text(text + f"checkpoint: {{{maps}}}", dtype=torch.float64)
+    load_official(model, {key[2:]: torch.from_numpy(data[key]) for key in data.files if key.startswith("w.")})
+    assert np.abs(model(w["x"]).detach().numpy() - data["y64"]).max() <= 1e-10 * np.abs(data["y64"]).max()
 
 
 @pytest.mark.parametrize("case", CASES)

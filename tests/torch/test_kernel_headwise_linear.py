@@ -85,6 +85,9 @@ def test_strided_input():
     x = draw(24, 5, 2).transpose(0, 2)
     weight = draw(6, 4, 4, seed=1)
     torch.testing.assert_close(headwise_linear(x, weight), headwise_linear(x.contiguous(), weight))
+    for turned in (weight.transpose(0, 2).contiguous().transpose(0, 2), weight.repeat(2, 2, 2)[::2, ::2, ::2]):
+        assert not turned.is_contiguous()
+        torch.testing.assert_close(headwise_linear(x, turned), headwise_linear(x, turned.contiguous()))
 
 
 def test_errors_name_shapes():

@@ -286,6 +286,16 @@ def test_finite_for_gates_of_100(form, dtype, gate, i, f):
         assert torch.isfinite(tensor).all()
 
 
+def test_forms_agree_for_gates_of_ten_thousand():
+    """A chunk's sums of log f reach -5e4, of which float64 keeps 1e-11."""
+    x, state = inputs()
+    with torch.no_grad():
+        x[3].mul_(1e4)
+        x[4].fill_(-1e4)
+    wanted, found = ([*all_outputs(x, state, backend=form, chunk_size=5)] for form in FORMS)
+    assert_near(found, wanted, 1e-9)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forbidden_token_leaves_no_trace(form):
     # i = -1e30 is how padding is written; f = 100 keeps what was there
