@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention_reference import sees
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, register, unknown
 
 BLOCK = 512
 
@@ -24,7 +24,7 @@ def run(
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
         return v.new_zeros(*q.shape[:3], v.shape[3])
-    if window is not None and window < S:
+    if window is not None and (unknown(S) or window < S):
         return _windowed(q, k, v, sequence, causal, window, scale)
     if sequence is None and (window is None or window >= S):
         return _fused(q, k, v, None, causal, scale)
@@ -60,39 +60,44 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int, scale: float
 ) -> Tensor:
-    """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on)."""
-    B, S, H, D = q.shape
+    """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on).
+
+    Written so that an exporter asks nothing about the length: axes are cut by `unfold`, and are two long or more.
+    """
+    B, S, H, _ = q.shape
     past = k.shape[1] - S
-    blocks = -(-S // window)
-    after = blocks * window - S
-    spare = 0 if causal else window
-    span = 2 * window + spare
+    block = max(2, window)
+    blocks = (S + block - 1) // block + (1 if unknown(S) else 0)
+    after = blocks * block - S
+    spare = 0 if causal else block
+    span = 2 * block + spare
     device = q.device
 
     def cut(x: Tensor, fill: float = 0) -> Tensor:
-        """Keys: [B, blocks, span, ...], a window before the first query to what the last block may see."""
-        have = min(past, window)
+        """Keys: [B, blocks, span, ...], a block before the first query to what the last block may see."""
+        have = min(past, block)
         x = x[:, past - have :]
         rest = [0, 0] * (x.dim() - 2)
-        x = pad(x, [*rest, window - have, after + spare], value=fill)
-        return x.unfold(1, span, window).movedim(-1, 2)
+        x = pad(x, [*rest, block - have, after + spare], value=fill)
+        return x.unfold(1, span, block).movedim(-1, 2)
 
     owner = torch.zeros(B, k.shape[1], dtype=torch.long, device=device) if sequence is None else sequence
     keys_of = cut(owner, -1)
-    queries_of = pad(owner[:, past:], [0, after], value=-1).unflatten(1, (blocks, window))
+    queries_of = pad(owner[:, past:], [0, after], value=-1).unfold(1, block, block)
     place = torch.arange(span, device=device)
-    near = sees(place[window : 2 * window], place, None, causal, window)
+    near = sees(place[block : 2 * block], place, None, causal, window)
     seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
     # a place that pads the last block sees those that pad it: no row of the mask is empty
     y = _fused(
-        pad(q, [0, 0, 0, 0, 0, after]).reshape(B * blocks, window, H, D),
+        pad(q, [0, 0, 0, 0, 0, after]).unfold(1, block, block).movedim(-1, 2).flatten(0, 1),
         cut(k).flatten(0, 1),
         cut(v).flatten(0, 1),
         seen.flatten(0, 1),
         False,
         scale,
     )
-    return y.reshape(B, blocks * window, H, -1)[:, :S]
+    y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)
+    return pad(y, [0, 0, 0, 0, 0, -after]) if unknown(S) else y[:, :S]
 
 
 register("attention", "torch", run, always("torch's fused attention, on any device"))

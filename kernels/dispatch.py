@@ -86,6 +86,16 @@ def _autocast_available(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
+def unknown(size: int | torch.SymInt) -> bool:
+    """Whether a program is being exported that serves this size whatever it will be: nothing may hang on it.
+
+    (`torch.compile` may ask about a size, and compiles again where the answer is another. An export with strict=True
+    does not tell which sizes it knows, so none count as known.)
+    """
+    exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
+    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and bool(exporting and exporting()))
+
+
 def always(reason: str) -> Can:
     """A `can` for forms that run wherever torch does."""
 

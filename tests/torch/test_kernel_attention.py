@@ -269,17 +269,48 @@ def test_models_compile_and_export(given: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("given", "backend"), [("window: 3", "reference"), ("cache: 16", "auto")])
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [("window: 3", "auto"), ("window: 1", "auto"), ("window: 3", "reference"), ("cache: 16", "auto")],
+)
 def test_one_export_serves_every_length(given: str, backend: str) -> None:
-    """With a window in the reference form only: the exporter cannot follow how blocks are padded."""
+    """Also lengths within the window."""
     model = build(f"    - attention_layer: {{dim: 8, heads: 2, {given}}}\n").eval()
-    length = torch.export.Dim("length", min=8, max=4096)
+    length = torch.export.Dim("length", min=2, max=4096)
     with use_backend(backend):
         x = torch.randn(2, 11, 8, dtype=torch.float64)
         exported = torch.export.export(model, (x,), dynamic_shapes={"x": {1: length}}, strict=False)
-    for seq in (8, 37):
+    for seq in (2, 3, 4, 9, 37):
         x = torch.randn(2, seq, 8, dtype=torch.float64)
         near([exported.module()(x)], [model(x)])
+
+
+class Windowed(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, resets: Tensor, state: Any) -> Any:
+        return attention(q, k, v, resets=resets, state=state, window=5, **self.options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) -> None:
+    def call(S: int) -> tuple[Any, ...]:
+        x = [t.detach() for t in inputs(S)]
+        state = [t.detach() for t in inputs(4)[1:]] + [torch.tensor([3, 0])]
+        return *x, marked(S, [(0, S // 2)]), state if causal else None
+
+    module = Windowed(causal=causal, return_state=causal)
+    length = {1: torch.export.Dim("length", min=2, max=4096)}
+    sizes = (*(length,) * 4, [None] * 3 if causal else None)
+    program = torch.export.export(module, call(20), dynamic_shapes=sizes, strict=strict).module()
+    with use_backend("reference"):
+        for S in (2, 5, 6, 40, 63):
+            found, wanted = program(*call(S)), module(*call(S))
+            near([found[0], *found[1]], [wanted[0], *wanted[1]]) if causal else near([found], [wanted])
 
 
 def test_packed_sequences_compile() -> None:
