@@ -19,7 +19,7 @@ import seqblocks
 from seqblocks.cost import macs
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import _bank
-from seqblocks.kernels.centaurus_torch import cheapest, counts, fast_length
+from seqblocks.kernels.centaurus_torch import Chunk, _chunk, _scan, _walked, cheapest, counts, fast_length
 from seqblocks.testing import check_law
 
 MODES = ("neck", "pointwise", "dws", "full")
@@ -213,7 +213,7 @@ def test_extreme_steps_are_finite(mode: str, step: float) -> None:
             assert torch.isfinite(value).all()
 
 
-def test_compile_export_low_precision_autocast_and_empty() -> None:
+def test_compile_low_precision_autocast_and_empty() -> None:
     for mode in MODES:
         tensors = [t.detach() for t in inputs(mode, S=100, dtype=torch.float32)]
         wide = centaurus(*tensors, mode=mode)
@@ -230,12 +230,68 @@ def test_compile_export_low_precision_autocast_and_empty() -> None:
     # the compiled function takes the chunks plan
     torch.testing.assert_close(compiled(*tensors), centaurus(*tensors, plan="chunks"))
 
-    class Caller(torch.nn.Module):
-        def forward(self, *x: Tensor) -> Any:
-            return centaurus(*x)
 
-    exported = torch.export.export(Caller(), tuple(tensors), strict=False)
-    torch.testing.assert_close(exported.module()(*tensors), centaurus(*tensors))
+def what_is_walked(seq: int) -> list[Tensor]:
+    """u, state, and a layer."""
+    g = torch.Generator().manual_seed(1)
+    shapes = ((3, 2, seq), (2, 3, 2, 2))
+    drawn = [torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [*drawn, *inputs("neck", N=3, M=2)[1:]]
+
+
+def a_chunk(layer: list[Tensor], reverse: bool) -> Chunk:
+    """Of eight tokens."""
+    return _chunk(_bank(*layer, "neck", "zoh"), 8, reverse)
+
+
+@settings(max_examples=40)
+@given(
+    seq=st.integers(1, 40),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 39)), max_size=4),
+    reverse=st.booleans(),
+)
+def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
+    seq: int, marks: list[tuple[int, int]], reverse: bool
+) -> None:
+    u, state, *layer = what_is_walked(seq)
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for row, at in marks:
+        resets[row, at % seq] = True
+    given = resets if marks else None
+    wanted = [u, state, *layer[:3], layer[5]]  # B and C come before and after
+    near(
+        everything(_scan(u, state, *a_chunk(layer, reverse), given, reverse), wanted),
+        everything(_walked(u, state, a_chunk(layer, reverse), given, reverse), wanted),
+    )
+
+
+def test_its_op_keeps_its_promises_to_torch() -> None:
+    u, state, *layer = what_is_walked(11)
+    for reverse, resets in ((False, None), (True, torch.zeros(2, 11).bool())):
+        chunk = [t.detach().requires_grad_() for t in a_chunk(layer, reverse)]
+        torch.library.opcheck(_scan, (u, state, *chunk, resets, reverse))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_export_serves_every_length(mode: str) -> None:
+    """With resets and state; chunks of 16 tokens then."""
+    class Caller(torch.nn.Module):
+        def forward(self, resets: Tensor, state: Tensor, *x: Tensor) -> Any:
+            return centaurus(*x, mode=mode, resets=resets, state=state, return_state=True)
+
+    def call(S: int) -> list[Tensor]:
+        x = [t.detach() for t in inputs(mode, S=S)]
+        resets = torch.zeros(2, S, dtype=torch.bool)
+        resets[0, S // 2] = True
+        return [resets, first_state(mode, x).detach(), *x]
+
+    length = {1: torch.export.Dim("length", min=2, max=1 << 20)}
+    given = call(20)
+    sizes = (length, None, (length, *[None] * (len(given) - 3)))
+    program = torch.export.export(Caller(), tuple(given), dynamic_shapes=sizes, strict=False).module()
+    for S in (2, 16, 17, 100):
+        given = call(S)
+        near(list(program(*given)), list(Caller()(*given)))
 
 
 def test_errors_name_what_is_wrong() -> None:
