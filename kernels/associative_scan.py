@@ -35,6 +35,9 @@ Combine = Callable[[Tree, Tree], Tree]
 
 dispatch.load_forms("associative_scan")
 
+# Operators whose scan, of leaves and resets, is one op of torch's as well: compiled code then knows no length.
+as_an_op: dict[Combine, Callable[[list[Tensor], Tensor | None], list[Tensor]]] = {}
+
 
 class Memoroid(NamedTuple):
     """A recurrent cell as an algebra. Call it like one.
@@ -81,7 +84,8 @@ def associative_scan(
     the initial carry too, is dropped there. reverse: scan from right to left.
 
     Returns the states, like `elements`, and the state after the last token, like `initial`. Derivatives of any order
-    that `combine` has. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    that `combine` has. Raises ValueError for shapes that do not fit, BackendError (see dispatch). Compiled code is made
+    again for every S, but for the mLSTM's operator (mlstm_memoroid.py), whose scan then has first derivatives only.
     """
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)
@@ -96,7 +100,10 @@ def associative_scan(
         first = [leaf.unsqueeze(1) for leaf in pytree.tree_leaves(initial)]
         leaves = [torch.cat([a.to(b.dtype), b], 1) for a, b in zip(first, leaves, strict=True)]
         marks = None if marks is None else torch.cat([torch.zeros_like(marks[:, :1]), marks], 1)
-    found = run(_lifted(combine, spec), leaves if marks is None else [*leaves, marks])[: len(leaves)]
+    if torch.compiler.is_compiling() and combine in as_an_op and run is dispatch.form("associative_scan", "torch"):
+        found = as_an_op[combine](leaves, marks)
+    else:
+        found = run(_lifted(combine, spec), leaves if marks is None else [*leaves, marks])[: len(leaves)]
     last = [leaf[:, -1] for leaf in found]
     if initial is not None:
         found = [leaf[:, 1:] for leaf in found]

@@ -62,12 +62,14 @@ def _windowed(
 ) -> Tensor:
     """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on).
 
-    Written so that an exporter asks nothing about the length: axes are cut by `unfold`, and are two long or more.
+    An exporter must ask nothing about the length: axes are cut by `unfold` then, whose derivative is slower, and are two
+    long or more.
     """
     B, S, H, _ = q.shape
     past = k.shape[1] - S
     block = max(2, window)
-    blocks = (S + block - 1) // block + (1 if unknown(S) else 0)
+    any_length = unknown(S)
+    blocks = (S + block - 1) // block + (1 if any_length else 0)
     after = blocks * block - S
     spare = 0 if causal else block
     span = 2 * block + spare
@@ -81,15 +83,20 @@ def _windowed(
         x = pad(x, [*rest, block - have, after + spare], value=fill)
         return x.unfold(1, span, block).movedim(-1, 2)
 
+    def queries(x: Tensor, fill: float = 0) -> Tensor:
+        """[B, blocks, block, ...]."""
+        x = pad(x, [*[0, 0] * (x.dim() - 2), 0, after], value=fill)
+        return x.unfold(1, block, block).movedim(-1, 2) if any_length else x.unflatten(1, (blocks, block))
+
     owner = torch.zeros(B, k.shape[1], dtype=torch.long, device=device) if sequence is None else sequence
     keys_of = cut(owner, -1)
-    queries_of = pad(owner[:, past:], [0, after], value=-1).unfold(1, block, block)
+    queries_of = queries(owner[:, past:], -1)
     place = torch.arange(span, device=device)
     near = sees(place[block : 2 * block], place, None, causal, window)
     seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
     # a place that pads the last block sees those that pad it: no row of the mask is empty
     y = _fused(
-        pad(q, [0, 0, 0, 0, 0, after]).unfold(1, block, block).movedim(-1, 2).flatten(0, 1),
+        queries(q).flatten(0, 1),
         cut(k).flatten(0, 1),
         cut(v).flatten(0, 1),
         seen.flatten(0, 1),
@@ -97,7 +104,7 @@ def _windowed(
         scale,
     )
     y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)
-    return pad(y, [0, 0, 0, 0, 0, -after]) if unknown(S) else y[:, :S]
+    return pad(y, [0, 0, 0, 0, 0, -after]) if any_length else y[:, :S]
 
 
 register("attention", "torch", run, always("torch's fused attention, on any device"))

@@ -92,7 +92,9 @@ def unknown(size: int | torch.SymInt) -> bool:
     (`torch.compile` may ask about a size, and compiles again where the answer is another. An export with strict=True
     does not tell which sizes it knows, so none count as known.)
     """
-    exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
+    if not torch.compiler.is_compiling():
+        return False
+    exporting = getattr(torch.compiler, "is_exporting", None)  # not in older versions
     return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and bool(exporting and exporting()))
 
 

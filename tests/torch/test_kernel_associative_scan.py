@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mlstm_memoroid
-from seqblocks.kernels.mlstm_memoroid import MLSTMElement, elements
+from seqblocks.kernels.mlstm_memoroid import MLSTMElement, _scan, elements
 from seqblocks.kernels.mlstm_memoroid import combine as mlstm_combine
 
 # float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
@@ -221,11 +221,71 @@ def test_a_memoroid_of_ones_own() -> None:
     near(attention(x, resets=resets)[:, 5:], attention([t[:, 5:] for t in x]))
 
 
+@settings(max_examples=30)
+@given(
+    seq=st.integers(1, 40),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 39)), max_size=4),
+    scale=st.sampled_from([2.0, 200.0]),
+)
+def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
+    seq: int, marks: list[tuple[int, int]], scale: float
+) -> None:
+    """Also where one of the exponents is nothing, and across a reset would be above 1."""
+    cell = MLSTMElement(*(t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq, scale=scale)))))
+    resets = marked(seq, marks) if marks else None
+    pairs = []
+    for states in (_scan(*cell, resets), associative_scan(mlstm_combine, cell, resets=resets)[0]):
+        weighted = (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape) for x in states)
+        pairs.append([*states, *torch.autograd.grad(sum(x.sum() for x in weighted), cell)])
+    near(*pairs)
+
+
+def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
+    """As in the chain; a tree shares it in other pairs."""
+    cell = MLSTMElement(drawn(1, 5, 2) * 0, drawn(1, 5, 2, 4, 3), drawn(1, 5, 2, 4), drawn(1, 5, 2) * 0)
+    cell = MLSTMElement(*(t.requires_grad_() for t in cell))
+    chain, _ = associative_scan(mlstm_combine, cell, backend="reference")
+    near(*(torch.autograd.grad(sum((x * x + x).sum() for x in states), cell) for states in (_scan(*cell, None), chain)))
+
+
+def test_its_op_keeps_its_promises_to_torch() -> None:
+    for seq, resets in ((1, None), (6, torch.zeros(2, 6, dtype=torch.bool))):
+        cell = [t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq)))]
+        torch.library.opcheck(_scan, (*cell, resets))
+
+
+class Caller(torch.nn.Module):
+    def forward(self, resets: Tensor, state: Any, *x: Tensor) -> Any:
+        return mlstm_memoroid(*x, resets=resets, state=state, return_state=True)
+
+
+def test_one_export_serves_every_length() -> None:
+    def call(S: int) -> tuple[Any, ...]:
+        state = [drawn(2, 2, 4, 3), drawn(2, 2, 4), drawn(2, 2)]
+        return marked(S, [(0, S // 2)]), state, *(t.detach() for t in an_mlstm(S))
+
+    length = {1: torch.export.Dim("length", min=2, max=1 << 20)}
+    sizes = (length, [None] * 3, (length,) * 5)
+    program = torch.export.export(Caller(), call(9), dynamic_shapes=sizes, strict=False).module()
+    for S in (2, 16, 100):
+        near(program(*call(S)), Caller()(*call(S)))
+
+
+@pytest.mark.parametrize("combine", [torch.maximum, lambda a, b: a + b])
+def test_ones_own_operator_compiles(combine: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: associative_scan(combine, x)[0], fullgraph=True, backend="aot_eager")
+    x = drawn(2, 5)
+    near(compiled(x), associative_scan(combine, x)[0])
+
+
 def test_compile_and_errors() -> None:
     torch._dynamo.reset()
     x = [t.detach() for t in an_mlstm(9, dtype=torch.float32)]
     compiled = torch.compile(mlstm_memoroid, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*x), mlstm_memoroid(*x))
+    x = [t.requires_grad_() for t in x]
+    h, wanted = compiled(*x), mlstm_memoroid(*x)
+    torch.testing.assert_close([h, *torch.autograd.grad(h.sum(), x)], [wanted, *torch.autograd.grad(wanted.sum(), x)])
     assert mlstm_memoroid(*(t[:, :0] for t in x)).shape == (2, 0, 2, 3)
     with pytest.raises(ValueError, match="readout is one of paper, unit_floor"):
         mlstm_memoroid(*x, readout="max")

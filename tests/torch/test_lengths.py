@@ -22,7 +22,7 @@ def stretched(x: torch.Tensor, length: int) -> torch.Tensor:
     return x.repeat(1, -(-length // 12), *(1 for _ in x.shape[2:]))[:, :length].contiguous()  # strides count too
 
 
-@pytest.mark.parametrize("op", REST)
+@pytest.mark.parametrize("op", [*REST, "mlstm_memoroid"])
 def test_two_graphs(op: str) -> None:
     graphs: list[Any] = []
 
@@ -31,18 +31,19 @@ def test_two_graphs(op: str) -> None:
         return eager(graph, inputs)
 
     options: dict[str, Any] = {"head_norm": {"heads": 2}, "centaurus": {"mode": "dws"}}.get(op, {})
+    named = "mlstm" if op == "mlstm_memoroid" else op
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *x: getattr(kernels, op)(*x, **options, backend="torch"), backend=backend, fullgraph=True
     )
     for length in LENGTHS:
-        x = [stretched(x, length) for x in (first(op), *REST[op])]
+        x = [stretched(x, length) for x in (first(named), *REST[named])]
         torch.testing.assert_close(compiled(*x), getattr(kernels, op)(*x, **options, backend="torch"))
     assert len(graphs) <= 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "transformer_small"])
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "transformer_small", "hybrid_small"])
 def test_an_exported_model_takes_any_length(name: str) -> None:
     model = seqblocks.build(name, seed=0).eval()
     tokens = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(0))
