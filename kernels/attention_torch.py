@@ -62,8 +62,8 @@ def _windowed(
 ) -> Tensor:
     """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on).
 
-    An exporter must ask nothing about the length: axes are cut by `unfold` then, whose derivative is slower, and are two
-    long or more.
+    An exporter must ask nothing about the length: axes are cut by `unfold` then, which is slower backward, and two long
+    or more.
     """
     B, S, H, _ = q.shape
     past = k.shape[1] - S
