@@ -53,7 +53,8 @@ CODES: dict[str, Code] = {
     "E103": Code("not UTF-8", "Specs are UTF-8 text. Save the file in that encoding."),
     "E104": Code(
         "too large",
-        "Text, nesting, nodes after aliases, and steps of a model are bounded, so that no file can hang a tool.",
+        "Text, nesting (of YAML, and of blocks in blocks), nodes after aliases, and steps of a model are bounded, so that no "
+        "file can hang a tool.",
         HEAD + "let: " + "[" * 60 + "]" * 60 + "\n",
         HEAD + "let: {a: []}\n" + MODEL,
     ),

@@ -39,6 +39,7 @@ from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
 MAX_STEPS = 50_000
+MAX_NESTING = 64  # bodies in bodies: torch's calls nest as deeply, and Python bounds them
 NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
 
 
@@ -47,6 +48,7 @@ class Frame(Wiring):
     """Where the walk stands."""
 
     callers: tuple[Block, ...] = ()  # the blocks that are open
+    depth: int = 0  # how many bodies are open
 
     @classmethod
     def top(cls, shared: Shared, home: SpecFile) -> Frame:
@@ -79,6 +81,7 @@ class Frame(Wiring):
             path=(*self.path, *(p for p in path if p)),
             outer=self,
             nodes={},
+            depth=self.depth + 1,
         )
         return inner.lower_steps(steps, x)
 
@@ -121,12 +124,10 @@ class Frame(Wiring):
 
     def lower_step(self, step: Step, previous: int, maker: graph.Node | None) -> graph.Node | None:
         """The node of a step whose predecessor gave value `previous`; None after a fault."""
-        self.shared.steps += 1
-        if self.shared.steps > MAX_STEPS:
-            if self.shared.steps == MAX_STEPS + 1:
-                self.fault(Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}"), step.span)
+        if self.shared.full:
             return None
         try:
+            self.grow(1)
             if step.verb in COMBINATORS:
                 return self._combinator(step, COMBINATORS[step.verb], previous, maker)
             block = self.home.visible.get(step.verb)
@@ -153,6 +154,20 @@ class Frame(Wiring):
     def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
         """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""
         return initialised(self, step, parameters, known)
+
+    def grow(self, steps: int, height: int = 0) -> None:
+        """Count so many steps more, nested in `height` bodies of their own.
+
+        Raises Fault (E104) at those that are too many, behind which nothing is lowered.
+        """
+        shared = self.shared
+        shared.steps += steps
+        shared.deepest = max(shared.deepest, self.depth + height)
+        shared.full = shared.steps > MAX_STEPS or shared.deepest > MAX_NESTING
+        if shared.deepest > MAX_NESTING:
+            raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} in one another")
+        if shared.full:
+            raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
 
     # --- primitives ---------------------------------------------------------------------------------------------------
 
@@ -319,8 +334,8 @@ class Frame(Wiring):
         shared = self.shared
         key = (id(block), repr(values), *(self.types[v] for v in (x, *ports.values())))
         if key in shared.bodies:
-            body, steps = shared.bodies[key]
-            shared.steps += steps
+            body, steps, height = shared.bodies[key]
+            self.grow(steps, height)
             return body, self.types[body.result]
         entered = self.value(self.types[x], "input")
         inside = {name: self.value(self.types[v], name) for name, v in ports.items()}
@@ -330,16 +345,19 @@ class Frame(Wiring):
             path=(*self.path, graph_path),
             trail=(*self.trail, came),
             callers=(*self.callers, block),
+            depth=self.depth + 1,
         )
         inner.names = Names(inner.names, values)
         inner.names.written = written or {}
         inner.names.of_block = True
         inner.let(block.let)
-        before = (shared.steps, shared.ties)
+        steps, ties, deepest = shared.steps, shared.ties, shared.deepest
+        shared.deepest = inner.depth
         body = inner.lower_steps(block.steps, entered, inside)
         inner.settle(block.let)
-        if not shared.report and shared.ties == before[1]:  # a tie holds the names of the layer it was made for
-            shared.bodies[key] = (body, shared.steps - before[0])
+        if not shared.report and shared.ties == ties:  # a tie holds the names of the layer it was made for
+            shared.bodies[key] = (body, shared.steps - steps, shared.deepest - self.depth)
+        shared.deepest = max(shared.deepest, deepest)
         return body, self.types[body.result]
 
     def _block_arguments(

@@ -45,17 +45,27 @@ class Names(MappingABC[str, Any]):
     def __init__(self, outer: MappingABC[str, Any] | None = None, values: dict[str, Any] | None = None) -> None:
         self.outer: MappingABC[str, Any] = outer if outer is not None else {}
         self.known: dict[str, Any] = values or {}
-        self.pending: dict[str, Callable[[], Any]] = {}
+        self.pending: dict[str, Callable[[list[str]], Any]] = {}  # each is told the ring of names that it closes
         self.written: dict[str, tuple[Node, Names]] = {}  # where a value comes from, and what its own names stand for
         self.spoilt: set[str] = set()  # expressions over names of this scope whose value was at fault
         self.vague = False  # whether there are names here that could not be read
         self.of_block = False  # whether these are the arguments and the `let:` of a block
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.pending:
-            compute = self.pending.pop(name)
-            self.known[name] = UNKNOWN  # what a cycle sees; the thunk tells it
-            self.known[name] = compute()
+        # what an entry needs is computed before it, so that a long chain of entries is no deep recursion
+        coming = dict.fromkeys([name] if name in self.pending else [])
+        while coming:
+            last = next(reversed(coming))
+            needed = [each for each in _needed(self.written[last][0]) if each in self.pending]
+            first = next((each for each in needed if each not in coming), None)
+            ring = [each for each in needed if each in coming]
+            if first and not ring:
+                coming[first] = None
+                continue
+            names = [*coming]
+            compute = self.pending.pop(last)
+            self.known[last] = compute([*names[names.index(ring[0]) :], ring[0]] if ring else [])
+            del coming[last]
         return self.known[name] if name in self.known else self.outer[name]
 
     def __contains__(self, name: object) -> bool:
@@ -91,26 +101,27 @@ class Names(MappingABC[str, Any]):
         home = self.home([name])
         return home.written.get(name) if home else None
 
-    def spoil(self, text: str, names: Iterable[str], blamed: bool = True) -> None:
+    def spoil(self, text: str, names: tuple[str, ...], blamed: bool = True) -> None:
         """An expression's value was at fault: from here on it is UNKNOWN, and so is what is made of it.
 
         A bare name leads on to the text behind it, so that a value handed from block to block is at fault once. Which
         name of a longer expression is to blame, nobody knows: inside a block all of them are UNKNOWN, for the rest of
         that block hangs on the same arguments; outside it only that very expression is.
         """
-        home = self.home(names)
-        if home is None or text in home.spoilt:
-            return
-        home.spoilt.add(text)
-        if text.isidentifier():
-            home.known[text] = UNKNOWN
-            node, behind = home.written.get(text, (None, home))
-            if isinstance(node, Scalar) and isinstance(node.value, str) and (blamed or behind is home):
-                behind.spoil(node.value, _names_in(node.value), blamed)
-        elif home.of_block:
-            for name in names:
-                if self.home([name]) is home:
-                    home.spoil(name, [name], blamed=False)
+        coming = [(self, text, names, blamed)]
+        while coming:
+            scope, text, names, blamed = coming.pop()
+            home = scope.home(names)
+            if home is None or text in home.spoilt:
+                continue
+            home.spoilt.add(text)
+            if text.isidentifier():
+                home.known[text] = UNKNOWN
+                node, behind = home.written.get(text, (None, home))
+                if isinstance(node, Scalar) and isinstance(node.value, str) and (blamed or behind is home):
+                    coming.append((behind, node.value, tuple(_names_in(node.value)), blamed))
+            elif home.of_block:
+                coming += [(home, name, (name,), False) for name in names if scope.home([name]) is home]
 
     def settle(self) -> None:
         """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
@@ -341,26 +352,19 @@ class Scope:
         if node is None:
             return
         torn = self.comma_trap(node)
-        open_now: list[str] = []
         for key, span, value in node:
             if key in torn:
                 self.names.known[key] = UNKNOWN
             elif is_name(self.report, key, span):
-                self.names.pending[key] = self._thunk(key, span, value, open_now)
+                self.names.pending[key] = self._thunk(span, value)
                 self.names.written[key] = (value, self.names)
 
-    def _thunk(self, key: str, span: Span, node: Node, open_now: list[str]) -> Callable[[], Any]:
-        def compute() -> Any:
-            open_now.append(key)
-            try:
-                cycle = _cycle(node, open_now)
-                if cycle:
-                    ring = " -> ".join([*open_now[open_now.index(cycle) :], cycle])
-                    self.fault(Fault("E505", f"let entries need each other: {ring}"), span)
-                    return UNKNOWN
+    def _thunk(self, span: Span, node: Node) -> Callable[[list[str]], Any]:
+        def compute(ring: list[str]) -> Any:
+            if not ring:
                 return self.free_value(node)
-            finally:
-                open_now.pop()
+            self.fault(Fault("E505", f"let entries need each other: {' -> '.join(ring)}"), span)
+            return UNKNOWN
 
         return compute
 
@@ -435,12 +439,11 @@ def _names_in(text: str) -> list[str]:
         return []
 
 
-def _cycle(node: Node, open_now: list[str]) -> str | None:
-    """A name of an open `let` entry that this one needs."""
-    if isinstance(node, Scalar) and isinstance(node.value, str):
-        needed = set(_names_in(node.value))
-        return next((name for name in open_now if name in needed), None)
-    return None
+def _needed(node: Node) -> list[str]:
+    """The names that a value of `let:` is made of, and perhaps words."""
+    if isinstance(node, Sequence):
+        return [name for item in node.items for name in _needed(item)]
+    return _names_in(node.value) if isinstance(node, Scalar) and isinstance(node.value, str) else []
 
 
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}

@@ -24,10 +24,12 @@ class Shared:
     types: dict[int, Wire | None] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     steps: int = 0
+    deepest: int = 0  # the most bodies that were open at once
+    full: bool = False  # whether there were too many of either
     step_cache: dict[int, Step | None] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)  # blocks that were called
     unread: dict[int, bool] = field(default_factory=dict)  # nodes of `let:` and of defaults: whether nobody has asked
-    bodies: dict[Any, tuple[graph.Graph, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
+    bodies: dict[Any, tuple[graph.Graph, int, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
     tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
     ties: int = 0

@@ -471,3 +471,35 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     norms = {verb for verb in verbs if verb.endswith("_norm")}
     assert told - {"the", "are", "and", "activations", "norms"} == norms | set(gate) - {"none"}
     assert not set(INSTEAD) & known
+
+def _doubled(levels: int, each: str) -> str:
+    """Blocks of which each holds the one before as `each` says, and a model of the last."""
+    blocks = "".join(f"  b{i + 1}: {{steps: {each.replace('b', f'b{i}')}}}\n" for i in range(levels))
+    return f"blocks:\n  b0: {{steps: [{{linear: {{features: 8}}}}]}}\n{blocks}"
+
+
+TWICE = "[{b: {name: one}}, {b: {name: two}}]"
+
+
+@pytest.mark.parametrize(
+    ("head", "steps", "code"),
+    [
+        (_doubled(14, TWICE), "b14", None),  # 2^14 linears in as many blocks
+        (_doubled(16, TWICE), "b16", "E104.* too many steps"),
+        (_doubled(60, TWICE), "b60", "E104.* too many steps"),
+        (_doubled(62, "[b]"), "b62", None),
+        (_doubled(99, "[b]"), "b99", "E104.* nested too deeply"),
+        (_doubled(99, "[b]"), "silu", "E104.* nested too deeply"),  # by the blocks below, each lowered once
+        ("let: {a0: 8, " + ", ".join(f"a{i + 1}: a{i} + 1" for i in range(400)) + "}", "linear: {features: a400}", None),
+    ],
+    ids=["many", "too_many", "far_too_many", "deep", "too_deep", "too_deep_from_below", "long_let"],
+)
+def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | None) -> None:
+    """However it is made: blocks in blocks grow without a bound that the text would have."""
+    if code is None:
+        assert model(f"{{{steps}}}" if ":" in steps else steps, head).output is not None
+        return
+    with pytest.raises(SpecError, match=code) as caught:
+        model(steps, head)
+    assert len(caught.value.diagnostics) == 1
+
