@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks import document
 from seqblocks.document import Mapping, Node, Scalar, Sequence
@@ -25,6 +25,20 @@ from seqblocks.graph import Override
 
 ASKED = "an override replaces what the spec says, or a step's argument"
 USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
+
+
+class Slot(NamedTuple):
+    """A place for a value: a key of a mapping. The mapping of a step that is a verb alone has yet to be put in."""
+
+    holder: Mapping
+    key: str
+    items: list[Node] | None = None
+    at: int = 0
+
+    def open(self) -> None:
+        """Put the mapping in."""
+        if self.items is not None:
+            self.items[self.at] = self.holder
 
 
 def as_text(value: Any) -> str:
@@ -51,7 +65,7 @@ def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[
         slot = _find(root, path, shown, report)
         if slot is None:
             continue
-        holder, key = slot
+        holder, key = slot.holder, slot.key
         whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
         span, old = holder.entries.get(key, (whole, None))
         if old is None or document.plain(old) != document.plain(value):
@@ -99,8 +113,8 @@ def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
     return Diagnostic("E310", message, Span(source, 1, 1, 1, len(shown) + 1), **more)
 
 
-def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, str] | None:
-    """The mapping and key that a path names."""
+def _find(root: Node, path: str, shown: str, report: Report) -> Slot | None:
+    """The mapping and key that a path names; a path that leads nowhere changes nothing."""
     parts = path.split(".")
     if isinstance(root, Mapping) and parts[0] not in root.entries:
         let = root.get("let")
@@ -110,10 +124,12 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
             root = model
     node: Node = root
     of_step = False
+    way: list[Slot] = []
     for depth, part in enumerate(parts):
         choices = _choices(node)
         if part not in choices and of_step and depth == len(parts) - 1 and isinstance(node, Mapping):
-            return node, part
+            way.append(Slot(node, part))
+            break
         if part not in choices:
             where = ".".join(parts[:depth]) or "the spec"
             known = sorted(choices)
@@ -129,20 +145,22 @@ def _find(root: Node, path: str, shown: str, report: Report) -> tuple[Mapping, s
             expected = f"one of {listing(known)}" if known else None
             report.add(_fault(shown, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
             return None
-        holder, key = choices[part]
-        if depth == len(parts) - 1:
-            return holder, key
-        of_step = holder is not node
-        node = holder.entries[key][1]
-    return None
+        slot = choices[part]
+        way.append(slot)
+        of_step = slot.holder is not node
+        node = slot.holder.entries[slot.key][1]
+    for slot in way:
+        slot.open()
+    return way[-1]
 
 
 def _elsewhere(root: Node, parts: list[str]) -> str | None:
     """A hint that names the whole path where the end of one is right, or where a layer's number stands in it."""
     wanted = [part for part in parts if not part.isdecimal()]
-    if wanted[:1] in (["model"], ["blocks"]):
-        wanted = wanted[1:]
-    for path, of_step in islice(_paths(root, []), 2000) if wanted else ():
+    room = wanted[0] if wanted[:1] in (["model"], ["blocks"]) else None
+    wanted = wanted[1:] if room else wanted
+    paths = list(islice(_paths(root, []), 2000)) if wanted else []
+    for path, of_step in sorted(paths, key=lambda each: each[0][0] != room):
         found = path if path[-len(wanted) :] == wanted else None
         if of_step and len(wanted) > 1 and path[1 - len(wanted) :] == wanted[:-1]:
             found = [*path, wanted[-1]]  # an argument that the step leaves to its default
@@ -154,22 +172,22 @@ def _elsewhere(root: Node, parts: list[str]) -> str | None:
 def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
     """All paths below a node, and whether each is a step's; what is near comes first."""
     below = []
-    for name, (holder, key) in _choices(node).items():
+    for name, slot in _choices(node).items():
         if before or name in ("let", "blocks", "model"):
-            child = holder.entries[key][1]
+            child = slot.holder.entries[slot.key][1]
             if name not in ("steps", "branches", "args", "checkpoint"):  # their entries have shorter paths
-                yield [*before, name], holder is not node and not isinstance(child, Sequence)
+                yield [*before, name], slot.holder is not node and not isinstance(child, Sequence)
                 below.append((child, [*before, name]))
     for child, path in below:
         yield from _paths(child, path)
 
 
-def _choices(node: Node) -> dict[str, tuple[Mapping, str]]:
+def _choices(node: Node) -> dict[str, Slot]:
     """What the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
-    out: dict[str, tuple[Mapping, str]] = {}
+    out: dict[str, Slot] = {}
     if isinstance(node, Mapping):
         for key, _, value in node:
-            out[key] = (node, key)
+            out[key] = Slot(node, key)
             if key in ("args", "let"):
                 out |= {k: v for k, v in _choices(value).items() if k not in out}
             elif key in ("steps", "branches"):
@@ -191,12 +209,11 @@ def _with_arguments(item: Node) -> Node:
     return item
 
 
-def _steps(node: Node, bare: bool = True) -> dict[str, tuple[Mapping, str]]:
-    out: dict[str, tuple[Mapping, str]] = {}
+def _steps(node: Node, bare: bool = True) -> dict[str, Slot]:
+    out: dict[str, Slot] = {}
     items = node.items if isinstance(node, Sequence) else []
-    if bare:
-        items[:] = map(_with_arguments, items)
-    for item in items:
+    for at, written in enumerate(items):
+        item = _with_arguments(written) if bare else written
         if isinstance(item, Mapping) and len(item.entries) == 1:
             ((verb, _, arguments),) = list(item)
             name = verb
@@ -204,5 +221,5 @@ def _steps(node: Node, bare: bool = True) -> dict[str, tuple[Mapping, str]]:
                 given = arguments.get(key) if isinstance(arguments, Mapping) else None
                 if isinstance(given, Scalar) and isinstance(given.value, str):
                     name = given.value
-            out.setdefault(name, (item, verb))
+            out.setdefault(name, Slot(item, verb, items, at))
     return out

@@ -313,12 +313,16 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("model.named.1.causal_conv.kernel", "inside a pattern its word stands in the path, not the layer's number"),
         ("features", "did you mean 'model.input.features'?"),
         ("dmi", "did you mean 'dim'?"),
+        ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
         ("nothing.like.it", "an override replaces what the spec says, or a step's argument"),
+        ("model.nothing.like.it", "an override replaces what the spec says, or a step's argument"),
     ],
 )
 def test_an_override_that_finds_nothing_is_told_the_path(path: str, hint: str) -> None:
     head = "let: {dim: 3}\nblocks: {b: {args: {k: 2}, steps: [{causal_conv: {kernel: k}}]}}"
     steps = "repeat: {times: 2, steps: [b]}\nrepeat: {name: named, pattern: m*2, m: [causal_conv]}"
+    steps += "\nrepeat: {name: blocks, times: 2, steps: [b]}"
+    steps += "\nscan: {order: [forward, reverse], own: [linear], steps: [linear: {features: 8}]}"
     with pytest.raises(SpecError) as caught:
         model(steps, head, set={path: 5})
     (fault,) = caught.value.diagnostics
