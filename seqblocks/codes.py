@@ -273,7 +273,8 @@ CODES: dict[str, Code] = {
     ),
     "E410": Code(
         "a list of wires",
-        "Only some verbs join several wires (`linear` does). Elsewhere, `parallel` with merge: concat joins branches.",
+        "`linear` joins several wires; other inputs take one. What the branches of one `parallel` make is joined by its "
+        "merge: concat.",
         "- linear: {features: 8, as: a}\n- layer_norm: {from: [a, input]}",
         "- linear: {features: 8, as: a}\n- linear: {from: [a, input], features: 8}",
     ),
@@ -310,7 +311,7 @@ CODES: dict[str, Code] = {
     ),
     "E504": Code(
         "too large a number",
-        "Expressions are bounded in length, depth and magnitude (10^18).",
+        "Expressions are bounded in length and depth, and every number in magnitude (10^18).",
         "- linear: {features: 9 ** 60}",
         "- linear: {features: 9 ** 2}",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -284,7 +284,8 @@ class _Reader:
             inside = any(o.anchor == event.anchor for o in self.stack)
             message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor before it")
             raise self.stop(Diagnostic("E101", message, span))
-        self.put(node, None, False)
+        # what stands inside has the place where it is written; the whole has that of the alias
+        self.put(node if isinstance(node, Scalar) else replace(node, span=span), None, False)
 
     def put(self, node: Node, anchor: str | None, styled: bool) -> None:
         if anchor:
@@ -294,7 +295,7 @@ class _Reader:
             raise self.stop(
                 Diagnostic(
                     "E104",
-                    "the document is too large once its aliases are followed",
+                    "the document is too large" + (" once its aliases are followed" if self.anchors else ""),
                     node.span,
                     expected=f"at most {MAX_NODES:,} nodes",
                 )

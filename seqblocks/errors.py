@@ -83,6 +83,10 @@ class Span(NamedTuple):
     def __str__(self) -> str:
         return f"{self.source.name}:{self.line}:{self.column}"
 
+    def holds(self, other: Span) -> bool:
+        """Whether another stretch of the same source begins inside."""
+        return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
+
     def within(self, start: int, length: int) -> Span:
         """The part of a one-line span that begins `start` characters in."""
         if self.line != self.end_line:
@@ -281,6 +285,11 @@ _CALLED = {
     "mean": "avg average",
     "reverse": "backward backwards flip",
     "squared_relu": "relu2 relu_squared",
+    "int": "integer",
+    "float": "double",
+    "bool": "boolean",
+    "word": "str string",
+    "wire": "tensor",
     "xavier_uniform": "glorot glorot_uniform xavier",
 }
 ELSEWHERE: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.document import Mapping, Node, Sequence, kind_of, plain
 from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, key_hint, listing, quote
-from seqblocks.expressions import UNKNOWN
+from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.inputs import read_input
 from seqblocks.op import (
     PRIMITIVES,
@@ -98,7 +98,9 @@ class Frame(Wiring):
         read = [self.step(item) for item in steps.items]
         self.coming = frozenset(name for step in read if step for name in named(step))
         self.called = {namespace_of(step)[0]: 1 for step in read if step}
+        around = self.giving
         for step in read:
+            self.giving = around.union(named(step) if step else ())
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
                 out.result, current = self.lost(step), None
@@ -195,6 +197,10 @@ class Frame(Wiring):
         if arguments is not None and agreed and all(present):
             type = self._shape(arguments, cls.ports, wires)
             parameters = arguments.parameters(*wires)
+            for name, parameter in parameters.items():
+                if parameter.numel > MAX_MAGNITUDE:
+                    message = f"{name} of {step.verb} is too large: {parameter.numel:.0e} numbers"
+                    raise Fault("E504", message, expected="at most 10^18")
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
             if not cls.__module__.startswith("seqblocks.ops."):

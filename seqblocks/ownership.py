@@ -86,7 +86,7 @@ def ties(scope: Wiring, step: Step, parameters: dict[str, Parameter]) -> dict[st
     found = {}
     for key, target, span in pairs:
         try:
-            name, theirs = _tie_target(scope, target)
+            name, theirs = _tie_target(scope, target, of_step=not isinstance(node, Mapping))
         except Fault as unknown:
             other = target.removesuffix(".bias")
             if not isinstance(node, Mapping) and key == "bias" and "." not in other and "weight" in parameters:
@@ -106,8 +106,11 @@ def ties(scope: Wiring, step: Step, parameters: dict[str, Parameter]) -> dict[st
     return found
 
 
-def _tie_target(scope: Wiring, target: str) -> tuple[str, Parameter]:
-    """A tie's target by full name, and its declaration: looked up here, then in the bodies around."""
+def _tie_target(scope: Wiring, target: str, of_step: bool) -> tuple[str, Parameter]:
+    """A tie's target by full name, and its declaration: looked up here, then in the bodies around.
+
+    What a hint offers is what the tie is written as: a step's name if `of_step`, else a parameter's.
+    """
     first = target.split(".")[0]
     frame: Wiring | None = scope
     known: list[str] = []
@@ -119,11 +122,13 @@ def _tie_target(scope: Wiring, target: str) -> tuple[str, Parameter]:
                 if item.name == target:
                     return item.tied or graph.join(*frame.path, item.name), item.parameter
             names = [item.name for item in graph.node_parameters(node, first)]
+            written = target.rpartition(".")[0] if of_step else target
+            known = list(dict.fromkeys(n.rpartition(".")[0] for n in names)) if of_step else names
             raise Fault(
                 "E312",
                 f"there is no parameter {quote(target)}",
                 expected=f"one of {listing(names)}" if names else f"{first} has no parameters",
-                hint=did_you_mean(target, names),
+                hint=did_you_mean(written, [name for name in known if name != written]),
             )
         frame = frame.outer
     hint = did_you_mean(first, known) or "tie to a step that stands above"

@@ -14,7 +14,7 @@ from typing import Any
 from seqblocks import expressions
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
-from seqblocks.expressions import UNKNOWN
+from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.op import FieldKind
 from seqblocks.spec import STEP_KEYS, is_name
 
@@ -137,6 +137,7 @@ class Step:
     span: Span  # of the verb
     fields: dict[str, tuple[Span, Node]]
     common: dict[str, tuple[Span, Node]]
+    alias: Span | None = None  # where it is repeated with `*anchor`: all else is written elsewhere
 
     def key_span(self, key: str) -> Span:
         entry = self.fields.get(key) or self.common.get(key)
@@ -209,6 +210,9 @@ class Scope:
         value = self._number(node, optional)
         if isinstance(value, float) and not math.isfinite(value):
             self.fault(Fault("E203", "a finite number is needed here", found=f"{value:g}"), node)
+            return UNKNOWN
+        if isinstance(value, int | float) and abs(value) > MAX_MAGNITUDE:
+            self.fault(Fault("E504", "the number is too large", expected="at most 10^18"), node)
             return UNKNOWN
         if whole and isinstance(value, float):
             if value == int(value):
@@ -421,7 +425,8 @@ class Scope:
         if torn:
             return None
         fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
-        return Step(verb, span, fields, {key: (s, n) for key, s, n in node if key in STEP_KEYS})
+        common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
+        return Step(verb, span, fields, common, None if item.span.holds(span) else item.span)
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from seqblocks import document
 from seqblocks.combinators import COMBINATORS
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.errors import (
+    ELSEWHERE,
     Diagnostic,
     Note,
     Report,
@@ -122,7 +123,8 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
     except OSError as error:
         reason = error.strerror or str(error)
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
-        near = did_you_mean(path.name, (other.name for other in beside)) if not path.exists() else None
+        others = [other.name for other in beside if other.name != path.name]  # a link that leads nowhere is no other
+        near = did_you_mean(path.name, others) if not path.exists() else None
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", hint=near))
     except ValueError as error:  # a null byte in the name
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}"))
@@ -336,6 +338,11 @@ class Reader:
         match node.value:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
+            case str() if meant := _type_meant(node.value):
+                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default"
+                hint = f"did you mean '{meant}'?"
+                self.fault("E208", f"{quote(node.value)} is no type of an argument", node.span, expected=expected, hint=hint)
+                return Argument(name, meant, span, None)
             case bool():
                 return Argument(name, "bool", span, node)
             case int():
@@ -346,6 +353,12 @@ class Reader:
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie")
+
+
+def _type_meant(word: str) -> str | None:
+    """The type of an argument that another language's word is meant for."""
+    words = [word.lower(), *ELSEWHERE.get(word.lower(), ())]
+    return next((each for each in words if each in ARGUMENT_TYPES), None)
 
 
 def misread(root: Mapping, key: str) -> bool:

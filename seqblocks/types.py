@@ -18,7 +18,7 @@ Size = int | str  # a number, or the name of an axis whose size only a call know
 
 
 class Origin(NamedTuple):
-    """The step that fixed a width."""
+    """The step that fixed a width, or a number of tokens."""
 
     verb: str
     span: Span | None
@@ -57,18 +57,18 @@ class Wire:
         return replace(self, features=features, origin=None)
 
     def at_rate(self, every: int) -> Wire:
-        """The same wire where a token stands for so many of the input's tokens (a multiple or a divisor of now)."""
+        """The same features where a token stands for so many of the input's tokens (a multiple or a divisor of now)."""
         if isinstance(self.length, int):
-            return replace(self, length=self.length * self.every // every, grid=None, every=every)
+            return replace(self, length=self.length * self.every // every, grid=None, every=every, origin=None)
         name = (self.length or "seq").partition("/")[0]
-        return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every)
+        return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
         """The same wire where the model's input has so many tokens, if its length is open."""
         return replace(self, length=tokens // self.every) if isinstance(self.length, str) else self
 
     def made_by(self, origin: Origin) -> Wire:
-        """Stamp who fixed the width, unless it came through unchanged."""
+        """Stamp who fixed the sizes, unless they came through unchanged."""
         return self if self.origin else replace(self, origin=origin)
 
     def whence(self, name: str) -> Note | None:

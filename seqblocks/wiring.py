@@ -46,6 +46,7 @@ class Wiring(Scope):
     wires: dict[str, int] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
+    giving: frozenset[str] = frozenset()  # wires that the step at hand will give out
     called: dict[str, int] = field(default_factory=dict)  # what steps of this body are called: the last number offered
     outer: Wiring | None = None  # the body around
     nodes: dict[str, graph.Node] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class Wiring(Scope):
                     hint=f"{self._other_name(step, name)}: parameters are stored under it",
                     notes=[Note("the other one stands here", clash.span)],
                 ),
-                span,
+                step.alias or span,
             )
             return f"{name}@{span.line}:{span.column}"
         return name
@@ -104,6 +105,8 @@ class Wiring(Scope):
         number = next(each for each in count(self.called.get(name, 1) + 1) if f"{name}_{each}" not in self.called)
         self.called[name] = number  # a third one is told another
         other = f"name: {name}_{number}"
+        if step.alias:
+            return f"an alias repeats the name too: write the step out, with `{other}`"
         if "name" in step.common:
             return f"say `{other}`"
         return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
@@ -183,6 +186,8 @@ class Wiring(Scope):
             hint = did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`"
             if node.value in self.coming:
                 hint = "it is named further down, and a step reads only what stands above it"
+            if node.value in self.giving:
+                hint = "it is what this step gives out, and a step reads only what stands above it"
             self.fault(
                 Fault(
                     "E302",
@@ -217,9 +222,9 @@ class Wiring(Scope):
             found = self.wire(node)
             return (self.value(None, "?"),) if found is None else (found,)
         if not joins:
-            fault = Fault(
-                "E410", "this input takes one wire, not a list", hint="join with `parallel` and merge: concat"
-            )
+            wires = listing(item.text for item in node.items if isinstance(item, Scalar))
+            hint = f"`linear` joins wires: `linear: {{from: [{wires}], features: …}}` above, and read what it gives out"
+            fault = Fault("E410", "this input takes one wire, not a list", hint=hint)
             self.fault(fault, node.span)
             return (self.value(None, "?"),)
         found_all = [self.wire(item) for item in node.items]

@@ -31,7 +31,7 @@ class Downsample(_Rate):
 
     def shape(self, x: Wire) -> Wire:
         if isinstance(x.length, int) and x.length % self.factor:
-            near = x.length // self.factor * self.factor
+            near = max(x.length // self.factor, 1) * self.factor
             raise Fault(
                 "E401",
                 f"factor {self.factor} does not divide {x.length} tokens",
