@@ -307,8 +307,8 @@ _ABSENT = {
 INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known word that is meant: close in letters, or what another library's word is here."""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is meant: close in letters, or what another library's word is here."""
     import difflib  # only a spec with a fault pays for it
 
     lowered = {w.lower(): w for w in reversed(list(known))}
@@ -316,9 +316,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.6)
     alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
     if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.8):
-        only = " It is the exact one; its approximations are not there" if alias == "gelu" else ""
-        return f"did you mean '{lowered[alias]}'?{only}"
-    return f"did you mean '{lowered[close[0]]}'?" if close else None
+        return lowered[alias]
+    return lowered[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A hint that names the known word that is meant, if there is one."""
+    meant = nearest(word, known)
+    only = " It is the exact one; its approximations are not there" if "gelu" in ELSEWHERE.get(word.lower(), ()) else ""
+    return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:

@@ -34,7 +34,7 @@ from seqblocks.op import (
 from seqblocks.ownership import initialised, ties
 from seqblocks.parameters import Parameter
 from seqblocks.scope import Names, Step
-from seqblocks.spec import MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled, misread
+from seqblocks.spec import FILE_KEYS, MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled, hidden, misread
 from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
@@ -58,7 +58,7 @@ class Frame(Wiring):
         shared.tops[id(home)] = Names()
         frame = cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
         frame.let(home.let)
-        frame.names.vague = misread(home.root, "let")
+        frame.names.vague = misread(home.root, "let") or hidden(home.root, "let", FILE_KEYS)
         return frame
 
     def settle(self, let: Mapping | None) -> None:
@@ -126,7 +126,7 @@ class Frame(Wiring):
 
     def lower_step(self, step: Step, previous: int, maker: graph.Node | None) -> graph.Node | None:
         """The node of a step whose predecessor gave value `previous`; None after a fault."""
-        if self.shared.full:
+        if step.torn or self.shared.full:
             return None
         try:
             self.grow(1)

@@ -138,6 +138,7 @@ class Step:
     fields: dict[str, tuple[Span, Node]]
     common: dict[str, tuple[Span, Node]]
     alias: Span | None = None  # where it is repeated with `*anchor`: all else is written elsewhere
+    torn: bool = False  # whether a comma has cut its keys, which is told
 
     def key_span(self, key: str) -> Span:
         entry = self.fields.get(key) or self.common.get(key)
@@ -422,11 +423,9 @@ class Scope:
             self.fault(fault, node.span)
             return None
         torn = self.comma_trap(node)
-        if torn:
-            return None
         fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
         common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
-        return Step(verb, span, fields, common, None if item.span.holds(span) else item.span)
+        return Step(verb, span, fields, common, None if item.span.holds(span) else item.span, bool(torn))
 
 
 def _shown(value: Any) -> str:

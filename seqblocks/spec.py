@@ -30,6 +30,7 @@ from seqblocks.errors import (
     key_hint,
     listing,
     missing_colon,
+    nearest,
     quote,
 )
 from seqblocks.op import builtin_verbs
@@ -187,6 +188,7 @@ class Reader:
         self._version(root)
         file.about = self._text(root, "about")
         file.let = self._mapping(root, "let")
+        file.lacks = hidden(root, "use", FILE_KEYS) or hidden(root, "blocks", FILE_KEYS)
         file.expect = self._mapping(root, "expect")
         if file.expect:
             known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
@@ -222,14 +224,14 @@ class Reader:
 
     def _version(self, root: Mapping) -> None:
         node = root.get("seqblocks")
-        if node is None:
+        if node is None and not hidden(root, "seqblocks", FILE_KEYS):
             self.fault(
                 "E205",
                 "the spec does not say which version of the language it is written in",
                 Span(root.span.source, root.span.line, root.span.column, root.span.line, root.span.column + 1),
                 hint=f"begin with `seqblocks: {VERSION}`",
             )
-        elif not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool):
+        elif node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
             self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
 
     def _use(self, file: SpecFile, base: Path | None) -> None:
@@ -316,11 +318,11 @@ class Reader:
             return
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
-        if misread(node, "let") or misread(node, "args"):  # what names it has, nobody knows
-            return
+        if any(misread(node, key) or hidden(node, key, BLOCK_KEYS) for key in ("let", "args")):
+            return  # what names it has, nobody knows
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
         steps = node.get("steps")
-        if steps is None:
+        if steps is None and not hidden(node, "steps", BLOCK_KEYS):
             self.fault("E202", f"block {name} has no steps", span)
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, node.get("checkpoint"))
         file.blocks[name] = file.visible[name] = block
@@ -353,6 +355,13 @@ class Reader:
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie")
+
+
+def hidden(root: Mapping, key: str, known: Iterable[str]) -> bool:
+    """Whether what is wanted under a key stands under one that is not known, which is told."""
+    words = tuple(known)
+    unknown = [word.partition(" ")[0] for word in root.entries if word not in words]
+    return key not in root.entries and any(nearest(word, words) == key for word in unknown)
 
 
 def _type_meant(word: str) -> str | None:

@@ -44,6 +44,7 @@ class Wiring(Scope):
     shared: Shared
     home: SpecFile
     wires: dict[str, int] = field(default_factory=dict)
+    vague: bool = False  # whether there are wires that could not be read
     path: tuple[str, ...] = ()
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
     giving: frozenset[str] = frozenset()  # wires that the step at hand will give out
@@ -163,11 +164,14 @@ class Wiring(Scope):
             case _:
                 expected = "a name, a list of names (equal parts), or a mapping name: width"
                 self.fault(Fault("E203", "as names what comes out", expected=expected, found=kind_of(node)), node.span)
+                self.vague = True
                 return [None], (), [step.verb]
         return [type.with_features(w).made_by(origin) for w in widths], tuple(widths), labels
 
     def _define(self, name: str, span: Span) -> str:
-        if self.is_name(name, span) and name in self.wires:
+        if not self.is_name(name, span):
+            self.vague = True
+        elif name in self.wires:
             maker = self.shared.makers.get(self.wires[name])
             notes = [Note("it is made here", maker.span)] if maker else []
             self.fault(Fault("E305", f"a wire called {quote(name)} exists already", notes=notes), span)
@@ -181,7 +185,7 @@ class Wiring(Scope):
             self.fault(Fault("E203", "the name of a wire is needed here", found=kind_of(node)), node.span)
             return None
         number = self.wires.get(node.value)
-        if number is None:
+        if number is None and not self.vague:
             names = [name for name in self.wires if name != "input"]
             hint = did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`"
             if node.value in self.coming:

@@ -12,7 +12,7 @@ from seqblocks import check, graph
 from seqblocks.errors import ExpectationError, OverrideWarning, SpecError, UsageError
 from seqblocks.graph import Model
 from seqblocks.report import summarise
-from seqblocks.spec import bundled
+from seqblocks.spec import ARGUMENT_TYPES, bundled
 
 
 def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> Model:
@@ -468,7 +468,7 @@ def test_the_words_that_hints_lead_to_exist() -> None:
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]
-    known = {*verbs, *INITIALISERS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
+    known = {*verbs, *INITIALISERS, *ARGUMENT_TYPES, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
     assert {ours for names in ELSEWHERE.values() for ours in names} <= known
     told = {word for text in INSTEAD.values() for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
