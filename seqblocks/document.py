@@ -374,8 +374,11 @@ class _Reader:
             if found:
                 number, start, word = found
                 span = Span(self.source, number, start, number, start + len(word))
-                mended = f"{word}: {_bare(self.source.line(number))[start + len(word):].strip()}".rstrip()
-                return Diagnostic("E101", f"not YAML: a colon is missing behind {quote(word)}", span, hint=mended)
+                rest = _bare(self.source.line(number))[start - 1 + len(word) :]
+                what = f"a space is missing behind {quote(word + ':')}" if rest.startswith(":") else None
+                what = what or f"a colon is missing behind {quote(word)}"
+                mended = f"{word}: {rest.removeprefix(':').strip()}".rstrip()
+                return Diagnostic("E101", f"not YAML: {what}", span, hint=mended)
             hint = _two_keys(self.source.line(line)) or hint
         unclosed = next((o for o in reversed(self.stack) if o.flow), None)
         if unclosed:
@@ -383,6 +386,8 @@ class _Reader:
             notes.append(Note(f"the '{bracket}' that is still open stands here", unclosed.span))
             hint = f"is a '{'}' if unclosed.mapping else ']'}' missing?"
         text = self.source.line(line)
+        inside = text[unclosed.span.column : column - 1] if unclosed and unclosed.span.line == line else ""
+        hint = _character(text, column) or _comma(inside[-_NEAR:], text[column - 1 :]) or hint
         if "\t" in text[:column]:
             hint = "indent with spaces: YAML does not allow tabs"
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
@@ -394,7 +399,7 @@ class _Reader:
             text = _bare(self.source.line(number))
             before = _bare(self.source.line(numbers[at + 1])) if at + 1 < len(numbers) else ""
             below = _bare(self.source.line(numbers[at - 1])) if at else ""
-            word = re.match(r"(\s*(?:- +)?)([A-Za-z_]\w*)(?=\s|$)", text)
+            word = re.match(r"(\s*(?:- +)?)([A-Za-z_]\w*)(?=\s|$|:\S)", text)
             if not word or re.search(r":(\s|$)", text):
                 continue
             if before and _indent(before) < _indent(text) and not re.search(r":$|^\s*- ", before):
@@ -449,9 +454,39 @@ def _bare(line: str) -> str:
 def _two_keys(line: str) -> str | None:
     """A hint where a key and its value stand where the value of another key is wanted: `- embed: features: 64`."""
     match = re.match(r"\s*(?:- +)?(\w+): +(\w+): +([^#]*[^#\s])", line)
-    return match and f"two keys in one line: `{match[1]}: {{{match[2]}: {match[3]}}}`"
+    if not match:
+        return None
+    key, text = match[1], f"{match[2]}: {match[3]}"
+    if key == "about":
+        return f'text with a colon is quoted: `{key}: "{text}"`'
+    if text.count("}") > text.count("{"):
+        return f"a '{{' is missing: `{key}: {{{text}`"
+    return f"two keys in one line: `{key}: {{{text}}}`"
 
 
+def _character(line: str, column: int) -> str | None:
+    """A hint for what stands at a column where it has no place, whatever is around it."""
+    at, before = line[column - 1 : column], line[: column - 1]
+    name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
+    if before.endswith("$") and name:
+        return f"a name stands for its value as it is: `{name[1]}`"
+    if at and at in "%@`":
+        return f"no value begins with '{at}': leave it away, or quote the value"
+    for left, right in ("{}", "[]"):
+        if at == right and before.count(right) >= before.count(left):
+            return f"a '{right}' too many, or a '{left}' is missing"
+    return None
+
+
+def _comma(inside: str, rest: str) -> str | None:
+    """A hint where a value in braces goes on into the next key: `{features: 8 bias: false}`."""
+    match = re.search(r"[:,][^:,;]*[^\s:,;](;?) *(?<=[\s;])(\w+)$", inside)
+    if not match or not rest.startswith(":"):
+        return None
+    return f"a ',' {'is wanted in place of the ' + repr(';') if match[1] else 'is missing'} before `{match[2]}`"
+
+
+_NEAR = 200  # characters that a hint looks back
 _NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # as libyaml and PyYAML say it
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqblocks import document
 from seqblocks.document import Mapping, Scalar, Sequence, plain
-from seqblocks.errors import Report
+from seqblocks.errors import Report, SpecError
 
 
 def read(text: str) -> Any:
@@ -106,3 +106,25 @@ def test_the_tree_as_text() -> None:
         "1:5         -: 1",
         "1:8         -: 'x'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("- a: {x: 8; y: false}", "a ',' is wanted in place of the ';' before `y`"),
+        ("- a: {x: 2 * dim y: false}", "a ',' is missing before `y`"),
+        ("- a: {x: %dim}", "no value begins with '%': leave it away, or quote the value"),
+        ("- a: {x: ${dim}}", "a name stands for its value as it is: `dim`"),
+        ("- a: {x: 3}}", "a '}' too many, or a '{' is missing"),
+        ("- a: x: dim}", "a '{' is missing: `a: {x: dim}`"),
+        ("- a: {x: [3}", "is a ']' missing?"),
+        ("- a: {x: 3", "is a '}' missing?"),
+        ("about: memory: it is good", 'text with a colon is quoted: `about: "memory: it is good"`'),
+        ("- a:\n    x:2\n    y: [z]", "x: 2"),
+    ],
+)
+def test_what_is_most_likely_wrong(text: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(text + "\n")
+    (fault,) = caught.value.diagnostics
+    assert (fault.code, fault.hint) == ("E101", hint)
