@@ -234,6 +234,8 @@ class Report:
         if key in self._seen:
             return
         self._seen.add(key)
+        if odd := span and _odd(span):
+            diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
         if len(self.diagnostics) < MAX_DIAGNOSTICS:
             self.diagnostics.append(diagnostic)
         else:
@@ -245,6 +247,17 @@ class Report:
     def raise_if_any(self) -> None:
         if self.diagnostics:
             raise SpecError(in_order(self.diagnostics), self.dropped)
+
+
+def _odd(span: Span) -> Note | None:
+    """A remark on a letter or a blank that looks like another: no word of the language has one."""
+    text = span.source.line(span.line)[span.column - 1 : span.end_column - 1] if span.line == span.end_line else ""
+    found = next((c for c in text if not c.isascii() and c != "\ufffd"), None)  # that one stands for what is no text
+    if found is None:
+        return None
+    import unicodedata  # only a spec with a fault pays for it
+
+    return Note(f"it holds U+{ord(found):04X}, {unicodedata.name(found, 'a character without a name').lower()}")
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
@@ -285,6 +298,7 @@ _CALLED = {
     "mean": "avg average",
     "reverse": "backward backwards flip",
     "squared_relu": "relu2 relu_squared",
+    "floor": "int trunc",
     "int": "integer",
     "float": "double",
     "bool": "boolean",
@@ -303,6 +317,9 @@ _ABSENT = {
         "celu elu hard_sigmoid hard_swish hard_tanh hardsigmoid hardswish hardtanh leaky_relu mish prelu relu6 "
         "softmax softsign",
     "the norms are head_norm, layer_norm and rms_norm": "batch_norm batchnorm instance_norm weight_norm l2_norm",
+    "`linear: {from: [a, b], features: …}` joins wires; `parallel` with merge: concat joins its branches": "cat concat",
+    "`residual` adds what its steps were given; `parallel` with merge: sum adds its branches": "add sum",
+    "an empty list of steps, `[]`, is the identity": "id identity",
 }  # fmt: skip
 INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}
 
@@ -313,9 +330,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     lowered = {w.lower(): w for w in reversed(list(known))}
     word = word[:80].lower()
-    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.65)
     alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
-    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.8):
+    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.85):
         return lowered[alias]
     return lowered[close[0]] if close else None
 

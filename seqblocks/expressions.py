@@ -53,6 +53,18 @@ def _power(a: Number, b: Number) -> Number:
     return result
 
 
+def _sqrt(value: Number) -> float:
+    if value < 0:
+        raise ValueError("a root of a negative number")
+    return math.sqrt(value)
+
+
+def _log2(value: Number) -> float:
+    if value <= 0:
+        raise ValueError("a logarithm of a number that is not positive")
+    return math.log2(value)
+
+
 def _round_up(value: Number, multiple: Number) -> int:
     return math.ceil(value / multiple) * _whole(multiple)
 
@@ -93,8 +105,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "round": (round, 1, 1),
     "min": (min, 2, 8),
     "max": (max, 2, 8),
-    "sqrt": (math.sqrt, 1, 1),
-    "log2": (math.log2, 1, 1),
+    "sqrt": (_sqrt, 1, 1),
+    "log2": (_log2, 1, 1),
     "round_up": (_round_up, 2, 2),
     "round_down": (_round_down, 2, 2),
 }

@@ -197,14 +197,14 @@ class Frame(Wiring):
         if arguments is not None and agreed and all(present):
             type = self._shape(arguments, cls.ports, wires)
             parameters = arguments.parameters(*wires)
-            for name, parameter in parameters.items():
-                if parameter.numel > MAX_MAGNITUDE:
-                    message = f"{name} of {step.verb} is too large: {parameter.numel:.0e} numbers"
-                    raise Fault("E504", message, expected="at most 10^18")
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
             if not cls.__module__.startswith("seqblocks.ops."):
                 check_declared(cls, type, parameters, state, macs)
+            for name, parameter in parameters.items():
+                if parameter.numel > MAX_MAGNITUDE:
+                    message = f"{name} of {step.verb} is too large: {parameter.numel:.0e} numbers"
+                    raise Fault("E504", message, expected="at most 10^18")
             calls = arguments.calls(*wires)
         parameters = self.initialised(step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)

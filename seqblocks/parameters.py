@@ -58,47 +58,56 @@ class State(NamedTuple):
 
 
 class Initialiser(NamedTuple):
-    """What `init:` may name: parameter names with defaults (None: must be given), and one line of explanation."""
+    """What `init:` may name: parameter names with defaults (None: must be given), and one line of explanation.
+
+    `holds` is what must be true of the numbers, as an expression over their names.
+    """
 
     arguments: tuple[tuple[str, float | None], ...]
     about: str
+    holds: tuple[str, ...] = ()
 
 
 INITIALISERS: dict[str, Initialiser] = {
     "zeros": Initialiser((), "all 0"),
     "ones": Initialiser((), "all 1"),
     "constant": Initialiser((("value", None),), "all equal to value"),
-    "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution"),
-    "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high"),
-    "trunc_normal": Initialiser((("std", 0.02),), "normal(0, std), redrawn beyond two absolute units"),
+    "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution", ("std >= 0",)),
+    "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high", ("low <= high",)),
+    "trunc_normal": Initialiser((("std", 0.02),), "normal(0, std), redrawn beyond two absolute units", ("std >= 0",)),
     "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the last axis"),
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
     "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
-    "small": Initialiser((("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in"),
+    "small": Initialiser(
+        (("width", 0.0),), "normal(0, sqrt(2 / (5 width))); width defaults to the fan in", ("width >= 0",)
+    ),
     "ramp": Initialiser((("step", None),), "0, step, 2 step, … over the last axis (frequencies of S4D-Lin: pi)"),
     "log_range": Initialiser((), "log(1), log(2), … over the last axis (the decay rates of S4D-real)"),
     "inverse_softplus": Initialiser(
         (("low", 1e-3), ("high", 0.1), ("floor", 1e-4)),
         "what a softplus turns into steps between low and high, evenly in their logarithm, at least floor",
+        ("low > 0", "low <= high", "floor > 0"),
     ),
     "powerlaw": Initialiser(
         (("position", 0.0),),
         "5 - 12 (j / (n - 1))^(0.3 + 1.3 position) over the last axis j < n; position: the block's, from 0 to 1",
     ),
-    "wang": Initialiser((("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))"),
+    "wang": Initialiser(
+        (("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))", ("width > 0", "blocks > 0")
+    ),
 }
 
 
 def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
-    """`normal(0, 0.1)` as an Init; arguments may be expressions. None while a name in it is UNKNOWN.
+    """`normal(0, 0.1)` or `normal(std=0.1)` as an Init; arguments may be expressions. None while a name is UNKNOWN.
 
-    Raises Fault (E408, and what expressions raise).
+    Raises Fault (E408, E209, and what expressions raise).
     """
     tree = syntax_tree(text)
     match tree:
         case ast.Name(id=name):
-            given: list[ast.expr] = []
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]):
+            given, named = [], []
+        case ast.Call(func=ast.Name(id=name), args=given, keywords=named):
             pass
         case _:
             raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
@@ -110,16 +119,23 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             expected=f"one of {listing(INITIALISERS, 20)}",
             hint=did_you_mean(name, INITIALISERS),
         )
-    values = [_evaluate(ast.unparse(argument), names) for argument in given]
-    wanted = known.arguments
-    rest = [default for _, default in wanted[len(values) :]]
-    if len(values) > len(wanted) or None in rest:
-        signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted)})"
-        many = f"{len(values)} number{'s' if len(values) != 1 else ''}"
-        raise Fault("E408", f"{name} does not take {many}", expected=signature)
-    if any(value is UNKNOWN for value in values):
+    wanted = dict(known.arguments)
+    said = [*list(wanted)[: len(given)], *(each.arg or "**" for each in named)]
+    count = len(given) + len(named)
+    unknown = next((each for each in said if each not in wanted), None)
+    if unknown or len(set(said)) < count or any(default is None and a not in said for a, default in wanted.items()):
+        signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted.items())})"
+        what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
+        raise Fault("E408", f"{name} does not {what}", expected=signature)
+    texts = [ast.unparse(each) for each in [*given, *(each.value for each in named)]]
+    values: dict[str, Any] = {**wanted, **{key: _evaluate(each, names) for key, each in zip(said, texts, strict=True)}}
+    if any(value is UNKNOWN for value in values.values()):
         return None
-    return Init(name, tuple(float(v) for v in [*values, *rest]))
+    for law in known.holds:
+        if not parse(law).evaluate(values):
+            found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
+            raise Fault("E209", f"{quote(text)} cannot be drawn from", expected=law, found=found)
+    return Init(name, tuple(float(value) for value in values.values()))
 
 
 def _evaluate(text: str, names: Mapping[str, Any]) -> Any:

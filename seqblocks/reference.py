@@ -174,7 +174,8 @@ and blocks; all are written alike. What a bundled block takes, `seqblocks ops ml
 - `as: name`: a name for its output. `as: [a, b]` cuts the features into equal parts, `as: {a: 96, b: dim}` into parts of
   these widths.
 - `name: name`: its namespace, see below.
-- `init: {parameter: initialiser}`: how a primitive's parameters start, or those that one order of a scan owns.
+- `init: {parameter: initialiser}`: how a primitive's parameters start, or those that one order of a scan owns. Numbers are
+  given in order or by name: `normal(0, 0.02)`, `normal(std=0.02)`.
 - `tie: step`, or `tie: {parameter: step.parameter}`: parameters that are those of a step above, and counted once.
 
 Wires of the enclosing steps are visible inside `residual`, `scan`, `parallel` and `repeat`; a block sees only its own

@@ -236,7 +236,7 @@ class Scope:
                 if value is None and optional:
                     return None
                 if value is not UNKNOWN and (isinstance(value, bool) or not isinstance(value, int | float)):
-                    found = f"{quote(text)}, which is {quote(str(value))}"
+                    found = f"{quote(text)}, which is {_shown(value)}"
                     self.fault(Fault("E203", "a number is needed here", found=found), node)
                     return UNKNOWN
                 return value
@@ -313,7 +313,7 @@ class Scope:
                 return value
             if isinstance(value, list) and kind.kind == "words":
                 return value
-            found = f"{quote(text)}, which is {quote(str(value))}"
+            found = f"{quote(text)}, which is {_shown(value)}"
             self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node)
             return UNKNOWN
         if not kind.choices and isinstance(node.value, str):

@@ -464,17 +464,26 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     """What stands for other libraries' words is a verb, an argument or a word of the language."""
     from seqblocks import reference
     from seqblocks.errors import ELSEWHERE, INSTEAD
+    from seqblocks.expressions import FUNCTIONS
     from seqblocks.parameters import INITIALISERS
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]
-    known = {*verbs, *INITIALISERS, *ARGUMENT_TYPES, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
+    known = {*verbs, *INITIALISERS, *ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
     assert {ours for names in ELSEWHERE.values() for ours in names} <= known
-    told = {word for text in INSTEAD.values() for word in re.findall(r"\w+", text)}
+    told = {word for text in INSTEAD.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
     norms = {verb for verb in verbs if verb.endswith("_norm")}
     assert told - {"the", "are", "and", "activations", "norms"} == norms | set(gate) - {"none"}
-    assert not set(INSTEAD) & known
+    assert {word for text in INSTEAD.values() for word in re.findall(r"`(\w+)", text)} <= verbs.keys()
+    assert not set(INSTEAD) & verbs.keys()
+
+
+@pytest.mark.parametrize("text", ["normal(0, 0.1)", "normal(std=0.1)", "normal(0, std=deep)", "normal(std=deep, mean=0)"])
+def test_the_numbers_of_an_initialiser_stand_in_order_or_by_name(text: str) -> None:
+    made = model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {deep: 0.1}")
+    assert made.graph.nodes[0].parameters["weight"].init == ("normal", (0.0, 0.1))
+
 
 def _doubled(levels: int, each: str) -> str:
     """Blocks of which each holds the one before as `each` says, and a model of the last."""
