@@ -53,8 +53,8 @@ CODES: dict[str, Code] = {
     "E103": Code("not UTF-8", "Specs are UTF-8 text. Save the file in that encoding."),
     "E104": Code(
         "too large",
-        "Text, nesting (of YAML, and of blocks in blocks), nodes after aliases, and steps of a model are bounded, so that no "
-        "file can hang a tool.",
+        "Text, nesting (of YAML, and of blocks in blocks), nodes after aliases, and steps of a model are bounded, so "
+        "that no file can hang a tool.",
         HEAD + "let: " + "[" * 60 + "]" * 60 + "\n",
         HEAD + "let: {a: []}\n" + MODEL,
     ),
@@ -273,7 +273,7 @@ CODES: dict[str, Code] = {
     ),
     "E410": Code(
         "a list of wires",
-        "`linear` joins several wires; other inputs take one. What the branches of one `parallel` make is joined by its "
+        "`linear` joins several wires; other inputs take one. What the branches of one `parallel` make is joined by "
         "merge: concat.",
         "- linear: {features: 8, as: a}\n- layer_norm: {from: [a, input]}",
         "- linear: {features: 8, as: a}\n- linear: {from: [a, input], features: 8}",

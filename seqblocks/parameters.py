@@ -106,8 +106,8 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
     tree = syntax_tree(text)
     match tree:
         case ast.Name(id=name):
-            given, named = [], []
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=named):
+            call = ast.Call(ast.Name(name), [], [])
+        case ast.Call(func=ast.Name(id=name)) as call:
             pass
         case _:
             raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
@@ -120,14 +120,14 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             hint=did_you_mean(name, INITIALISERS),
         )
     wanted = dict(known.arguments)
-    said = [*list(wanted)[: len(given)], *(each.arg or "**" for each in named)]
-    count = len(given) + len(named)
+    said = [*list(wanted)[: len(call.args)], *(each.arg or "**" for each in call.keywords)]
+    count = len(call.args) + len(call.keywords)
     unknown = next((each for each in said if each not in wanted), None)
     if unknown or len(set(said)) < count or any(default is None and a not in said for a, default in wanted.items()):
         signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted.items())})"
         what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
         raise Fault("E408", f"{name} does not {what}", expected=signature)
-    texts = [ast.unparse(each) for each in [*given, *(each.value for each in named)]]
+    texts = [ast.unparse(each) for each in [*call.args, *(each.value for each in call.keywords)]]
     values: dict[str, Any] = {**wanted, **{key: _evaluate(each, names) for key, each in zip(said, texts, strict=True)}}
     if any(value is UNKNOWN for value in values.values()):
         return None

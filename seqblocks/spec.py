@@ -124,8 +124,8 @@ def read_text(path: Path, shown: str, report: Report) -> str | None:
     except OSError as error:
         reason = error.strerror or str(error)
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
-        others = [other.name for other in beside if other.name != path.name]  # a link that leads nowhere is no other
-        near = did_you_mean(path.name, others) if not path.exists() else None
+        there = os.path.lexists(path)  # a link that leads nowhere is there, and no other is meant
+        near = None if there else did_you_mean(path.name, (other.name for other in beside))
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", hint=near))
     except ValueError as error:  # a null byte in the name
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}"))
@@ -341,9 +341,9 @@ class Reader:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
             case str() if meant := _type_meant(node.value):
+                message = f"{quote(node.value)} is no type of an argument"
                 expected = f"one of {listing(ARGUMENT_TYPES)}, or a default"
-                hint = f"did you mean '{meant}'?"
-                self.fault("E208", f"{quote(node.value)} is no type of an argument", node.span, expected=expected, hint=hint)
+                self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{meant}'?")
                 return Argument(name, meant, span, None)
             case bool():
                 return Argument(name, "bool", span, node)

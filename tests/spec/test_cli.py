@@ -101,6 +101,8 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
     assert ": did you mean 'json'?\nusage: " in run_cli("check", "good.yaml", "--format", "jsn", cwd=folder).stderr
     assert "did you mean 'good.yaml'?" in run_cli("check", "good", cwd=folder).stderr
     assert "did you mean 'good.yaml'?" in run_cli("check", "./goood.yaml", cwd=folder).stderr
+    (folder / "loop.yaml").symlink_to("loop.yaml")
+    assert "did you mean" not in run_cli("check", "loop.yaml", cwd=folder).stderr
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,14 @@ def test_block_scalars_are_words() -> None:
     assert plain(read("a: |\n  12\nb: >\n  x\n  y\n")) == {"a": "12\n", "b": "x y\n"}
 
 
+def test_too_large_a_text_without_aliases_says_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "MAX_NODES", 10)
+    for text, told in (("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", False), ("[&a [1, 1, 1, 1], *a, *a]", True)):
+        with pytest.raises(SpecError, match=r"E104.* too large") as caught:
+            read(text)
+        assert ("aliases" in str(caught.value)) == told
+
+
 def test_aliases_share_and_are_followed() -> None:
     assert plain(read("a: &x [1, 2]\nb: *x\n")) == {"a": [1, 2], "b": [1, 2]}
 

@@ -469,7 +469,8 @@ def test_the_words_that_hints_lead_to_exist() -> None:
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]
-    known = {*verbs, *INITIALISERS, *ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
+    words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
+    known = {*verbs, *INITIALISERS, *words}
     assert {ours for names in ELSEWHERE.values() for ours in names} <= known
     told = {word for text in INSTEAD.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
@@ -479,9 +480,9 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     assert not set(INSTEAD) & verbs.keys()
 
 
-@pytest.mark.parametrize("text", ["normal(0, 0.1)", "normal(std=0.1)", "normal(0, std=deep)", "normal(std=deep, mean=0)"])
+@pytest.mark.parametrize("text", ["normal(0, 0.1)", "normal(std=0.1)", "normal(0, std=d)", "normal(std=d, mean=0)"])
 def test_the_numbers_of_an_initialiser_stand_in_order_or_by_name(text: str) -> None:
-    made = model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {deep: 0.1}")
+    made = model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {d: 0.1}")
     assert made.graph.nodes[0].parameters["weight"].init == ("normal", (0.0, 0.1))
 
 
@@ -503,7 +504,7 @@ TWICE = "[{b: {name: one}}, {b: {name: two}}]"
         (_doubled(62, "[b]"), "b62", None),
         (_doubled(99, "[b]"), "b99", "E104.* nested too deeply"),
         (_doubled(99, "[b]"), "silu", "E104.* nested too deeply"),  # by the blocks below, each lowered once
-        ("let: {a0: 8, " + ", ".join(f"a{i + 1}: a{i} + 1" for i in range(400)) + "}", "linear: {features: a400}", None),
+        ("let: {" + "".join(f"a{i + 1}: a{i} + 1, " for i in range(400)) + "a0: 8}", "linear: {features: a400}", None),
     ],
     ids=["many", "too_many", "far_too_many", "deep", "too_deep", "too_deep_from_below", "long_let"],
 )
