@@ -78,7 +78,7 @@ class Frame(Wiring):
             self,
             names=Names(self.names, names) if names else self.names,
             wires={**self.wires, "input": x},
-            path=(*self.path, *(p for p in path if p)),
+            path=(*self.path, self.here, *(p for p in path if p)),
             outer=self,
             nodes={},
             depth=self.depth + 1,
@@ -101,6 +101,7 @@ class Frame(Wiring):
         around = self.giving
         for step in read:
             self.giving = around.union(named(step) if step else ())
+            self.here = namespace_of(step)[0] if step else ""
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
                 out.result, current = self.lost(step), None

@@ -137,7 +137,7 @@ class Step:
     span: Span  # of the verb
     fields: dict[str, tuple[Span, Node]]
     common: dict[str, tuple[Span, Node]]
-    alias: Span | None = None  # where it is repeated with `*anchor`: all else is written elsewhere
+    alias: Span | None = None  # where it, or its arguments, are repeated with `*anchor`, and written elsewhere
     torn: bool = False  # whether a comma has cut its keys, which is told
 
     def key_span(self, key: str) -> Span:
@@ -425,7 +425,9 @@ class Scope:
         torn = self.comma_trap(node)
         fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
         common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
-        return Step(verb, span, fields, common, None if item.span.holds(span) else item.span, bool(torn))
+        inside = next((s for _, s, _ in node), node.span)
+        alias = next((o.span for o, first in ((item, span), (node, inside)) if not o.span.holds(first)), None)
+        return Step(verb, span, fields, common, alias, bool(torn))
 
 
 def _shown(value: Any) -> str:

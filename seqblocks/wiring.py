@@ -46,6 +46,7 @@ class Wiring(Scope):
     wires: dict[str, int] = field(default_factory=dict)
     vague: bool = False  # whether there are wires that could not be read
     path: tuple[str, ...] = ()
+    here: str = ""  # what the step at hand is called
     coming: frozenset[str] = frozenset()  # wires that a later step of this body names
     giving: frozenset[str] = frozenset()  # wires that the step at hand will give out
     called: dict[str, int] = field(default_factory=dict)  # what steps of this body are called: the last number offered

@@ -240,6 +240,24 @@ def test_ties_count_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("around", "path"),
+    [
+        ("residual: {name: s, steps: STEPS}", "s"),
+        ("scan: {name: s, order: [forward, reverse], steps: STEPS}", "s"),
+        ("parallel: {name: s, branches: [{left: STEPS}]}", "s.left"),
+        ("repeat: {name: s, times: 2, steps: STEPS}", "s.1"),
+        ("residual: {name: s, steps: [repeat: {times: 2, steps: [mine: {name: m}]}]}", "s.repeat.1.m"),
+    ],
+)
+def test_a_tie_names_the_whole_way_to_its_target(around: str, path: str) -> None:
+    steps = "[linear: {name: a, features: 8}, linear: {name: b, features: 8, tie: a}]"
+    made = model(around.replace("STEPS", steps), f"blocks: {{mine: {{steps: {steps}}}}}")
+    found = {item.name: item.tied for item in graph.parameters(made.graph)}
+    assert found[f"{path}.b.weight"] == f"{path}.a.weight"
+    assert set(found.values()) - {None} <= found.keys()
+
+
+@pytest.mark.parametrize(
     ("input", "steps", "output"),
     [
         ("{tokens: 10}", "{embed: {features: 4}}", "[batch, seq, 4]"),
