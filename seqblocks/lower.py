@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
-from seqblocks.document import Mapping, Node, Sequence, kind_of, plain
+from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, key_hint, listing, quote
 from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.inputs import read_input
@@ -34,7 +34,7 @@ from seqblocks.op import (
 from seqblocks.ownership import initialised, ties
 from seqblocks.parameters import Parameter
 from seqblocks.scope import Names, Step
-from seqblocks.spec import FILE_KEYS, MODEL_KEYS, STEP_KEYS, Block, SpecFile, bundled, hidden, misread
+from seqblocks.spec import FILE_KEYS, MODEL_KEYS, STEP_KEYS, Argument, Block, SpecFile, bundled, hidden, misread
 from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
@@ -396,7 +396,7 @@ class Frame(Wiring):
                     self.fault(Fault("E411", f"block {block.name} needs its input {quote(name)}"), step.span)
                     ports[name] = self.value(None, "?")
             elif entry:
-                values[name] = self._block_argument(entry[1], argument.type)
+                values[name] = self._block_argument(entry[1], block, argument)
                 written[name] = (entry[1], self.names)
             elif argument.default is not None:
                 values[name] = default_value(argument.default)
@@ -414,8 +414,19 @@ class Frame(Wiring):
                     self.fault(fault, step.span)
         return values, ports, written
 
-    def _block_argument(self, node: Node, type: str) -> Any:
+    def _block_argument(self, node: Node, block: Block, argument: Argument) -> Any:
+        type = argument.type
         if type == "word":
+            if isinstance(node, Scalar) and isinstance(node.value, int | float):  # its default may be misspelt
+                fault = Fault(
+                    "E208",
+                    f"block {block.name} takes a word as {quote(argument.name)}",
+                    found=kind_of(node),
+                    notes=[Note("the argument is declared here", argument.span)],
+                    hint=f"`{argument.name}: int`, float or bool in `args:` says that it is no word",
+                )
+                self.fault(fault, node.span)
+                return UNKNOWN
             return self.argument(node, FieldKind("words"))
         if type == "any":
             return self.free_value(node)

@@ -37,6 +37,7 @@ RESERVED_NAMES = frozenset(
 
 
 MAX_WRITTEN = 4  # notes about where a value was written
+MAX_TRAIL = 8  # notes about the blocks that led to a fault
 
 
 class Names(MappingABC[str, Any]):
@@ -172,7 +173,11 @@ class Scope:
         else:
             span, node = where.span, where
         written = self._written(node) if node else ()
-        self.report.add(fault.dress(span, [*written, *reversed(self.trail)]))
+        trail = self.trail[::-1]
+        if len(trail) > MAX_TRAIL:
+            between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks between")
+            trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
+        self.report.add(fault.dress(span, [*written, *trail]))
         if isinstance(node, Scalar) and id(node) in self.looked_up:
             self.names.spoil(node.text, self.looked_up[id(node)])
 
