@@ -66,8 +66,8 @@ class SequenceModel(Body):
         else:
             try:
                 y, states = self._run({self._body.input: x}, call)
-            except RuntimeError as error:  # looking at every parameter's dtype before each call would cost time
-                told = self._other_dtype(x, error)
+            except RuntimeError as error:  # looking at every parameter before each call would cost time
+                told = self._other_device(x) or self._other_dtype(x, error)
                 if told is None:
                     raise
                 raise RunError(told) from error
@@ -135,14 +135,20 @@ class SequenceModel(Body):
 
     def _check_call(self, x: Any, resets: Any, cu_seqlens: Any = None, step: bool = False) -> None:
         """RunError unless these are what a call takes, or, with one token in place of a sequence, a step."""
-        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
-            if given is not None and not isinstance(given, Tensor):
-                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-        who, axes = ("a step", self._step_axes) if step else ("the model", ["batch", "seq"])
+        axes = self._step_axes if step else ["batch", "seq"]
+        self._check_input(x, "a step" if step else "the model", axes, step)
+        if resets is not None or cu_seqlens is not None:
+            self._check_marks(x, resets, cu_seqlens, axes)
+
+    def _check_input(self, x: Any, who: str, axes: list[str], step: bool) -> None:
         if not isinstance(x, Tensor):
             raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
         if step and self._obstacle:
             raise RunError(self._obstacle)
+        if x.is_meta:  # not every step would mind: some read its shape alone
+            told = self._other_device(x)
+            if told:
+                raise RunError(told)
         wire = self.graph.input
         if wire.kind == "image":
             if x.ndim != 4 or x.shape[1] != wire.features:
@@ -152,11 +158,33 @@ class SequenceModel(Body):
                 raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
         elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
             raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
-        if wire.kind != "tokens" and not (x.is_floating_point() or x.is_complex()):
-            raise RunError(f"{who} reads floating numbers, not {x.dtype}: convert with x.float()")
-        if resets is not None and (resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]):
-            wanted = list(x.shape[: len(axes)])
-            raise RunError(f"resets must be bool of shape {wanted}, not {resets.dtype} {list(resets.shape)}")
+        if wire.kind != "tokens" and not x.is_floating_point():
+            how = "its parts are torch.view_as_real(x)" if x.is_complex() else "convert with x.float()"
+            raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
+
+    def _check_marks(self, x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
+        """RunError unless these mark where sequences begin in x."""
+        for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
+            if given is not None and not isinstance(given, Tensor):
+                raise RunError(f"{name} is a tensor, not {type(given).__name__}")
+        if self.graph.input.kind == "image":
+            raise RunError("the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens")
+        if resets is not None:
+            if resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]:
+                wanted = list(x.shape[: len(axes)])
+                raise RunError(f"resets must be bool of shape {wanted}, not {resets.dtype} {list(resets.shape)}")
+            if resets.device != x.device:
+                raise RunError(f"resets is on {resets.device} and the input on {x.device}: move it with .to(x.device)")
+        if cu_seqlens is not None and cu_seqlens.is_meta and not x.is_meta:
+            raise RunError(f"cu_seqlens is on meta, where no numbers are, and the input on {x.device}")
+
+    def _other_device(self, x: Tensor) -> str | None:
+        """What to do about an input that is where no parameter is."""
+        places = dict.fromkeys(p.device for p in self.parameters())
+        if not places or x.device in places:
+            return None
+        own = next(iter(places))
+        return f"the model is on {own} and the input on {x.device}: move one to the other, for instance x.to('{own}')"
 
     def _other_dtype(self, x: Tensor, error: RuntimeError) -> str | None:
         """What to do about an error of torch's that is one of dtypes, as far as the input's is to blame."""

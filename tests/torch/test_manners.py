@@ -19,6 +19,9 @@ from seqblocks.errors import RunError, UsageError
 SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
 TOKENS = "seqblocks: 1\nmodel:\n  input: {tokens: 7}\n  steps:\n    - embed: {features: 4}\n    - causal_conv: {}\n"
 
+FIRST = torch.tensor([[True, False]])
+BOUNDS = torch.tensor([0, 2])
+
 
 def small(**more: Any) -> seqblocks.SequenceModel:
     return seqblocks.build_text(SMALL, **more)
@@ -67,6 +70,14 @@ def test_building(call: Callable[[], Any], told: str) -> None:
         (lambda: seqblocks.build("vil_digits").step(torch.ones(1, 1, 8, 8)), "cannot stream: it reads a whole image"),
         (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token is outside the vocabulary of 7"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),
+        (lambda: small()(torch.ones(1, 2, 4).to("meta")), "the model is on cpu and the input on meta: move one"),
+        (lambda: small().step(torch.ones(1, 4).to("meta")), "the model is on cpu and the input on meta"),
+        (lambda: small(device="meta")(torch.ones(1, 2, 4)), "the model is on meta and the input on cpu"),
+        (lambda: small()(torch.ones(1, 2, 4), resets=FIRST.to("meta")), "resets is on meta and the input on cpu: m"),
+        (lambda: small()(torch.ones(1, 2, 4), cu_seqlens=BOUNDS.to("meta")), "cu_seqlens is on meta, where no numbers"),
+        (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 8, 8), resets=FIRST), "it takes neither resets nor cu"),
+        (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 8, 8), cu_seqlens=BOUNDS), "neither resets nor cu_seq"),
+        (lambda: small()(torch.ones(1, 2, 4).cfloat()), r"not torch.complex64: its parts are torch.view_as_real\(x\)"),
         (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
     ],
 )

@@ -372,8 +372,8 @@ def test_clear_errors() -> None:
     _, state = model(x, return_state=True)
     with pytest.raises(seqblocks.RunError, match=r"holds 2 sequences and the input 3"):
         model(torch.randn(3, 5, 8, dtype=torch.float64), state=state)
-    with pytest.raises(seqblocks.RunError, match=r"is on cpu and the input on meta"):
-        model(x.to("meta"), state=state)
+    with pytest.raises(seqblocks.RunError, match=r"is on meta and the input on cpu; move it with"):
+        model(x, state=states.to(state, "meta"))
     with pytest.raises(seqblocks.RunError, match=r"not of this model"):
         model(x, state={"first": {}})
     with pytest.raises(seqblocks.RunError, match=r"\[batch, seq, 8\], not \[2, 5, 7\]"):
