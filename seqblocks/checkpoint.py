@@ -1,25 +1,10 @@
-"""Saving and restoring models, and reading official checkpoints through a spec's own `checkpoint:` map.
-
-A map's keys are names of ours (a parameter, or the namespace of a step: then everything below it), its values the
-official names. `{layer}` in a key matches an index; in a value it stands in an expression: `blocks.{layer // 2}`.
-A block's map covers the names inside it, so a model only maps where its blocks stand.
-
-    head: classifier                             rename
-    qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
-    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, in our shape;
-                                                 `axis: 1`: parts of each of its rows
-    q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
-    w: {transpose: v}                            last two axes swapped, in our shape
-    w: {reshape: v}                              the same numbers in our shape
-    A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
-"""
+"""Saving and restoring models, and reading official checkpoints through a spec's own `checkpoint:` map."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,10 +15,8 @@ from torch import Tensor
 
 from seqblocks import check, graph
 from seqblocks.builder import build_model, checked_device
-from seqblocks.document import plain
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
-from seqblocks.expressions import parse
-from seqblocks.graph import Graph, Model
+from seqblocks.maps import SEVERAL, official_name
 from seqblocks.model import SequenceModel
 
 FORMAT = 1
@@ -189,72 +172,6 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     _copy(model, out)
 
 
-def official_name(model: Model, name: str) -> Any:
-    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}."""
-    return _translated(model.graph, name, plain(model.checkpoint) if model.checkpoint else {})
-
-
-def _translated(body: Graph, name: str, table: Any) -> Any:
-    ours, theirs, values = _matching(name, table if isinstance(table, dict) else {})
-    rest = name[len(ours) :].lstrip(".") if ours else name
-    inner = _block_at(body, ours) if ours else None
-    if rest and inner is not None and inner.checkpoint is not None:
-        rest = _translated(inner.bodies[""], rest, plain(inner.checkpoint))
-    if not ours:
-        return rest
-    return _placed(theirs, values, rest)
-
-
-def _matching(name: str, table: dict[str, Any]) -> tuple[str, Any, dict[str, int]]:
-    """The longest entry that is a prefix of `name`: the matched part, the official side, the indices."""
-    best: tuple[str, Any, dict[str, int]] = ("", None, {})
-    for pattern, theirs in table.items():
-        regex = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[0-9]+)", re.escape(pattern))
-        match = re.match(f"{regex}(?=\\.|$)", name)
-        if match and len(match[0]) > len(best[0]):
-            best = (match[0], theirs, {k: int(v) for k, v in match.groupdict().items()})
-    return best
-
-
-def _block_at(body: Graph, path: str) -> graph.Node | None:
-    """The block whose namespace is `path`, if that is one."""
-    for node in body.nodes:
-        for label, inner in node.bodies.items():
-            prefix = graph.join(node.name, label)
-            if prefix == path:
-                return node if node.kind == "block" else None
-            if path.startswith(prefix + "."):
-                rest = path[len(prefix) + 1 :]
-                order, _, below = rest.partition(".")
-                return _block_at(inner, below if node.owned and order in node.directions else rest)
-    return None
-
-
-def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
-    """The official side with its indices filled in and the rest of the name appended."""
-
-    def fill(text: str, tail: str) -> str:
-        filled = re.sub(r"\{([^}]*)\}", lambda m: str(parse(m[1]).evaluate(values)), text)
-        return graph.join(filled, tail)
-
-    if isinstance(rest, dict):
-        if not isinstance(theirs, str):
-            raise RunError("a checkpoint map cannot build one tensor out of another's parts")
-        return {k: _each_name(k, v, lambda text: fill(theirs, text)) for k, v in rest.items()}
-    if isinstance(theirs, dict):
-        return {k: _each_name(k, v, lambda text: fill(text, rest)) for k, v in theirs.items()}
-    return fill(str(theirs), rest)
-
-
-RECIPES = ("concat", "stack", "split", "slice", "transpose", "reshape", "real", "imag")
-
-
-def _each_name(key: str, value: Any, change: Callable[[str], str]) -> Any:
-    if key not in RECIPES:
-        return value
-    return [change(str(v)) for v in value] if isinstance(value, list) else change(str(value))
-
-
 def _assembled(
     name: str, source: Any, shape: tuple[int, ...], tensors: Mapping[str, Tensor], used: set[str]
 ) -> Tensor:
@@ -262,33 +179,47 @@ def _assembled(
         if official not in tensors:
             hint = did_you_mean(official, tensors) or ""
             raise RunError(f"the official weights have no {official}, which {name} is made from. {hint}".strip())
+        if not isinstance(tensors[official], Tensor):
+            raise RunError(f"{official} of the official weights is no tensor, but {type(tensors[official]).__name__}")
         used.add(official)
         return tensors[official]
 
     if isinstance(source, str):
         return take(source)
-    axis = source.get("axis", 0)
-    match next((k for k in RECIPES if k in source), None):
+    kind, axis = next(iter(source)), source.get("axis", 0)
+    named = source[kind] if kind in SEVERAL else [source[kind]]
+    parts = [take(official) for official in named]
+    try:
+        return _made(name, kind, axis, source, shape, parts)
+    except (RuntimeError, IndexError) as error:
+        sizes = listing(list(part.shape) for part in parts)
+        raise RunError(f"{name} {list(shape)} cannot be the {kind} of {sizes}: {error}") from error
+
+
+def _made(
+    name: str, kind: str, axis: int, source: dict[str, Any], shape: tuple[int, ...], parts: list[Tensor]
+) -> Tensor:
+    """What a recipe makes of official tensors."""
+    official, whole = source[kind], parts[0]
+    match kind:
         case "concat":
-            return torch.cat([take(n) for n in source["concat"]], axis)
+            return torch.cat(parts, axis)
         case "stack":
-            return torch.stack([take(n) for n in source["stack"]], axis)
+            return torch.stack(parts, axis)
         case "split":
-            parts = (*shape[:axis], source["parts"], *shape[axis:])  # the official tensor may be flat
-            return _viewed(name, source["split"], take(source["split"]), parts).select(axis, source["part"])
+            sizes = (*shape[:axis], source["parts"], *shape[axis:])  # the official tensor may be flat
+            return _viewed(name, official, whole, sizes).select(axis, source["part"])
         case "slice":
-            whole, start, length = take(source["slice"]), source.get("start", 0), shape[axis]
-            _must(start + length <= whole.shape[axis], name, source["slice"], whole, f"to have {length} from {start}")
+            start, length = source.get("start", 0), shape[axis]
+            _must(start + length <= whole.shape[axis], name, official, whole, f"to have {length} from {start}")
             return whole.narrow(axis, start, length)
-        case "real" | "imag" as part:
-            whole = take(source[part])
-            _must(whole.is_complex(), name, source[part], whole, "to be complex")
-            return torch.view_as_real(whole).select(-1, int(part == "imag"))
+        case "real" | "imag":
+            _must(whole.is_complex(), name, official, whole, "to be complex")
+            return torch.view_as_real(whole).select(-1, int(kind == "imag"))
         case "transpose":
-            return _viewed(name, source["transpose"], take(source["transpose"]).transpose(-1, -2), shape)
-        case "reshape":
-            return _viewed(name, source["reshape"], take(source["reshape"]), shape)
-    raise RunError(f"the checkpoint map of {name} must have one of {listing(RECIPES)}, and has {listing(source)}")
+            return _viewed(name, official, whole.transpose(-1, -2), shape)
+        case _:
+            return _viewed(name, official, whole, shape)
 
 
 def _must(holds: bool, name: str, official: str, tensor: Tensor, wanted: str) -> None:

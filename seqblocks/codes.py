@@ -206,7 +206,7 @@ CODES: dict[str, Code] = {
     ),
     "E312": Code(
         "an unknown parameter",
-        "`tie:` or `own:` names a step or a parameter that is not there.",
+        "`tie:`, `own:` or a key of `checkpoint:` names a step or a parameter that is not there.",
         "- scan: {order: [forward, reverse], own: [conv], steps: [causal_conv]}",
         "- scan: {order: [forward, reverse], own: [causal_conv], steps: [causal_conv]}",
     ),

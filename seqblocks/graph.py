@@ -17,6 +17,16 @@ from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
+
+class Entry(NamedTuple):
+    """One entry of a `checkpoint:` map: a name of ours, and an official name or the recipe to make ours of several."""
+
+    ours: str
+    span: Span
+    theirs: str | dict[str, Any]
+    node: Any  # of the value, in the document
+
+
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
 
 
@@ -45,7 +55,7 @@ class Node:
     calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
-    checkpoint: Any = None  # block: its own names -> official ones, as a document node
+    checkpoint: tuple[Entry, ...] = ()  # block: its own names -> official ones
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
     starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
 
@@ -110,7 +120,7 @@ class Model:
     types: dict[int, Wire | None]
     labels: dict[int, str]
     expect: Any = None
-    checkpoint: Any = None  # the document node; `checkpoint.py` reads it
+    checkpoint: tuple[Entry, ...] = ()
     overridden: tuple[str, ...] = ()
     idle: tuple[Override, ...] = ()  # overrides that change nothing
     recipe: Recipe | None = None

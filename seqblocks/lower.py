@@ -19,6 +19,7 @@ from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, key_hint, listing, quote
 from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.inputs import read_input
+from seqblocks.maps import check_map, read_map
 from seqblocks.op import (
     PRIMITIVES,
     FieldKind,
@@ -331,7 +332,7 @@ class Frame(Wiring):
         body, result = self.call(
             block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span), written
         )
-        return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=block.checkpoint)
+        return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=self.shared.maps[id(block)])
 
     def call(
         self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note,
@@ -362,6 +363,10 @@ class Frame(Wiring):
         shared.deepest = inner.depth
         body = inner.lower_steps(block.steps, entered, inside)
         inner.settle(block.let)
+        if id(block) not in shared.maps:
+            shared.maps[id(block)] = read_map(inner, block.checkpoint)
+        if not shared.report and self.types[x]:  # nobody knows what a block that nothing uses will hold
+            shared.checks.append((inner, shared.maps[id(block)], body, bool(block.args) or shared.overridden))
         if not shared.report and shared.ties == ties:  # a tie holds the names of the layer it was made for
             shared.bodies[key] = (body, shared.steps - steps, shared.deepest - self.depth)
         shared.deepest = max(shared.deepest, deepest)
@@ -457,15 +462,18 @@ def lower_file(
     shared = Shared(report)
     shared.unread = {id(a.default): True for block in file.blocks.values() for a in block.args.values()}
     frame = Frame.top(shared, file)
+    changes = [each for each in overrides if each.node is not None and not each.path.startswith("expect")]
+    shared.overridden = bool(changes)
     model = _lower_model(frame, file, name) if file.model else None
     frame.settle(file.let)
     if model:
-        changes = [each for each in overrides if each.node is not None and not each.path.startswith("expect")]
         model.overridden = tuple(map(str, changes))
         model.idle = tuple(e for e in overrides if e.node is None or shared.unread.get(id(e.node)))
     for block in file.blocks.values():
         if id(block) not in shared.used:
             _check_unused(frame, block)
+    for each in () if report else shared.checks:
+        check_map(*each)
     return None if report else model
 
 
@@ -483,10 +491,12 @@ def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
         frame.shared.input_kind, frame.shared.input_features = wire.kind, wire.features
     body = frame.lower_steps(steps, x)
     body.captures = ()
+    table = read_map(frame, file.checkpoint)
     if frame.report or wire is None:
         return None
+    frame.shared.checks.append((frame, table, body, frame.shared.overridden))
     types, labels = frame.shared.types, frame.shared.labels
-    return graph.Model(name, wire, body, types, labels, file.expect, file.checkpoint)
+    return graph.Model(name, wire, body, types, labels, file.expect, table)
 
 
 def _check_unused(frame: Frame, block: Block) -> None:

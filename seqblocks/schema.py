@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import check
+from seqblocks.maps import OPTIONAL, RECIPES, SEVERAL
 from seqblocks.op import Op
 from seqblocks.reference import Verb, facts, verbs
 from seqblocks.spec import (
@@ -90,6 +91,10 @@ def _top() -> dict[str, Schema]:
         },
         "steps": STEPS,
     }
+    official = {"anyOf": [{"type": "string"}, *(_recipe(kind, more) for kind, more in RECIPES.items())]}
+    names: Schema = {
+        "description": "our names -> those of an official release", "type": "object", "additionalProperties": official,
+    }  # fmt: skip
     block: dict[str, Schema] = {
         "about": {"type": "string"},
         "args": {
@@ -98,7 +103,7 @@ def _top() -> dict[str, Schema]:
         },
         "let": {"type": "object"},
         "steps": STEPS,
-        "checkpoint": {"type": "object"},
+        "checkpoint": names,
     }
     expect: dict[str, Schema] = {name: number for name in EXPECT_KEYS if name != "output"}
     expect["output"] = {"type": "array", "description": "axes, for instance [batch, 1000]"}
@@ -118,9 +123,16 @@ def _top() -> dict[str, Schema]:
         },
         "model": _object({k: model[k] for k in MODEL_KEYS}, ["input", "steps"]),
         "expect": {"description": "what must be true of the spec", **_object({k: expect[k] for k in EXPECT_KEYS}, [])},
-        "checkpoint": {"type": "object", "description": "our names -> those of an official release"},
+        "checkpoint": names,
     }
     return {key: top[key] for key in FILE_KEYS}
+
+
+def _recipe(kind: str, more: tuple[str, ...]) -> Schema:
+    """An official tensor, or several, made into ours."""
+    string, integer = {"type": "string"}, {"type": "integer"}
+    source: Schema = {"type": "array", "items": string, "minItems": 1} if kind in SEVERAL else string
+    return _object({kind: source, **dict.fromkeys(more, integer)}, [kind, *(key for key in more if key not in OPTIONAL)])
 
 
 def _object(properties: dict[str, Schema], required: list[str]) -> Schema:

@@ -42,7 +42,8 @@ MODEL_KEYS = ("about", "input", "steps")
 EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "tolerance")
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
 _LIKE = {  # what the mappings look like
-    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "expect": "{params: 1_000}", "let": "{dim: 64}",
+    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
+    "expect": "{params: 1_000}", "let": "{dim: 64}",
     "model": "{input: {tokens: 256}, steps: […]}",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -69,7 +70,7 @@ class Block:
     args: dict[str, Argument]
     let: Mapping | None
     steps: Node | None
-    checkpoint: Node | None
+    checkpoint: Mapping | None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -85,7 +86,7 @@ class SpecFile:
     model: Mapping | None = None
     model_span: Span | None = None
     expect: Mapping | None = None
-    checkpoint: Node | None = None
+    checkpoint: Mapping | None = None
     lacks: bool = False  # whether some of `use:` could not be read, so that nobody knows what verbs it has
     lost: set[str] = field(default_factory=set)  # blocks whose definition is at fault
 
@@ -192,7 +193,7 @@ class Reader:
         file.expect = self._mapping(root, "expect")
         if file.expect:
             known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
-        file.checkpoint = root.get("checkpoint")
+        file.checkpoint = self._mapping(root, "checkpoint")
         file.model = self._mapping(root, "model")
         if file.model:
             file.model_span = root.entries["model"][0]
@@ -324,7 +325,8 @@ class Reader:
         steps = node.get("steps")
         if steps is None and not hidden(node, "steps", BLOCK_KEYS):
             self.fault("E202", f"block {name} has no steps", span)
-        block = Block(name, span, file, self._text(node, "about"), args, let, steps, node.get("checkpoint"))
+        names = self._mapping(node, "checkpoint")
+        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names)
         file.blocks[name] = file.visible[name] = block
         file.lost.discard(name)
 

@@ -32,6 +32,9 @@ class Shared:
     bodies: dict[Any, tuple[graph.Graph, int, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
     tops: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
+    maps: dict[int, tuple[graph.Entry, ...]] = field(default_factory=dict)  # of blocks
+    checks: list[tuple[Any, ...]] = field(default_factory=list)  # maps to hold against the bodies that they are of
+    overridden: bool = False  # whether values were given from outside
     ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
     input_features: int = 0

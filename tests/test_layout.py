@@ -43,6 +43,7 @@ ROOMS = """
     inputs
     wiring
     ownership
+    maps
     lower
     overrides
     cost

@@ -201,6 +201,30 @@ def test_missing_and_spare_tensors_are_named() -> None:
         load_official(model, {**tensors, "pairs.0.0.final": spare, "other": spare})
 
 
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("{concat: [o, p]}", r"head.weight \[8, 6\] cannot be the concat of \[6, 8\], \[7\]: "),
+        ("{slice: p, axis: 1}", r"cannot be the slice of \[7\]: "),
+        ("{transpose: p}", r"cannot be the transpose of \[7\]: "),
+        ("q", "q of the official weights is no tensor, but list"),
+    ],
+)
+def test_what_only_the_tensors_can_tell(recipe: str, told: str) -> None:
+    steps = "[{linear: {features: 8, bias: false, name: head}}]"
+    model = seqblocks.build_text(
+        f"seqblocks: 1\nmodel: {{input: {{features: 6}}, steps: {steps}}}\ncheckpoint: {{head.weight: {recipe}}}"
+    )
+    with pytest.raises(seqblocks.RunError, match=told):
+        load_official(model, {"o": torch.ones(6, 8), "p": torch.ones(7), "q": [1.0]})
+
+
+def test_an_index_may_have_no_name() -> None:
+    model = seqblocks.build_text(MAPPED.replace("layer // 2", "2 // layer"))
+    with pytest.raises(seqblocks.RunError, match=r"no name for layers\.0\.qkv\.q\.weight: '2 // layer' divides"):
+        load_official(model, official())
+
+
 def test_weights_for_other_layers_are_told_by_number_and_name(tmp_path: Path) -> None:
     steps = "[{repeat: {times: n, steps: [linear: {features: 4}]}}]"
     text = f"seqblocks: 1\nlet: {{n: 2}}\nmodel: {{input: {{features: 4}}, steps: {steps}}}"

@@ -140,7 +140,7 @@ model:
   input: {{features: {dim}}}
   steps:
     - {verb}: {{name: it, dim: {dim}, state: {cfg["d_state"]}, {more}}}
-{scale}checkpoint: {{it: "", gamma.weight: gamma}}
+{scale}checkpoint: {{it: ""{", gamma.weight: gamma" if scale else ""}}}
 """
 
 

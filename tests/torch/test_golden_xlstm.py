@@ -30,7 +30,7 @@ blocks:
   whole:
     steps:
 {conv}      - slstm_layer: {{from: input, gates: {gates}, dim: {dim}, heads: {config["num_heads"]}, name: it}}
-    checkpoint: {{it: "", c: conv1d.conv}}
+    checkpoint: {{it: ""{", c: conv1d.conv" if kernel else ""}}}
 model: {{input: {{features: {dim}}}, steps: [whole]}}
 checkpoint: {{whole: ""}}
 """
@@ -76,8 +76,8 @@ expect: {{params: {config["num_params"]}}}
 checkpoint:
   blocks.{{layer}}.it: {prefix}blocks.{{layer}}
   norm: {prefix}post_blocks_norm
-  embed: token_embedding
-  unembed: lm_head
+{"  embed: token_embedding" if vocabulary else ""}
+{"  unembed: lm_head" if vocabulary else ""}
 """
 
 
