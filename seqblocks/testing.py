@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.model import SequenceModel
 
 
@@ -22,7 +22,7 @@ def check_law(
     *,
     seq: int = 23,
     batch: int = 2,
-    cuts: Sequence[int] = (1, 2, 11),
+    cuts: Sequence[int] | None = None,
     resets: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     tolerance: float | None = None,
@@ -31,10 +31,20 @@ def check_law(
 
     Without one: 1e-9 for a float64 model, the one to check with, and half the digits of its dtype for another.
 
-    cuts: where the sequence is cut into chunks; resets: (row, position) of tokens that begin a new sequence. A model
-    that changes the rate of its tokens knows no resets; seq and cuts then count frames of `model.frame_size` tokens.
+    cuts: where the sequence is cut into chunks, without them 1, 2 and 11 as far as it reaches; resets: (row, position)
+    of tokens that begin a new sequence. A model that changes the rate of its tokens knows no resets; seq and cuts then
+    count frames of `model.frame_size` tokens. UsageError for what lies outside the sequence.
     """
     model.init_state(batch)  # a model that cannot stream says why
+    if seq < 1:
+        raise UsageError(f"a sequence has a token or more, not {seq}")
+    cuts = [cut for cut in (1, 2, 11) if cut < seq] if cuts is None else cuts
+    outside = [cut for cut in cuts if not 0 < cut < seq]
+    if outside:
+        raise UsageError(f"a sequence of {seq} can be cut at 1 to {seq - 1}, not at {outside[0]}")
+    stray = [mark for mark in resets if not (0 <= mark[0] < batch and 0 <= mark[1] < seq)]
+    if stray:
+        raise UsageError(f"resets are (row, position) in {batch} rows of {seq}, and {stray[0]} is not")
     if model.graph.input.kind == "image":
         raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
     frame = model.frame_size
@@ -44,10 +54,10 @@ def check_law(
         tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
     marks = torch.zeros(batch, seq * frame, dtype=torch.bool, device=x.device)
     for row, at in resets:
-        marks[row % batch, at % seq * frame] = True
+        marks[row, at * frame] = True
     given = marks if resets else None
     whole, last = model(x, return_state=True, resets=given)
-    bounds = [c * frame for c in sorted({0, seq, *(c for c in cuts if 0 < c < seq)})]
+    bounds = [c * frame for c in sorted({0, seq, *cuts})]
     for name, edges in (("chunks", bounds), ("steps", list(range(0, seq * frame + 1, frame)))):
         if name == "steps" and resets:
             found, state = _chunks(model, x, edges, marks)

@@ -188,6 +188,21 @@ def test_a_summary_of_what_was_built() -> None:
     assert seqblocks.summarise(built).params == seqblocks.summarise(proven).params
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"cuts": (9,)}, "a sequence of 5 can be cut at 1 to 4, not at 9"),
+        ({"cuts": (0,)}, "not at 0"),
+        ({"resets": ((7, 2),)}, r"\(row, position\) in 2 rows of 5, and \(7, 2\) is not"),
+        ({"resets": ((0, 99),)}, r"and \(0, 99\) is not"),
+        ({"seq": 0}, "a sequence has a token or more, not 0"),
+    ],
+)
+def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        testing.check_law(small(), **{"seq": 5, **given})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
     testing.check_law(small(dtype=dtype))
