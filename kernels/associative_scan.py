@@ -116,7 +116,12 @@ def _lifted(combine: Combine, spec: Any) -> Callable[[list[Tensor], list[Tensor]
     def lifted(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
         count = spec.num_leaves
         both = combine(pytree.tree_unflatten(a[:count], spec), pytree.tree_unflatten(b[:count], spec))
-        out: list[Tensor] = pytree.tree_leaves(both)
+        out, given = pytree.tree_flatten(both)
+        if given != spec or not all(isinstance(leaf, Tensor) for leaf in out):
+            raise ValueError(
+                f"associative_scan wants combine to give a tree like the elements, {_shapes(a[:count], spec)}; "
+                f"got {_shapes(out, given)}"
+            )
         if len(a) == count:
             return out
         new = b[count]
@@ -124,6 +129,11 @@ def _lifted(combine: Combine, spec: Any) -> Callable[[list[Tensor], list[Tensor]
         return [*kept, a[count] | new]
 
     return lifted
+
+
+def _shapes(leaves: list[Any], spec: Any) -> Any:
+    """A tree as a message shows it: shapes for its tensors."""
+    return pytree.tree_unflatten([list(x.shape) if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 def _check(leaves: list[Tensor], spec: Any, initial: Tree | None, resets: Tensor | None) -> None:
@@ -137,10 +147,10 @@ def _check(leaves: list[Tensor], spec: Any, initial: Tree | None, resets: Tensor
     if initial is not None:
         given, other = pytree.tree_flatten(initial)
         shapes = [(batch, *leaf.shape[2:]) for leaf in leaves]
-        if other != spec or [tuple(x.shape) for x in given] != shapes:
+        if other != spec or [tuple(getattr(x, "shape", ())) for x in given] != shapes:
             raise ValueError(
-                f"associative_scan wants an initial carry like one element, {[list(s) for s in shapes]}; "
-                f"got {[list(x.shape) for x in given]}"
+                f"associative_scan wants an initial carry like one element, "
+                f"{pytree.tree_unflatten([list(s) for s in shapes], spec)}; got {_shapes(given, other)}"
             )
     if resets is not None and resets.shape != (batch, S):
         raise ValueError(f"associative_scan wants resets {[batch, S]}; got {list(resets.shape)}")

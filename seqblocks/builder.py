@@ -10,9 +10,9 @@ import torch
 
 from seqblocks import check, graph
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UnavailableError, UsageError
+from seqblocks.errors import UsageError
 from seqblocks.graph import Model
-from seqblocks.model import SequenceModel
+from seqblocks.model import SequenceModel, checked_device
 
 
 def build(
@@ -68,21 +68,3 @@ def build_model(
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
     module.reset_parameters(seed)
     return module
-
-
-def checked_device(device: Any) -> torch.device:
-    """The device, or UnavailableError / UsageError that says what is missing."""
-    try:
-        made = torch.device(device)
-    except TypeError:
-        wanted = "a name such as 'cpu' or 'cuda:0', a number of a GPU, or a torch.device"
-        raise UsageError(f"a device is {wanted}, not {device!r}") from None
-    except RuntimeError as error:
-        raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
-    if made.type in ("cpu", "meta"):
-        return made
-    try:
-        torch.empty(0, device=made)
-    except Exception as error:
-        raise UnavailableError(f"device '{device}' cannot be used here: {str(error).splitlines()[0]}") from None
-    return made

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from seqblocks import check, graph
-from seqblocks.builder import build_model, checked_device
+from seqblocks.builder import build_model
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
 from seqblocks.maps import SEVERAL, official_name
-from seqblocks.model import SequenceModel
+from seqblocks.model import SequenceModel, checked_device
 
 FORMAT = 1
 
@@ -45,6 +45,8 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
         "files": dict(recipe.files),
     }
     target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"{target} is a folder, and save writes one file")
     if target.suffix == ".safetensors":
         data = _safetensors().torch.save(tensors, {"seqblocks": json.dumps(about)})
         _write(target, lambda file: file.write(data))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.errors import RunError
+from seqblocks.cost import dtype_named
+from seqblocks.errors import RunError, UnavailableError, UsageError
 from seqblocks.graph import Model
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.module import Body, Call, Grid
@@ -91,17 +92,25 @@ class SequenceModel(Body):
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         return (y.squeeze(1) if y.ndim == 3 else y), states
 
-    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | None = None) -> States:
-        """The state before the first token: a dict of dicts of tensors, by step names. Raises RunError."""
+    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None) -> States:
+        """The state before the first token of `batch_size` sequences: a dict of dicts of tensors, by step names.
+
+        On the model's device and in its dtype, unless told otherwise. Raises RunError where the model cannot stream,
+        UsageError and UnavailableError for arguments.
+        """
         if self._obstacle:
             raise RunError(self._obstacle)
-        some = next(self.parameters(), None)
-        device = device or (some.device if some is not None else "cpu")
-        dtype = dtype or (some.dtype if some is not None else torch.float32)
-        return new_state(self.graph.graph, batch_size, device, dtype)
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int | torch.SymInt) or batch_size < 0:
+            raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
+        some = next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
+        device = some.device if device is None else checked_device(device)
+        kind = some.dtype if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+        return new_state(self.graph.graph, batch_size, device, kind)
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-        """Two groups for an optimiser: parameters that are customarily decayed, and the others."""
+        """Two groups for an optimiser: parameters that are customarily decayed, and the others. Raises UsageError."""
+        if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
+            raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}")
         decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph.graph) if not item.tied}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
@@ -205,3 +214,21 @@ def _packed_resets(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> Tens
     if x.shape[0] != 1:
         raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
     return packed_resets(cu_seqlens, x.shape[1], x.device)
+
+
+def checked_device(device: Any) -> torch.device:
+    """The device, or UnavailableError / UsageError that says what is missing."""
+    try:
+        made = torch.device(device)
+    except TypeError:
+        wanted = "a name such as 'cpu' or 'cuda:0', a number of a GPU, or a torch.device"
+        raise UsageError(f"a device is {wanted}, not {device!r}") from None
+    except RuntimeError as error:
+        raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
+    if made.type in ("cpu", "meta"):
+        return made
+    try:
+        torch.empty(0, device=made)
+    except Exception as error:
+        raise UnavailableError(f"device '{device}' cannot be used here: {str(error).splitlines()[0]}") from None
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -285,7 +286,7 @@ class Residual(Block):
 
 
 class Repeat(nn.Module):
-    """Layers one after the other; each is called by its index."""
+    """Layers one after the other; each is called by its index, `model.blocks[0]` too."""
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
@@ -304,6 +305,16 @@ class Repeat(nn.Module):
             if state:
                 states[label] = state
         return x, states
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module | None]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A layer, or the list of those of a slice, as nn.ModuleList counts them."""
+        return list(self._modules.values())[index]
 
     def __repr__(self) -> str:
         groups: dict[str, list[str]] = {}

@@ -72,7 +72,9 @@ def _check(tree: States, state: Any, batch: int, device: torch.device, path: str
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: States) -> States:
-    """Apply a function to every tensor."""
+    """Apply a function to every tensor. Raises RunError for what is no state."""
+    if not isinstance(state, dict):
+        raise RunError(f"a state is a dict of tensors, as a call gives it, not {type(state).__name__}")
     return _filled(state, function)
 
 
@@ -87,5 +89,14 @@ def to(state: States, device: Any) -> States:
 
 
 def index_select(state: States, index: Tensor) -> States:
-    """The states of the sequences `index` [n], in that order: beam search, or dropping finished sequences."""
-    return map_state(lambda x: x.index_select(0, index.to(x.device)), state)
+    """The states of the sequences `index` [n], in that order: beam search, or dropping finished sequences.
+
+    index: whole numbers below the number of sequences. Raises RunError.
+    """
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim != 1:
+        found = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        raise RunError(f"sequences are selected by a tensor [n] of whole numbers, not {found}")
+    try:
+        return map_state(lambda x: x.index_select(0, index.to(x.device)), state)
+    except IndexError as error:  # as the CPU tells it
+        raise RunError(f"the state holds no such sequences: {index.tolist()}") from error

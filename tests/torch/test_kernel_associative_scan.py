@@ -297,5 +297,12 @@ def test_compile_and_errors() -> None:
         associative_scan(sums, {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)})
     with pytest.raises(ValueError, match="an initial carry like one element"):
         associative_scan(torch.add, torch.zeros(2, 3), initial=torch.zeros(2, 1))
+    two = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=r"like one element, \{'a': \[2\], 'b': \[2\]\}; got \{'b': \[2\]\}"):
+        associative_scan(sums, two, initial={"b": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"give a tree like the elements, .*; got None"):
+        associative_scan(lambda a, b: None, two)
+    with pytest.raises(ValueError, match=r"give a tree like the elements, .*; got \{'a': "):
+        associative_scan(lambda a, b: {"a": a["a"] + b["a"]}, two)
     with pytest.raises(ValueError, match=r"resets \[2, 3\]"):
         associative_scan(torch.add, torch.zeros(2, 3), resets=torch.zeros(2, 4))

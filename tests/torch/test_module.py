@@ -387,6 +387,17 @@ def test_clear_errors() -> None:
         backwards.step(torch.randn(1, 4))
 
 
+def test_layers_are_indexed_as_those_of_a_module_list() -> None:
+    rest = built(STREAM).rest
+    layers = [rest.get_submodule(str(at)) for at in range(2)]
+    assert len(rest) == 2
+    assert list(rest) == rest[:] == layers
+    assert rest[0] is layers[0]
+    assert rest[-1] is layers[1]
+    with pytest.raises(IndexError):
+        rest[2]
+
+
 def test_state_helpers() -> None:
     model = built(STREAM)
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
