@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks import fusion, graph
-from seqblocks.errors import RunError
+from seqblocks.errors import RunError, UsageError
 from seqblocks.fusion import Fused, Part
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.op import Op
@@ -126,7 +126,12 @@ class Primitive(nn.Module):
             inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, -1))
             at += size
         out = self.op.forward(own, call, *inputs)
-        return out if self._stateful else (out, {})
+        if not self._stateful:
+            return out, {}
+        if not isinstance(out, tuple) or len(out) != 2:
+            what = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward"
+            raise UsageError(f"{what} must give (output, state), as the op declares a state, not {type(out).__name__}")
+        return out
 
     def _get_name(self) -> str:
         return self.op.verb

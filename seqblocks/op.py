@@ -21,14 +21,24 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter, State
 from seqblocks.types import Kind, Wire, divisors_near
 
+Reads = Literal["token", "past", "all"]
+READS = typing.get_args(Reads)
 PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
 
 
@@ -67,7 +77,7 @@ class Op(BaseModel):
 
     verb: ClassVar[str] = ""
     ports: ClassVar[tuple[Port, ...]] = (X,)
-    reads: ClassVar[Literal["token", "past", "all"]] = "token"
+    reads: ClassVar[Reads] = "token"
     """What an output position depends on: its own token, the tokens before it too (then `state` says what is carried),
     or the whole sequence (such an op cannot stream)."""
     reversible: ClassVar[bool] = False
@@ -119,18 +129,40 @@ def primitive(verb: str) -> Callable[[T], T]:
     """Register an Op under its verb."""
 
     def register(cls: T) -> T:
+        if not (isinstance(cls, type) and issubclass(cls, Op)):
+            raise TypeError(f"a primitive is a class derived from Op, and {cls!r} is none")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", verb):
+            raise ValueError(f"the verb {verb!r} is not a name: letters, digits and _, not beginning with a digit")
         known = PRIMITIVES.get(verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"the verb '{verb}' is taken by {known.__module__}.{known.__qualname__}")
         if not cls.__module__.startswith("seqblocks.ops.") and builtin_verbs().get(verb):
             raise ValueError(f"the verb '{verb}' is built in; {cls.__module__}.{cls.__qualname__} needs another")
-        if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
-            raise TypeError(f"{cls.__qualname__}.ports must be a tuple of Port(name, about, …), not {cls.ports!r}")
+        if not cls.__module__.startswith("seqblocks.ops."):
+            _check_class(cls)
         cls.verb = verb
         PRIMITIVES[verb] = cls
         return cls
 
     return register
+
+
+def _check_class(cls: type[Op]) -> None:
+    """Hold what the class of a primitive from elsewhere says against what it may. Raises TypeError."""
+    if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
+        raise TypeError(f"{cls.__qualname__}.ports must be a tuple of Port(name, about, …), not {cls.ports!r}")
+    if cls.reads not in READS:
+        raise TypeError(f"{cls.__qualname__}.reads must be one of {', '.join(READS)}, not {cls.reads!r}")
+    for name, info in cls.model_fields.items():
+        if info.is_required():
+            continue
+        try:
+            TypeAdapter(Annotated[(info.annotation, info)]).validate_python(info.default)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise TypeError(f"{cls.__qualname__}.{name} has a default that it does not take: {reason}") from None
+        except (PydanticUserError, PydanticUndefinedAnnotation):  # a type that is defined further down
+            continue
 
 
 @lru_cache(maxsize=1)
@@ -197,6 +229,11 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
     def each(table: Any, kind: Any) -> bool:
         return isinstance(table, dict) and all(isinstance(x, kind) and sizes(x.shape) for x in table.values())
 
+    def numbers(init: Init) -> bool:
+        values, known = init.values, INITIALISERS[init.name].arguments
+        sound = isinstance(values, tuple) and len(values) == len(known)
+        return sound and all(isinstance(value, int | float) for value in values)
+
     wrong = None
     if not isinstance(type, Wire):
         wrong = "shape", "a Wire, for instance x or x.with_features(8)", type
@@ -204,6 +241,10 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
         wrong = "parameters", "a dict of name: Parameter(sizes, Init(…))", parameters
     elif bad := [p.init for p in parameters.values() if not (isinstance(p.init, Init) and p.init.name in INITIALISERS)]:
         wrong = "parameters", f"Init with one of {', '.join(INITIALISERS)}", bad[0]
+    elif bad := [p.init for p in parameters.values() if not numbers(p.init)]:
+        known = INITIALISERS[bad[0].name].arguments
+        tuple_of = f"({', '.join(name for name, _ in known)}{',' if len(known) == 1 else ''})"
+        wrong = "parameters", f"Init('{bad[0].name}', {tuple_of}) with numbers", tuple(bad[0])
     elif not each(state, State):
         wrong = "state", "a dict of name: State(sizes)", state
     elif bad := [s.dtype for s in state.values() if s.dtype not in STATE_DTYPES]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from seqblocks.errors import RunError, UsageError
 from seqblocks.model import SequenceModel
+from seqblocks.module import Primitive
+from seqblocks.state import declared
 
 
 def check_law(
@@ -27,9 +30,10 @@ def check_law(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Assert the law for a model that streams (RunError for another). `tolerance` is relative to the largest value.
+    """Assert `check_shapes` and the law for a model that streams (RunError for another).
 
-    Without one: 1e-9 for a float64 model, the one to check with, and half the digits of its dtype for another.
+    `tolerance` is relative to the largest value. Without one: 1e-9 for a float64 model, the one to check
+    with, and half the digits of its dtype for another.
 
     cuts: where the sequence is cut into chunks, without them 1, 2 and 11 as far as it reaches; resets: (row, position)
     of tokens that begin a new sequence. A model that changes the rate of its tokens knows no resets; seq and cuts then
@@ -47,6 +51,7 @@ def check_law(
         raise UsageError(f"resets are (row, position) in {batch} rows of {seq}, and {stray[0]} is not")
     if model.graph.input.kind == "image":
         raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
+    check_shapes(model, seq=seq, batch=batch, seed=seed)
     frame = model.frame_size
     x = random_input(model, batch, seq * frame, seed)
     if tolerance is None:
@@ -71,6 +76,46 @@ def check_law(
             _close(f"{name}: gradient {index}", a, b, tolerance)
     if resets and whole.ndim == 3:
         _close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+
+
+def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
+    """Assert that every primitive gives out, and carries, what it declares (`shape`, `state`), for any model.
+
+    seq: of frames, as in `check_law`, where the spec leaves the length open.
+    """
+    length = model.graph.input.length
+    seq = length if isinstance(length, int) else seq * model.frame_size
+    streams = model._obstacle is None
+
+    def watch(name: str, step: Primitive) -> Any:
+        def look(_module: Any, _inputs: Any, given: tuple[Any, Any]) -> None:
+            y, state = given
+            wire = step._type
+            assert wire is not None
+            axes = [seq // wire.every if isinstance(axis, str) else axis for axis in wire.axes[1:]]
+            _is_shaped(f"{name}: output", y, [batch, *axes])
+            if streams:
+                kept: Any = reduce(lambda tree, part: tree.get(part, {}), name.split("."), declared(model.graph.graph))
+                assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is no dict"
+                assert set(state) == set(kept), f"{name}: state: {sorted(state)} is not {sorted(kept)}, as declared"
+                for key, item in kept.items():
+                    _is_shaped(f"{name}: state {key}", state[key], [batch, *item.shape])
+
+        return step.register_forward_hook(look)
+
+    steps = [(name, step) for name, step in model.named_modules() if isinstance(step, Primitive)]
+    hooks = [watch(name, step) for name, step in steps]
+    try:
+        with torch.no_grad():
+            model(random_input(model, batch, seq, seed), return_state=streams)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_shaped(what: str, found: Any, wanted: list[int]) -> None:
+    assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is no tensor"
+    assert list(found.shape) == wanted, f"{what}: {list(found.shape)} is not {wanted}, as declared"
 
 
 def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:

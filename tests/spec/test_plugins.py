@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,14 +87,29 @@ def test_a_built_in_verb_is_taken_before_anybody_uses_it(monkeypatch: pytest.Mon
             """Not the real one."""
 
 
-def test_ports_are_ports() -> None:
-    class Mix(op.Op):
-        """Two inputs."""
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"ports": ("x", "other")}, r"Mine.ports must be a tuple of Port\(name, about, …\)"),
+        ({"reads": "future"}, "Mine.reads must be one of token, past, all, not 'future'"),
+        ({"start": (int, 2.5)}, "Mine.start has a default that it does not take: .* valid integer"),
+        ({"start": (int, 0)}, "Mine.start has a default that it does not take: .* greater than or equal to 1"),
+    ],
+)
+def test_what_a_class_says_is_checked(body: dict[str, Any], told: str) -> None:
+    if "start" in body:
+        kind, default = body["start"]
+        body = {"__annotations__": {"start": kind}, "start": op.argument(default, "a number", ge=1)}
+    with pytest.raises(TypeError, match=told):
+        op.primitive("mine")(type("Mine", (op.Op,), {"__module__": __name__, "__doc__": "One's own.", **body}))
+    assert "mine" not in op.PRIMITIVES
 
-        ports = ("x", "other")  # type: ignore[assignment]
 
-    with pytest.raises(TypeError, match=r"Mix.ports must be a tuple of Port\(name, about, …\)"):
-        op.primitive("mix_of_two")(Mix)
+def test_a_primitive_is_an_op_and_has_a_name() -> None:
+    with pytest.raises(TypeError, match=r"a primitive is a class derived from Op, and <class 'object'> is none"):
+        op.primitive("mine")(object)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="the verb 'z-z' is not a name"):
+        op.primitive("z-z")(op.Op)
 
 
 # --- seqblocks VERB --import MODULE
@@ -199,6 +215,8 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
     [
         ("(x.features,)", "parameters must give a dict of name: Parameter(sizes, Init(…))"),
         ("Parameter((x.features / 2,), Init('ones'))", "parameters must give a dict of name: Parameter(sizes"),
+        ("Parameter((x.features,), Init('constant', 2.0))", "must give Init('constant', (value,)) with numbers, "),
+        ("Parameter((x.features,), Init('normal', (0.0,)))", "must give Init('normal', (mean, std)) with numbers, not"),
         ("Parameter((x.features,), Init('onse'))", "parameters must give Init with one of zeros, ones,"),
     ],
 )

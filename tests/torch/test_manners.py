@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 import seqblocks
 from seqblocks import checkpoint, kernels, testing
 from seqblocks.errors import RunError, UsageError
+from seqblocks.op import PRIMITIVES, Op, argument
+from seqblocks.parameters import State
 
 SMALL = "seqblocks: 1\nmodel:\n  input: {features: 4}\n  steps:\n    - linear: {features: 4}\n    - causal_conv: {}\n"
 TOKENS = "seqblocks: 1\nmodel:\n  input: {tokens: 7}\n  steps:\n    - embed: {features: 4}\n    - causal_conv: {}\n"
@@ -215,6 +218,48 @@ def test_a_summary_of_what_was_built() -> None:
 def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         testing.check_law(small(), **{"seq": 5, **given})
+
+
+class Own(Op):
+    """What somebody may write; `given` is what forward returns."""
+
+    given: str = argument("x", "an expression")
+
+    def forward(self, p: Any, call: Any, x: torch.Tensor) -> Any:
+        return eval(self.given, {"x": x})
+
+
+class OwnState(Own):
+    """Likewise, with a state."""
+
+    def state(self, x: Any) -> dict[str, State]:
+        return {"s": State((2,))}
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "told"),
+    [
+        ("own", "x", None),
+        ("own", "x[:, :3]", r"own: output: \[2, 3, 4\] is not \[2, 23, 4\], as declared"),
+        ("own", "x[..., :3]", r"own: output: \[2, 23, 3\] is not \[2, 23, 4\], as declared"),
+        ("own", "None", "own: output: NoneType is no tensor"),
+        ("own_state", "(x, {'s': x[:, 0, :2]})", None),
+        ("own_state", "(x, {'s': x[:, 0]})", r"own_state: state s: \[2, 4\] is not \[2, 2\], as declared"),
+        ("own_state", "(x, {})", r"own_state: state: \[\] is not \['s'\], as declared"),
+        ("own_state", "x", r"OwnState.forward must give \(output, state\), as the op declares a state, not Tensor"),
+        ("own_state", "None", "not NoneType"),
+    ],
+)
+def test_a_primitive_gives_what_it_declares(
+    verb: str, given: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRIMITIVES, "own", Own)
+    monkeypatch.setitem(PRIMITIVES, "own_state", OwnState)
+    model = seqblocks.build_text(
+        f'seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{verb}: {{given: "{given}"}}}}]}}'
+    )
+    with pytest.raises((AssertionError, UsageError), match=told) if told else contextlib.nullcontext():
+        testing.check_shapes(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
