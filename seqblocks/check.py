@@ -71,7 +71,8 @@ def prove(
             from seqblocks import overrides  # imported where it is needed: `check` is as fast as its imports
 
             texts.update({k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in set.items()})
-            applied = overrides.apply(root, texts, report)
+            called = {k for k, v in set.items() if not isinstance(v, _Raw)}
+            applied = overrides.apply(root, texts, report, called)
 
     reader = Reader(report, base, files)
     file = read_file(reader, text, name, edit)

@@ -156,8 +156,9 @@ def _check_class(cls: type[Op]) -> None:
     for name, info in cls.model_fields.items():
         if info.is_required():
             continue
+        kind: Any = Annotated[(info.annotation, info)]
         try:
-            TypeAdapter(Annotated[(info.annotation, info)]).validate_python(info.default)
+            TypeAdapter(kind).validate_python(info.default)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise TypeError(f"{cls.__qualname__}.{name} has a default that it does not take: {reason}") from None

@@ -12,7 +12,7 @@ given, and whether the verb has it is checked as if it stood in the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import replace
 from itertools import islice
@@ -22,6 +22,7 @@ from seqblocks import document
 from seqblocks.document import Mapping, Node, Scalar, Sequence
 from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
 from seqblocks.graph import Override
+from seqblocks.scope import CALL, OPTION
 
 ASKED = "an override replaces what the spec says, or a step's argument"
 USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
@@ -54,11 +55,16 @@ def as_text(value: Any) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def apply(root: Node, overrides: MappingABC[str, str], report: Report) -> tuple[Override, ...]:
-    """Apply `path -> YAML text` to a document in place. Returns what came of those that found their place."""
+def apply(
+    root: Node, overrides: MappingABC[str, str], report: Report, called: Container[str] = ()
+) -> tuple[Override, ...]:
+    """Apply `path -> YAML text` to a document in place. Returns what came of those that found their place.
+
+    Those in `called` came with a call from Python, and are shown so.
+    """
     done = []
     for path, text in overrides.items():
-        shown = f"--set {path}={text}"
+        shown = f"{CALL}{path!r}: {text}}}" if path in called else f"{OPTION}{path}={text}"
         value = _parse(text, shown, report)
         if value is None:
             continue
@@ -89,7 +95,7 @@ def _parse(text: str, shown: str, report: Report) -> Node | None:
         node = None
     if node is None:
         return None
-    return _moved(node, Source.of(shown, shown), len(shown) - len(text))
+    return _moved(node, Source.of(shown, shown), shown.rindex(text))
 
 
 def _moved(node: Node, source: Source, before: int) -> Node:
@@ -109,7 +115,7 @@ def _moved(node: Node, source: Source, before: int) -> Node:
 
 
 def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
-    source = Source.of("command line", shown)
+    source = Source.of("the call" if shown.startswith(CALL) else "command line", shown)
     return Diagnostic("E310", message, Span(source, 1, 1, 1, len(shown) + 1), **more)
 
 

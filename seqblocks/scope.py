@@ -38,6 +38,7 @@ RESERVED_NAMES = frozenset(
 
 MAX_WRITTEN = 4  # notes about where a value was written
 MAX_TRAIL = 8  # notes about the blocks that led to a fault
+OPTION, CALL = "--set ", "set={"  # how an override is shown: as an option of the command, or in a call of Python's
 
 
 class Names(MappingABC[str, Any]):
@@ -194,7 +195,7 @@ class Scope:
             text, behind = found
             seen.add(id(text))
             shown = f"`{name}` is {_shown(names[name])}"
-            override = text.span.source.name.startswith("--set ")  # that is no place in a file
+            override = text.span.source.name.startswith((OPTION, CALL))  # that is no place in a file
             yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)
             if isinstance(text, Scalar) and isinstance(text.value, str):
                 coming += [(other, behind) for other in _names_in(text.value) if other in behind]

@@ -355,6 +355,21 @@ def test_a_fault_of_an_override_is_shown_where_it_stands_in_it() -> None:
     assert (fault.code, fault.span.end_column - fault.span.column) == ("E303", 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "place", "line"),
+    [
+        ({"dmi": 3}, "the call:1:1", "set={'dmi': 3}"),
+        ({"dmi": check.yaml("3")}, "command line:1:1", "--set dmi=3"),
+        ({"dim": "2 *"}, "set={'dim': \"2 *\"}:1:13", "set={'dim': \"2 *\"}"),
+    ],
+)
+def test_an_override_is_shown_as_it_was_given(given: dict[str, Any], place: str, line: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model("{linear: {features: dim}}", "let: {dim: 3}", set=given)
+    (fault,) = caught.value.diagnostics
+    assert (str(fault.span), fault.span.source.lines) == (place, (line,))
+
+
 def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() -> None:
     text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
     check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
