@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import chain
 from typing import Any, get_args
 
 from seqblocks import graph
@@ -65,7 +66,8 @@ def _entry(scope: Scope, key: str, span: Span, node: Node) -> Entry | None:
 
 def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] | None:
     kinds = [key for key in RECIPES if key in node.entries]
-    words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *dict.fromkeys(more for every in RECIPES.values() for more in every))
+    words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *chain(*RECIPES.values()))
+    words = tuple(dict.fromkeys(words))
     known_keys(scope.report, node, words, "a checkpoint map's recipe")
     if len(kinds) != 1:
         if all(key in words for key in node.entries):

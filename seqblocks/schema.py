@@ -132,7 +132,8 @@ def _recipe(kind: str, more: tuple[str, ...]) -> Schema:
     """An official tensor, or several, made into ours."""
     string, integer = {"type": "string"}, {"type": "integer"}
     source: Schema = {"type": "array", "items": string, "minItems": 1} if kind in SEVERAL else string
-    return _object({kind: source, **dict.fromkeys(more, integer)}, [kind, *(key for key in more if key not in OPTIONAL)])
+    needed = [key for key in more if key not in OPTIONAL]
+    return _object({kind: source, **dict.fromkeys(more, integer)}, [kind, *needed])
 
 
 def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
