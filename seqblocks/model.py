@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class SequenceModel(Body):
         """
         if self._obstacle:
             raise RunError(self._obstacle)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int | torch.SymInt) or batch_size < 0:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, Integral | torch.SymInt) or batch_size < 0:
             raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
         some = next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
         device = some.device if device is None else checked_device(device)
