@@ -12,7 +12,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention_reference import sees
-from seqblocks.kernels.dispatch import always, register, unknown
+from seqblocks.kernels.compiled import unknown
+from seqblocks.kernels.dispatch import always, register
 
 BLOCK = 512
 

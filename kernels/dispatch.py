@@ -28,6 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from seqblocks.kernels import self_check
+from seqblocks.kernels.compiled import constant
 from seqblocks.kernels.standing import Standing
 
 FORMS = ("triton", "torch", "reference")  # the order in which `auto` asks
@@ -81,21 +82,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # older compilers cannot look into it
+@constant  # older compilers cannot look into it
 def _autocast_available(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
-
-
-def unknown(size: int | torch.SymInt) -> bool:
-    """Whether a program is being exported that serves this size whatever it will be: nothing may hang on it.
-
-    (`torch.compile` may ask about a size, and compiles again where the answer is another. An export with strict=True
-    does not tell which sizes it knows, so none count as known.)
-    """
-    if not torch.compiler.is_compiling():
-        return False
-    exporting = getattr(torch.compiler, "is_exporting", None)  # not in older versions
-    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and bool(exporting and exporting()))
 
 
 def always(reason: str) -> Can:
@@ -155,7 +144,7 @@ def requested(backend: str | None = None) -> str:
     return _check_name(_surroundings(_last_asked), VARIABLE)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _surroundings(watched: str | None) -> str:
     # threads of a backward pass, which may compute something again, have contexts of their own
     inherited = watched if torch._C._current_graph_task_id() != -1 else None
@@ -238,18 +227,18 @@ def _verdict(op: str, form: str, facts: dict[str, Any]) -> tuple[bool, str]:
     return can, reason
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _fault(op: str, form: str, facts: dict[str, Any]) -> str:
     example = _ops[op][form].example
     return self_check.verdict(op, example, facts) if example else ""
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _remember(op: str, passed_over: dict[str, str]) -> bool:
     _passed_over[op] = passed_over
     return True

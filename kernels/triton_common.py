@@ -19,6 +19,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
+from seqblocks.kernels.compiled import constant
+
 MISSING = ""
 tl: Any = None
 try:
@@ -64,7 +66,7 @@ def _too_old(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch[3:].rstrip("af")) < 10 * OLDEST[0] + OLDEST[1]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _arch_at(index: int | None) -> str:
     """Of a device that a call is on; "" where there is none."""
     if not torch.cuda.is_available():

@@ -15,6 +15,7 @@ from seqblocks import fusion, graph
 from seqblocks.errors import RunError, UsageError
 from seqblocks.fusion import Fused, Part
 from seqblocks.graph import Graph, Model, Node
+from seqblocks.kernels.compiled import constant
 from seqblocks.op import Op
 from seqblocks.state import States
 from seqblocks.types import Wire
@@ -146,7 +147,7 @@ def _takes_call(child: nn.Module) -> bool:
     return isinstance(child, (Primitive, Body, Repeat, Parallel)) or _hands_on(type(child))
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _hands_on(kind: type[nn.Module]) -> bool:
     if kind.forward is nn.Module.forward:  # it calls another way, as what torch.compile makes of a module does
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from seqblocks.errors import BackendError
 from seqblocks.kernels import BACKENDS, dispatch, mlstm, use_backend, why
+from seqblocks.kernels.compiled import constant
 
 OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
 
@@ -141,3 +144,20 @@ def test_compiled_code_sees_the_context(monkeypatch):
     with use_backend("reference"):
         assert compiled(zero) == 2
     assert compiled(zero) == 1
+
+
+def test_a_constant_is_what_torch_calls_one() -> None:
+    def ours() -> None: ...
+    def theirs() -> None: ...
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(constant(ours)) == vars(theirs) != {}
+
+
+def test_building_does_not_wait_for_the_compiler(root) -> None:
+    """It takes longer to import than torch itself."""
+    code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import seqblocks; seqblocks.build('vil_digits')"
+    code += "; print(before, 'torch._dynamo' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout
+    before, after = told.split()
+    assert after == before
