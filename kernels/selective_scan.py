@@ -70,7 +70,8 @@ def _check(
     N = A.shape[1]
     for name, x in (("B", B), ("C", C)):
         grouped = x.dim() == 4 and x.shape[:2] == (batch, S) and x.shape[3] == N and E % max(1, x.shape[2]) == 0
-        if not (grouped or x.shape in ((E, N), (batch, S, N))):
+        # by dimensions first: an exporter takes every comparison of sizes for a promise
+        if not (grouped or (x.dim() == 2 and x.shape == (E, N)) or (x.dim() == 3 and x.shape == (batch, S, N))):
             raise ValueError(
                 f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
                 f"got {list(x.shape)}"

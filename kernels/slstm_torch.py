@@ -54,7 +54,8 @@ def _slstm(
             n = torch.addcmul(write, keep_gate, n)
             y = torch.sigmoid(o).mul_(c).div_(n)
             ys[t], cs[t], ns[t], ms[t] = y, c, n, m
-    return ys.permute(2, 0, 1, 3).contiguous(), cs, ns, ms, full
+    # not `contiguous`, which leaves the strides of axes one long: the fake says them all
+    return ys.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format), cs, ns, ms, full
 
 
 @_slstm.register_fake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -101,11 +100,11 @@ class SequenceModel(Body):
         """
         if self._obstacle:
             raise RunError(self._obstacle)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, Integral | torch.SymInt) or batch_size < 0:
+        if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or batch_size < 0:
             raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
-        some = next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
+        some = next(self.parameters(), torch.empty(0, device="cpu"))
         device = some.device if device is None else checked_device(device)
-        kind = some.dtype if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+        kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
         return new_state(self.graph.graph, batch_size, device, kind)
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -196,11 +195,17 @@ class SequenceModel(Body):
         own = next(iter(places))
         return f"the model is on {own} and the input on {x.device}: move one to the other, for instance x.to('{own}')"
 
+    def _own_dtype(self) -> torch.dtype:
+        """What the model was built in: some parameters of a half-precision model stay float32."""
+        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        return min(kinds, key=lambda d: d.itemsize, default=torch.float32)
+
     def _other_dtype(self, x: Tensor, error: RuntimeError) -> str | None:
         """What to do about an error of torch's that is one of dtypes, as far as the input's is to blame."""
-        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
-        own = min(kinds, key=lambda d: d.itemsize, default=x.dtype)  # some stay float32 in a half-precision model
-        if x.dtype == own or not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
+        own = self._own_dtype()
+        if not x.is_floating_point() or x.dtype == own:
+            return None
+        if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
             return None
         given, kept = str(x.dtype).removeprefix("torch."), str(own).removeprefix("torch.")
         what = f"the model is {kept} and its input {given}"

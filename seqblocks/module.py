@@ -17,7 +17,7 @@ from seqblocks.fusion import Fused, Part
 from seqblocks.graph import Graph, Model, Node
 from seqblocks.kernels.compiled import constant
 from seqblocks.op import Op
-from seqblocks.state import States
+from seqblocks.state import States, owned
 from seqblocks.types import Wire
 
 
@@ -132,7 +132,10 @@ class Primitive(nn.Module):
         if not isinstance(out, tuple) or len(out) != 2:
             what = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward"
             raise UsageError(f"{what} must give (output, state), as the op declares a state, not {type(out).__name__}")
-        return out
+        y, state = out
+        if call.keep and isinstance(state, dict):
+            state = {name: owned(x) for name, x in state.items()}
+        return y, state
 
     def _get_name(self) -> str:
         return self.op.verb
@@ -142,9 +145,33 @@ class Primitive(nn.Module):
         return ", ".join([*given, f"out={self._type}"])
 
 
-def _takes_call(child: nn.Module) -> bool:
-    """Modules of this file do, and wrappers that hand on whatever they are called with."""
-    return isinstance(child, (Primitive, Body, Repeat, Parallel)) or _hands_on(type(child))
+def _called(
+    child: nn.Module | None, tensors: list[Tensor], call: Call, name: str, node: Node | None = None
+) -> tuple[Tensor, States]:
+    """What a child gives: a module of this file, a wrapper that hands on whatever it is called with, or what a user
+    has put in the place of a step (nn.Identity(), say) or of a layer (then without a node): that knows no calls."""
+    assert child is not None
+    if isinstance(child, (Primitive, Body, Repeat, Parallel)):
+        done: tuple[Tensor, States] = child(*tensors, call=call)
+        return done
+    if _hands_on(type(child)):
+        found: Any = child(*tensors, call=call)
+        if isinstance(found, tuple):
+            return found
+    else:
+        found = child(*_joined(tensors, node))
+    if call.streaming and not (node is not None and node.op is not None and node.op.reads == "token"):
+        raise RunError(f"{name}: the {type(child).__name__} that stands in its place carries no state")
+    return found, {}
+
+
+def _joined(tensors: list[Tensor], node: Node | None) -> list[Tensor]:
+    """What a module without ports is handed: an op's inputs, each joined; of a layer its input alone."""
+    if node is None or node.op is None:
+        return tensors if node is not None else tensors[:1]
+    rest = iter(tensors)
+    ports = [[next(rest) for _ in values] for values in node.inputs.values()]
+    return [part[0] if len(part) == 1 else torch.cat(part, -1) for part in ports if part]
 
 
 @constant
@@ -189,10 +216,8 @@ class Body(nn.Module):
                 tensors = [env[v] for v in wanted]
                 if tail and at == len(self._plan) - 1:
                     y, state = child._finish(tensors, call.into(name), *tail)  # type: ignore[operator]
-                elif _takes_call(child):
-                    y, state = child(*tensors, call=call.into(name))
                 else:
-                    y, state = self._foreign(child, tensors, self._body.nodes[at], call), {}
+                    y, state = _called(child, tensors, call.into(name), name, self._body.nodes[at])
             if state:
                 states[name] = state
             at += len(steps) or 1
@@ -203,13 +228,6 @@ class Body(nn.Module):
             for value in dead:
                 env.pop(value, None)
         return env[self._body.result], states
-
-    def _foreign(self, child: nn.Module, tensors: list[Tensor], node: Node, call: Call) -> Tensor:
-        """What a user has put in a step's place (nn.Identity(), say) knows nothing of calls."""
-        if call.streaming and not (node.op is not None and node.op.reads == "token"):
-            raise RunError(f"{node.name}: the {type(child).__name__} that stands in its place carries no state")
-        y: Tensor = child(*tensors)
-        return y
 
     def _together(self, at: int) -> list[Any]:
         """The steps from here on that run as one, if nobody looks at one of them or has put something in its place."""
@@ -297,17 +315,16 @@ class Repeat(nn.Module):
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
         self._wanted = reads(node)
-        self._inputs = [body.input for body in node.bodies.values()]
+        self._layers = {label: (body.input, _entering(body)) for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
             self._modules[label] = Layer(body, model, graph.join(path, label), skip)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         env = dict(zip(self._wanted, tensors, strict=True))
         x, states = tensors[0], {}
-        for (label, layer), value in zip(self._modules.items(), self._inputs, strict=True):
-            assert isinstance(layer, Layer)
+        for label, (value, wanted) in self._layers.items():
             outer = {**env, value: x}
-            x, state = layer(*[outer[v] for v in layer._wanted], call=call.into(label))
+            x, state = _called(self._modules[label], [outer[v] for v in wanted], call.into(label), label)
             if state:
                 states[label] = state
         return x, states
@@ -321,6 +338,10 @@ class Repeat(nn.Module):
     def __getitem__(self, index: int | slice) -> Any:
         """A layer, or the list of those of a slice, as nn.ModuleList counts them."""
         return list(self._modules.values())[index]
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Put something in the place of a layer: a wrapper that hands on what it is called with, or what maps x."""
+        self.register_module(list(self._modules)[index], layer)
 
     def __repr__(self) -> str:
         groups: dict[str, list[str]] = {}
@@ -337,12 +358,17 @@ def _abridged(labels: list[str]) -> list[str]:
     return labels if len(labels) < 5 else [*labels[:2], "…", labels[-1]]
 
 
+def _entering(body: Graph) -> tuple[int, ...]:
+    """The values that a layer is handed, its input first."""
+    return tuple(dict.fromkeys((body.input, *body.captures)))
+
+
 class Layer(Body):
     """One iteration of a repeat, or a branch of a parallel."""
 
     def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__(body, model, path, skip, "steps")
-        self._wanted = tuple(dict.fromkeys((body.input, *body.captures)))
+        self._wanted = _entering(body)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._wanted, tensors, strict=True)), call)
@@ -354,15 +380,15 @@ class Parallel(nn.Module):
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
         self._wanted, self._merge = reads(node), node.arguments.merge
+        self._branches = {label: _entering(body) for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
             self._modules[label] = Layer(body, model, graph.join(path, label), skip)
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         env = dict(zip(self._wanted, tensors, strict=True))
         results, states = [], {}
-        for label, branch in self._modules.items():
-            assert isinstance(branch, Layer)
-            y, state = branch(*[env[v] for v in branch._wanted], call=call.into(label))
+        for label, wanted in self._branches.items():
+            y, state = _called(self._modules[label], [env[v] for v in wanted], call.into(label), label)
             results.append(y)
             if state:
                 states[label] = state
@@ -463,6 +489,7 @@ class OwnedScan(Scan):
         if self._separate:
             nn.Module.__init__(self)
             self._separate, self._label, self._wanted = True, "scan", reads(node)
+            self._entering_one = _entering(body)
             for order in node.arguments.orders:
                 self._modules[order] = Layer(body, model, graph.join(path, order), skip)
         else:
@@ -482,14 +509,12 @@ class OwnedScan(Scan):
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
         own = self._modules[order]
-        assert own is not None
         if not self._separate:
+            assert own is not None
             owned = {path: own.get_submodule(step) for path, step in self._holders.items()}
             return super()._one(order, tensors, replace(call, owned=owned))
-        assert isinstance(own, Layer)
         env = dict(zip(self._wanted, tensors, strict=True))
-        result: tuple[Tensor, States] = own(*[env[v] for v in own._wanted], call=call)
-        return result
+        return _called(own, [env[v] for v in self._entering_one], call, order)
 
 
 def _steps_of(node: Node) -> list[str]:

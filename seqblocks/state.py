@@ -13,6 +13,7 @@ from seqblocks.graph import Graph, Model
 from seqblocks.parameters import State
 
 States = dict[str, Any]
+LOW = (torch.float16, torch.bfloat16)  # not for what is summed over a sequence
 
 
 def declared(body: Graph) -> States:
@@ -65,10 +66,40 @@ def _check(tree: States, state: Any, batch: int, device: torch.device, path: str
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[1:]) != wanted.shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RunError(f"{here} must be [batch, {', '.join(map(str, wanted.shape))}], and is {shape}")
+        wrong = tensor.is_floating_point() != (wanted.dtype != "int64")
+        if wrong or (wanted.dtype == "float32" and tensor.dtype in LOW):
+            kind = {"int64": "int64", "model": "of the model's dtype"}.get(wanted.dtype, "float32")
+            raise RunError(f"{here} must be {kind}, and is {str(tensor.dtype).removeprefix('torch.')}")
         if tensor.shape[0] != batch:
             raise RunError(f"{here} holds {tensor.shape[0]} sequences and the input {batch}")
         if tensor.device != device:
             raise RunError(f"{here} is on {tensor.device} and the input on {device}; move it with seqblocks.state.to")
+
+
+def owned(x: Any) -> Any:
+    """A tensor of a state without what it is cut from: in memory of its own size, strides as `init_state` gives them.
+
+    A view of the last token would keep the whole prefill, and torch.save would write it; other strides, be it of an
+    axis one long, would have a step compiled again.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    alone = x.is_contiguous() and (1 not in x.shape or _plain(x))
+    if alone and not torch.compiler.is_compiling():  # what a compiler returns is its own affair
+        alone = x._base is None
+        if alone and x.is_inference():  # such a tensor does not know what it is a view of
+            alone = x.untyped_storage().nbytes() <= x.numel() * x.element_size()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether every stride is the product of the sizes behind it."""
+    wanted = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if stride != wanted:
+            return False
+        wanted *= size
+    return True
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: States) -> States:
@@ -84,7 +115,9 @@ def detach(state: States) -> States:
 
 
 def to(state: States, device: Any) -> States:
-    """The state on another device."""
+    """The state on another device, in the dtypes that it has: counters are whole numbers, and sums stay float32."""
+    if isinstance(device, torch.dtype):
+        raise RunError("a state is moved to a device and keeps its dtypes: what it sums would not survive fewer digits")
     return map_state(lambda x: x.to(device), state)
 
 

@@ -55,7 +55,7 @@ def check_law(
     frame = model.frame_size
     x = random_input(model, batch, seq * frame, seed)
     if tolerance is None:
-        dtype = next((p.dtype for p in model.parameters()), torch.float64)
+        dtype = dtype_of(model)
         tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
     marks = torch.zeros(batch, seq * frame, dtype=torch.bool, device=x.device)
     for row, at in resets:
@@ -125,12 +125,17 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     wire = model.graph.input
-    some = next(model.parameters(), torch.empty(0, dtype=torch.float64, device="cpu"))
+    some = next(model.parameters(), torch.empty(0, device="cpu"))
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)
     shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)
     x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return x.to(some.device, some.dtype).requires_grad_()
+    return x.to(some.device, dtype_of(model)).requires_grad_()
+
+
+def dtype_of(model: SequenceModel) -> torch.dtype:
+    """What a model computes in; one without parameters is tried in float64."""
+    return model._own_dtype() if next(model.parameters(), None) is not None else torch.float64
 
 
 def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor | None) -> tuple[Tensor, Any]:

@@ -1,0 +1,174 @@
+"""What those do who serve a model or train it with other tools: states that are kept, moved and saved, wrapped layers,
+exports for any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import seqblocks
+from seqblocks import state as states
+from seqblocks.model import SequenceModel
+from seqblocks.testing import check_law, random_input
+
+STREAMING = {
+    "hybrid_small": {"dim": 16, "depth": 1, "vocabulary": 11, "window": 5},
+    "xlstm_125m_7_1": {"dim": 16, "vocabulary": 11, "model.blocks.pattern": "m s"},
+    "mamba_130m": {"dim": 16, "depth": 1, "vocabulary": 11},
+    "memoroid_agent": {"dim": 8, "observation": 5},
+    "centaurus_mlstm": {"dim": 16, "depth": 1},
+}
+LAYERS = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - linear: {features: 4, name: before, as: w}
+    - repeat: {name: layers, times: 3, steps: [{linear: {features: 4, from: [input, w]}}, silu]}
+    - parallel: {name: both, merge: sum, branches: [{a: [silu]}, {b: [{linear: {features: 4}}]}]}
+    - causal_conv: {kernel: 2}
+"""
+
+
+def made(name: str, **options: Any) -> SequenceModel:
+    return seqblocks.build(name, set=STREAMING[name], **options).eval()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_owns_its_memory_and_no_more(name: str, batch: int, mode: Callable[[], Any]) -> None:
+    model = made(name)
+    with mode():
+        x = random_input(model, batch, 30)
+        _, state = model(x, return_state=True)
+        _, after = model.step(x[:, 0], state)
+    for found in (state, after):
+        for t, fresh in zip(*(pytree.tree_leaves(s) for s in (found, model.init_state(batch))), strict=True):
+            assert (t.shape, t.dtype) == (fresh.shape, fresh.dtype)
+            assert t.is_contiguous()
+            assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_stream_is_compiled_once(name: str, batch: int) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = made(name)
+    step, state = torch.compile(model.step, backend="eager"), model.init_state(batch)
+    x = random_input(model, batch, 3).detach()
+    with torch.no_grad():
+        for t in range(3):
+            _, state = step(x[:, t], state)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_state_of_other_dtypes_is_refused() -> None:
+    model = made("hybrid_small")
+    x = random_input(model, 2, 9)
+    _, state = model(x, return_state=True)
+    for dtype, kind in ((torch.bfloat16, "int64|float32"), (torch.int64, "float32|of the model's dtype")):
+        wrong = states.map_state(lambda t, dtype=dtype: t.to(dtype), state)
+        with pytest.raises(seqblocks.RunError, match=f"must be ({kind}), and is {str(dtype).removeprefix('torch.')}"):
+            model.step(x[:, 0], wrong)
+    with pytest.raises(seqblocks.RunError, match="keeps its dtypes"):
+        states.to(state, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "f64"])
+def test_a_fresh_state_has_the_dtypes_of_one_that_comes_back(dtype: str) -> None:
+    """Centaurus stands first, and keeps its parameters in float32."""
+    model = made("centaurus_mlstm", dtype=dtype)
+    check_law(model, seq=5)
+    _, state = model(random_input(model, 1, 4), return_state=True)
+    for t, fresh in zip(*(pytree.tree_leaves(s) for s in (state, model.init_state(1))), strict=True):
+        assert t.dtype == fresh.dtype
+
+
+class Around(nn.Module):
+    """As wrappers do that shard, compile or checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_layers_and_branches_can_be_wrapped_and_replaced() -> None:
+    model = seqblocks.build_text(LAYERS, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    wanted = model(x)
+    layers: Any = model.layers
+    first, wrapped = layers[0], Around(layers[1])
+    layers[1] = wrapped
+    layers[0] = torch.compile(first, backend="eager")
+    branch = Around(model.both.b)
+    model.both.b = branch
+    torch.testing.assert_close(model(x), wanted)
+    model.init_state(2)
+    torch.testing.assert_close(model(x, return_state=True)[0], wanted)
+    assert (wrapped.calls, branch.calls) == (2, 2)
+    layers[0] = first
+    layers[-1] = nn.Identity()
+    assert model(x).shape == wanted.shape
+    layers[1] = nn.Linear(4, 4, dtype=torch.float64)  # of a layer's wires it is handed the first
+    assert model(x).shape == wanted.shape
+    with pytest.raises(seqblocks.RunError, match="1: the Linear that stands in its place carries no state"):
+        model(x, return_state=True)
+
+
+def test_directions_that_own_all_can_be_wrapped() -> None:
+    steps = "[{scan: {name: s, order: [forward, reverse], own: all, steps: [{causal_conv: {kernel: 3}}]}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n")
+    x = torch.randn(2, 5, 4)
+    wanted = model(x)
+    model.s._modules["reverse"] = Around(model.s._modules["reverse"])
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_what_replaces_a_step_is_handed_its_input_joined() -> None:
+    model = seqblocks.build_text(
+        "seqblocks: 1\nmodel: {input: {features: 4}, steps: "
+        "[{linear: {features: 3, as: a}}, {linear: {from: [input, a], features: 2, name: both}}]}\n"
+    )
+    x = torch.randn(2, 5, 4)
+    wanted = model(x)
+    other = nn.Linear(7, 2)
+    other.load_state_dict(model.both.state_dict())
+    model.both = other
+    torch.testing.assert_close(model(x), wanted)
+    model.both = Around(other)  # hands on what an ordinary module does not take: torch says so
+    with pytest.raises(TypeError, match="call"):
+        model(x)
+
+
+def test_a_step_of_another_dtype_is_not_the_inputs_fault() -> None:
+    model = made("mamba_130m", dtype="bf16")
+    name = "layers.0.mamba_block.residual.mixer.in_proj"
+    step = model.get_submodule(name)
+    model.set_submodule(name, nn.Linear(step.weight.shape[1], step.weight.shape[0], bias=False))
+    with pytest.raises(RuntimeError) as told:
+        model(random_input(model, 1, 4))
+    assert "int64" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["mamba_130m", "hybrid_small"])
+def test_exported_for_any_batch(name: str) -> None:
+    model = made(name)
+    x: Tensor = random_input(model, 3, 7)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    more = random_input(model, 400, 7, seed=1)
+    torch.testing.assert_close(program.module()(more), model(more))
