@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Sequence, kind_of
-from seqblocks.errors import Fault, did_you_mean, listing, quote
+from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
 from seqblocks.op import argument
 from seqblocks.types import Wire
 
@@ -256,6 +256,7 @@ class Parallel(Combinator):
         return "", item
 
 
+REPEAT_KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")
 
 
@@ -278,6 +279,8 @@ class Repeat(Combinator):
         self._check_words(words, frame, step)
         if not self.index.isidentifier():
             raise Fault("E207", f"{quote(self.index)} is not a name", at="index", hint="index: layer")
+        if self.steps is None and any(hidden(words, key, REPEAT_KEYS) for key in ("steps", "pattern")):
+            return None
         sequence = self._sequence(words)
         bodies: dict[str, graph.Graph] = {}
         value = x
@@ -320,5 +323,5 @@ class Repeat(Combinator):
             if word not in used:
                 span = step.key_span(word)
                 message = f"{quote(word)} is not in the pattern" if self.pattern else f"unknown key {quote(word)}"
-                hint = did_you_mean(word, used or ("times", "steps", "pattern", "index", "name", "from", "as"))
+                hint = did_you_mean(word, used or REPEAT_KEYS)
                 frame.fault(Fault("E603" if self.pattern else "E201", message, found=self.pattern, hint=hint), span)

@@ -16,7 +16,7 @@ Inner code raises a short `Fault`; the one place that knows the position (`lower
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 Style = Callable[[str, str], str]
@@ -342,6 +342,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     meant = nearest(word, known)
     only = " It is the exact one; its approximations are not there" if "gelu" in ELSEWHERE.get(word.lower(), ()) else ""
     return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
+
+
+def hidden(there: Collection[str], key: str, known: Iterable[str]) -> bool:
+    """Whether what is wanted under a key stands under one that is not known, which is told."""
+    if key in there:
+        return False
+    words = tuple(known)
+    unknown = [word.partition(" ")[0] for word in there if word not in words]
+    return any(nearest(word, words) == key for word in unknown)
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:

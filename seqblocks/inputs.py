@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.document import Mapping, Node, Sequence, kind_of
-from seqblocks.errors import Fault, Span
+from seqblocks.errors import Fault, Span, hidden
 from seqblocks.expressions import UNKNOWN
 from seqblocks.scope import Scope
 from seqblocks.spec import known_keys
@@ -53,7 +53,8 @@ def _image(scope: Scope, node: Node) -> Wire | None:
         return None
     known_keys(scope.report, node, ("size", "channels"), "image")
     if "size" not in node.entries:
-        scope.fault(Fault("E202", "an image needs its size", hint="size: 224, or size: [height, width]"), node.span)
+        if not hidden(node.entries, "size", ("size", "channels")):
+            scope.fault(Fault("E202", "an image needs its size", hint="size: 224, or size: [height, width]"), node.span)
         return None
     size = _grid(scope, node.get("size"))
     channels = _positive(scope, node.get("channels")) if "channels" in node.entries else 3

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from seqblocks import graph
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of, plain
-from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, key_hint, listing, quote
+from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, hidden, key_hint, listing, quote
 from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.inputs import read_input
 from seqblocks.maps import check_map, read_map
@@ -35,7 +35,7 @@ from seqblocks.op import (
 from seqblocks.ownership import initialised, ties
 from seqblocks.parameters import Parameter
 from seqblocks.scope import Names, Step
-from seqblocks.spec import FILE_KEYS, MODEL_KEYS, STEP_KEYS, Argument, Block, SpecFile, bundled, hidden, misread
+from seqblocks.spec import FILE_KEYS, MODEL_KEYS, STEP_KEYS, Argument, Block, SpecFile, bundled, misread
 from seqblocks.types import Wire
 from seqblocks.wiring import Shared, Wiring, captures, named, namespace_of
 
@@ -59,7 +59,7 @@ class Frame(Wiring):
         shared.tops[id(home)] = Names()
         frame = cls(report=shared.report, names=shared.tops[id(home)], shared=shared, home=home)
         frame.let(home.let)
-        frame.names.vague = misread(home.root, "let") or hidden(home.root, "let", FILE_KEYS)
+        frame.names.vague |= misread(home.root, "let") or hidden(home.root.entries, "let", FILE_KEYS)
         return frame
 
     def settle(self, let: Mapping | None) -> None:
@@ -183,8 +183,10 @@ class Frame(Wiring):
             elif port.name in step.fields:
                 inputs[port.name] = self.read(step.fields[port.name][1], port.joins)
             elif not port.optional:
-                hint = f"{port.name}: {port.name}" if port.name in self.wires else f"{port.name}: the wire to read"
-                self.fault(Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint), step.span)
+                words = [*(each.name for each in cls.ports), *fields_of(cls), *STEP_KEYS]
+                if not hidden(step.fields, port.name, words):
+                    hint = f"{port.name}: {port.name}" if port.name in self.wires else f"{port.name}: the wire to read"
+                    self.fault(Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint), step.span)
                 inputs[port.name] = (self.value(None, "?"),)
         if "from" in step.common and not any(port.main for port in cls.ports):
             names = listing(port.name for port in cls.ports)
@@ -251,6 +253,8 @@ class Frame(Wiring):
                 )
                 self.fault(fault, span)
                 sound = False
+        if unknown_keys:
+            self.look_for_as(step, words)
         for key, info in field_infos(cls).items():
             extra = info.json_schema_extra
             if isinstance(extra, dict) and extra.get("inherit") == self.shared.input_kind and key not in values:
@@ -392,13 +396,16 @@ class Frame(Wiring):
                     notes=[Note("the block is defined here", block.span)],
                 )
                 self.fault(fault, span)
+        if misspelt:
+            self.look_for_as(step, words)
         for name, argument in block.args.items():
             entry = step.fields.get(name)
             if argument.type == "wire":
                 if entry:
                     (ports[name],) = self.read(entry[1], joins=False)
                 else:
-                    self.fault(Fault("E411", f"block {block.name} needs its input {quote(name)}"), step.span)
+                    if not misspelt:
+                        self.fault(Fault("E411", f"block {block.name} needs its input {quote(name)}"), step.span)
                     ports[name] = self.value(None, "?")
             elif entry:
                 values[name] = self._block_argument(entry[1], block, argument)

@@ -25,7 +25,7 @@ from typing import Any, get_args
 from seqblocks import graph
 from seqblocks.combinators import Order
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.errors import Fault, RunError, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, RunError, Span, did_you_mean, hidden, listing, quote
 from seqblocks.expressions import NameFault, parse, unknown_name
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.parameters import Parameter
@@ -78,6 +78,8 @@ def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] |
     for key in words[1:]:
         number = node.get(key)
         if number is None:
+            if key not in OPTIONAL and hidden(node.entries, key, words):
+                return None
             if key not in OPTIONAL:
                 hint = "{split: qkv, parts: 3, part: 0}"
                 scope.fault(Fault("E202", f"split needs {quote(key)}", hint=hint), node.span)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Scalar, kind_of
-from seqblocks.errors import Fault, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Span, did_you_mean, key_hint, listing, quote
 from seqblocks.expressions import NameFault
 from seqblocks.parameters import Init, Parameter, read_init
 from seqblocks.scope import Scope, Step
@@ -28,10 +28,14 @@ def initialised(scope: Scope, step: Step, parameters: dict[str, Parameter], know
     for key, span, value in node:
         if key in torn:
             continue
-        init = _init(scope, value)
+        unknown = known and parameters and key not in out
+        if unknown and isinstance(value, Scalar) and value.value is None:  # what starts it may stand in the key
+            init = None
+        else:
+            init = _init(scope, value)
         if key in out and init:
             out[key] = out[key]._replace(init=init)
-        elif known and parameters and key not in out:
+        elif unknown:
             _no_parameter(scope, step, key, span, parameters)
     return out
 
@@ -54,7 +58,7 @@ def _no_parameter(scope: Scope, step: Step, key: str, span: Span, parameters: di
         "E201",
         f"{step.verb} has no parameter {quote(key)} as it is used here",
         expected=f"one of {listing(parameters)}",
-        hint=did_you_mean(key, parameters),
+        hint=key_hint(key, parameters),
     )
     scope.fault(fault, span)
 

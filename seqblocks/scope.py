@@ -366,9 +366,11 @@ class Scope:
         for key, span, value in node:
             if key in torn:
                 self.names.known[key] = UNKNOWN
-            elif is_name(self.report, key, span):
+            elif is_name(self.report, key, span, key=True):
                 self.names.pending[key] = self._thunk(span, value)
                 self.names.written[key] = (value, self.names)
+            else:
+                self.names.vague = True
 
     def _thunk(self, span: Span, node: Node) -> Callable[[list[str]], Any]:
         def compute(ring: list[str]) -> Any:

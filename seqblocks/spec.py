@@ -27,10 +27,10 @@ from seqblocks.errors import (
     SpecError,
     UsageError,
     did_you_mean,
+    hidden,
     key_hint,
     listing,
     missing_colon,
-    nearest,
     quote,
 )
 from seqblocks.op import builtin_verbs
@@ -145,14 +145,15 @@ def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -
             report.add(Diagnostic("E201", f"unknown key {quote(key)} in {what}", span, expected, hint=hint))
 
 
-def is_name(report: Report, name: str, span: Span | None) -> bool:
-    """Whether `name` may name a thing; E207 or E311 if not."""
+def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
+    """Whether `name` may name a thing; E207 or E311 if not. `key`: a value stands behind it."""
     if keyword.iskeyword(name):
         message = f"{quote(name)} has a meaning in expressions"
         report.add(Diagnostic("E311", message, span, hint="choose another name"))
     elif not _NAME.match(name) or len(name) > 64:
         expected = "letters, digits and _, not beginning with a digit"
-        report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected))
+        hint = missing_colon(name) if key else None
+        report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected, hint=hint))
     else:
         return True
     return False
@@ -189,7 +190,7 @@ class Reader:
         self._version(root)
         file.about = self._text(root, "about")
         file.let = self._mapping(root, "let")
-        file.lacks = hidden(root, "use", FILE_KEYS) or hidden(root, "blocks", FILE_KEYS)
+        file.lacks = hidden(root.entries, "use", FILE_KEYS) or hidden(root.entries, "blocks", FILE_KEYS)
         file.expect = self._mapping(root, "expect")
         if file.expect:
             known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
@@ -225,7 +226,7 @@ class Reader:
 
     def _version(self, root: Mapping) -> None:
         node = root.get("seqblocks")
-        if node is None and not hidden(root, "seqblocks", FILE_KEYS):
+        if node is None and not hidden(root.entries, "seqblocks", FILE_KEYS):
             self.fault(
                 "E205",
                 "the spec does not say which version of the language it is written in",
@@ -319,11 +320,13 @@ class Reader:
             return
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
-        if any(misread(node, key) or hidden(node, key, BLOCK_KEYS) for key in ("let", "args")):
+        if any(misread(node, key) or hidden(node.entries, key, BLOCK_KEYS) for key in ("let", "args")):
             return  # what names it has, nobody knows
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
+        if given and not all(map(_NAME.match, given.entries)):
+            return
         steps = node.get("steps")
-        if steps is None and not hidden(node, "steps", BLOCK_KEYS):
+        if steps is None and not hidden(node.entries, "steps", BLOCK_KEYS):
             self.fault("E202", f"block {name} has no steps", span)
         names = self._mapping(node, "checkpoint")
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, names)
@@ -335,7 +338,7 @@ class Reader:
             message = f"{quote(name)} means something in every step"
             self.fault("E311", message, span, hint="give the argument another name")
             return None
-        if not is_name(self.report, name, span):
+        if not is_name(self.report, name, span, key=True):
             return None
         if not isinstance(node, Scalar) or node.value is None:
             return Argument(name, "any", span, node)
@@ -357,13 +360,6 @@ class Reader:
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie")
-
-
-def hidden(root: Mapping, key: str, known: Iterable[str]) -> bool:
-    """Whether what is wanted under a key stands under one that is not known, which is told."""
-    words = tuple(known)
-    unknown = [word.partition(" ")[0] for word in root.entries if word not in words]
-    return key not in root.entries and any(nearest(word, words) == key for word in unknown)
 
 
 def _type_meant(word: str) -> str | None:

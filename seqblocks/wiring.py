@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
 
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, hidden, listing, quote
 from seqblocks.expressions import UNKNOWN
 from seqblocks.op import Port
 from seqblocks.scope import Names, Scope, Step
@@ -171,6 +172,10 @@ class Wiring(Scope):
                 self.vague = True
                 return [None], (), [step.verb]
         return [type.with_features(w).made_by(origin) for w in widths], tuple(widths), labels
+
+    def look_for_as(self, step: Step, words: Iterable[str]) -> None:
+        """Tell of no wire that is not there where one may stand under a misspelt `as`."""
+        self.vague |= hidden({**step.fields, **step.common}, "as", words)
 
     def _define(self, name: str, span: Span) -> str:
         if not self.is_name(name, span):

@@ -550,3 +550,33 @@ def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | No
         model(steps, head)
     assert len(caught.value.diagnostics) == 1
 
+
+
+@pytest.mark.parametrize(
+    ("steps", "head", "code", "hint"),
+    [
+        ("{linear: {features: d * k}}", "let: {d: 8, k 2}", "E207", "a colon is missing behind `k`"),
+        ("{b: {d: 8, k: 2}}", "blocks: {b: {args: {d: int, k 2}, steps: [linear: {features: d * k}]}}", "E207",
+         "a colon is missing behind `k`"),
+        ("{linear: {features: 8, asz: a}}\n{gate: {by: a}}", "", "E201", "did you mean 'as'?"),
+        ("{linear: {features: 8, as a}}\n{gate: {by: a}}", "", "E201", "a colon is missing behind `as`"),
+        ("{b: {asz: a}}\n{residual: {steps: [gate: {by: a}]}}", "blocks: {b: {steps: [silu]}}", "E201",
+         "did you mean 'as'?"),
+        ("{gate: {byz: input}}", "", "E201", "did you mean 'by'?"),
+        ("{b: {byz: input}}", "blocks: {b: {args: {by: wire}, steps: [gate: {by: by}]}}", "E201", "did you mean 'by'?"),
+        ("{repeat: {times: 2, setps: [silu]}}", "", "E201", "did you mean 'steps'?"),
+        ("{linear: {features: 8}}", "checkpoint: {linear.weight: {split: qkv, parts: 3, prat: 0}}", "E201",
+         "did you mean 'part'?"),
+        ("{linear: {features: 8, init: {weight zeros}}}", "", "E201", "a colon is missing behind `weight`"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_is_told_once(steps: str, head: str, code: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model(steps, head)
+    assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [(code, hint)]
+
+
+def test_a_misspelt_size_is_told_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        model("silu", input="{image: {sizes: 8}}")
+    assert [fault.hint for fault in caught.value.diagnostics] == ["did you mean 'size'?"]
