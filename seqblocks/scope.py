@@ -54,8 +54,13 @@ class Names(MappingABC[str, Any]):
         self.of_block = False  # whether these are the arguments and the `let:` of a block
 
     def __getitem__(self, name: str) -> Any:
+        if name in self.pending:
+            self._compute(name)
+        return self.known[name] if name in self.known else self.outer[name]
+
+    def _compute(self, name: str) -> None:
         # what an entry needs is computed before it, so that a long chain of entries is no deep recursion
-        coming = dict.fromkeys([name] if name in self.pending else [])
+        coming = {name: None}
         while coming:
             last = next(reversed(coming))
             needed = [each for each in _needed(self.written[last][0]) if each in self.pending]
@@ -64,11 +69,10 @@ class Names(MappingABC[str, Any]):
             if first and not ring:
                 coming[first] = None
                 continue
-            names = [*coming]
+            names = [*coming] if ring else []
             compute = self.pending.pop(last)
             self.known[last] = compute([*names[names.index(ring[0]) :], ring[0]] if ring else [])
             del coming[last]
-        return self.known[name] if name in self.known else self.outer[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.known or name in self.pending or name in self.outer
