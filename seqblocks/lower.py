@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -97,12 +98,13 @@ class Frame(Wiring):
             return out
         current: graph.Node | None = None
         read = [self.step(item) for item in steps.items]
-        self.coming = frozenset(name for step in read if step for name in named(step))
-        self.called = {namespace_of(step)[0]: 1 for step in read if step}
+        wires = [named(step) if step else [] for step in read]
+        names = [namespace_of(step)[0] if step else "" for step in read]
+        self.coming = frozenset(chain.from_iterable(wires))
+        self.called = dict.fromkeys(filter(None, names), 1)
         around = self.giving
-        for step in read:
-            self.giving = around.union(named(step) if step else ())
-            self.here = namespace_of(step)[0] if step else ""
+        for step, self.here, giving in zip(read, names, wires, strict=True):
+            self.giving = around.union(giving) if giving else around
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
                 out.result, current = self.lost(step), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, did_you_mean, listing, quote
@@ -103,14 +104,7 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
 
     Raises Fault (E408, E209, and what expressions raise).
     """
-    tree = syntax_tree(text)
-    match tree:
-        case ast.Name(id=name):
-            call = ast.Call(ast.Name(name), [], [])
-        case ast.Call(func=ast.Name(id=name)) as call:
-            pass
-        case _:
-            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
+    name, numbers = _call(text)
     known = INITIALISERS.get(name)
     if known is None:
         raise Fault(
@@ -120,15 +114,17 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             hint=did_you_mean(name, INITIALISERS),
         )
     wanted = dict(known.arguments)
-    said = [*list(wanted)[: len(call.args)], *(each.arg or "**" for each in call.keywords)]
-    count = len(call.args) + len(call.keywords)
+    in_order = sum(key is None for key, _ in numbers)
+    said = [*list(wanted)[:in_order], *(key for key, _ in numbers if key)]
+    count = len(numbers)
     unknown = next((each for each in said if each not in wanted), None)
     if unknown or len(set(said)) < count or any(default is None and a not in said for a, default in wanted.items()):
         signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted.items())})"
         what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
         raise Fault("E408", f"{name} does not {what}", expected=signature)
-    texts = [ast.unparse(each) for each in [*call.args, *(each.value for each in call.keywords)]]
-    values: dict[str, Any] = {**wanted, **{key: _evaluate(each, names) for key, each in zip(said, texts, strict=True)}}
+    values: dict[str, Any] = {**wanted}
+    for key, (_, number) in zip(said, numbers, strict=True):
+        values[key] = _evaluate(number, names)
     if any(value is UNKNOWN for value in values.values()):
         return None
     for law in known.holds:
@@ -136,6 +132,19 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
             raise Fault("E209", f"{quote(text)} cannot be drawn from", expected=law, found=found)
     return Init(name, tuple(float(value) for value in values.values()))
+
+
+@lru_cache(maxsize=1024)
+def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
+    """What an initialiser's text calls, and its numbers: each with its name, None where it stands in order."""
+    match syntax_tree(text):
+        case ast.Name(id=name):
+            return name, []
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            numbers = [(None, ast.unparse(each)) for each in args]
+            return name, [*numbers, *((each.arg or "**", ast.unparse(each.value)) for each in keywords)]
+        case _:
+            raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
 
 
 def _evaluate(text: str, names: Mapping[str, Any]) -> Any:
