@@ -148,32 +148,42 @@ def check_map(scope: Scope, table: Iterable[Entry], body: Graph, open: bool) -> 
         places: list[Any] = [body]
         start = 0
         for part in entry.ours.split("."):
-            found, names = _below(places, part, open)
+            found = _below(places, part, open)
             if not found:
                 if not (open and any(isinstance(place, graph.Node) and place.op for place in places)):
-                    _unknown(scope, entry, part, start, names)
+                    _unknown(scope, entry, part, start, _names(places))
                 break
             places, start = found, start + len(part) + 1
         else:
             _check_axis(scope, entry, places)
 
 
-def _below(places: list[Any], part: str, open: bool) -> tuple[list[Any], list[str]]:
-    """What is called `part` in any of the places, and the names that there are."""
-    matches = _pattern(part).fullmatch
+def _below(places: list[Any], part: str, open: bool) -> list[Any]:
+    """What is called `part` in any of the places."""
+    matches = _pattern(part).fullmatch if "{" in part else None
     found: dict[int, Any] = {}
-    names: dict[str, None] = {}
     for place in places:
         inside = _inside(place)
-        here = [thing for name, thing in inside.items() if matches(name)]
+        if matches:
+            here = [thing for name, thing in inside.items() if matches(name)]
+        else:
+            here = [inside[part]] if part in inside else []
         kind = place.kind if isinstance(place, graph.Node) else None
         if open and not here and kind == "repeat" and part.isdecimal():
             here = list(inside.values())
         if open and not here and kind == "scan" and part in ORDERS:
             here = [place]
         found |= {id(thing): thing for thing in here}
-        names |= dict.fromkeys("{layer}" if kind == "repeat" and name.isdecimal() else name for name in inside)
-    return list(found.values()), list(names)
+    return list(found.values())
+
+
+def _names(places: list[Any]) -> list[str]:
+    """What there is in any of the places."""
+    names: dict[str, None] = {}
+    for place in places:
+        layers = isinstance(place, graph.Node) and place.kind == "repeat"
+        names |= dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in _inside(place))
+    return list(names)
 
 
 def _inside(place: Any) -> dict[str, Any]:
