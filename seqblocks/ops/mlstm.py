@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
@@ -31,6 +31,7 @@ class MLSTM(Op):
     input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
     normalize: bool = argument(True, "whether h is divided by the normaliser; need not be for a sigmoid gate")
     eps: float = argument(1e-6, "added to the normaliser", ge=0)
+    sigmoid: ClassVar[bool] = True  # whether the input gate may be one
     source = "xLSTM (arXiv:2405.04517), eq. 19-27"
 
     def shape(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> Wire:
@@ -40,7 +41,7 @@ class MLSTM(Op):
         must_match("i", i, self.heads, "one for each head")
         must_match("f", f, self.heads, "one for each head")
         if not self.normalize and self.input_gate == "exp":
-            hint = "normalize: true, or input_gate: sigmoid"
+            hint = "normalize: true" + (", or input_gate: sigmoid" if self.sigmoid else "")
             raise Fault("E209", "an exponential input gate overflows without the normaliser", at="normalize", hint=hint)
         return v
 

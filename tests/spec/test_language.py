@@ -580,3 +580,14 @@ def test_a_misspelt_size_is_told_once() -> None:
     with pytest.raises(SpecError) as caught:
         model("silu", input="{image: {sizes: 8}}")
     assert [fault.hint for fault in caught.value.diagnostics] == ["did you mean 'size'?"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"),
+    [("mlstm", "normalize: true, or input_gate: sigmoid"), ("mlstm_memoroid", "normalize: true")],
+)
+def test_a_hint_offers_a_gate_that_the_verb_has(verb: str, hint: str) -> None:
+    ports = "q: input, k: input, v: input, i: g, f: g"
+    with pytest.raises(SpecError) as caught:
+        model(f"{{linear: {{features: 2, as: g}}}}\n{{{verb}: {{{ports}, heads: 2, normalize: false}}}}")
+    assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [("E209", hint)]
