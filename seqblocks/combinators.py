@@ -149,7 +149,8 @@ class Scan(Combinator):
         known = frame.types[body.result] is not None and all(node.type for node in graph.walk(body))
         if "init" in step.common and known and not table:
             message = "no order of this scan has parameters of its own to init"
-            frame.fault(Fault("E201", message, hint="own: all, or the init of the step inside"), step.key_span("init"))
+            hint = "own: all, or the init of the step inside" if len(self.orders) > 1 else "the init of the step inside"
+            frame.fault(Fault("E201", message, hint=hint), step.key_span("init"))
         given = frame.initialised(step, table, known)
         return {name: given[name].init for name in table if given[name] is not table[name]}
 

@@ -591,3 +591,13 @@ def test_a_hint_offers_a_gate_that_the_verb_has(verb: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         model(f"{{linear: {{features: 2, as: g}}}}\n{{{verb}: {{{ports}, heads: 2, normalize: false}}}}")
     assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [("E209", hint)]
+
+
+@pytest.mark.parametrize(
+    ("order", "hint"),
+    [("[forward, reverse]", "own: all, or the init of the step inside"), ("reverse", "the init of the step inside")],
+)
+def test_a_hint_offers_what_orders_own_where_there_are_several(order: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        model(f"{{scan: {{order: {order}, init: {{linear.bias: ones}}, steps: [linear: {{features: 8}}]}}}}")
+    assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [("E201", hint)]
