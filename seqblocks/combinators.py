@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from seqblocks import graph
 from seqblocks.document import Mapping, Node, Sequence, kind_of
 from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
-from seqblocks.op import argument
+from seqblocks.op import argument, must_have_grid
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
@@ -160,14 +160,8 @@ class Scan(Combinator):
         if len(set(self.orders)) != len(self.orders):
             raise Fault("E208", "an order appears twice", at="order", found=listing(self.orders))
         over_grid = [o for o in self.orders if o in GRID_ORDERS]
-        if wire and over_grid and wire.grid is None:
-            raise Fault(
-                "E407",
-                f"order {over_grid[0]} needs the tokens of an image",
-                at="order",
-                found=f"{wire} without rows and columns",
-                hint="use forward or reverse, or give the input a `grid: [rows, columns]`",
-            )
+        if wire and over_grid:
+            must_have_grid(wire, f"order {over_grid[0]}", at="order", instead="forward or reverse")
         if self.own not in ("none", []) and len(self.orders) < 2:
             raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
 

@@ -322,6 +322,19 @@ def must_divide(value: int, width: int, what: str, of: str, at: str | None = Non
     return width // value
 
 
+def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") -> None:
+    """Fault E407 unless the tokens of `x` are those of an image; `instead` names a verb or word that needs none."""
+    if x.grid is None:
+        source = "an input that is an image or has a `grid: [rows, columns]` (behind a class_token there is none)"
+        raise Fault(
+            "E407",
+            f"{who} needs the tokens of an image",
+            at=at,
+            found=f"{x} without rows and columns",
+            hint=f"use {instead}, or {source}" if instead else f"start from {source}",
+        )
+
+
 def must_match(name: str, found: Wire, width: int, because: str) -> None:
     """Fault E402 unless port `name` carries `width` features."""
     if found.features != width:

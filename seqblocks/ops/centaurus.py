@@ -65,7 +65,7 @@ class Centaurus(Op):
                 at="state",
                 expected=str(rows),
                 found=str(self.state_size),
-                hint="leave `state` out",
+                hint=f"leave `state` out, or say {rows}",
             )
         return x.with_features(out)
 

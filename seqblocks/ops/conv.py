@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, argument, primitive
+from seqblocks.op import Op, argument, must_have_grid, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
@@ -75,13 +75,7 @@ class Conv2d(Op):
         if self.kernel % 2 == 0:
             hint = f"kernel: {self.kernel - 1} or {self.kernel + 1}"
             raise Fault("E412", "the kernel of conv2d must be odd", at="kernel", found=str(self.kernel), hint=hint)
-        if x.grid is None:
-            raise Fault(
-                "E407",
-                "conv2d needs the tokens of an image",
-                found=f"{x} without rows and columns",
-                hint="use causal_conv, or give the input a `grid: [rows, columns]`",
-            )
+        must_have_grid(x, "conv2d", instead="causal_conv")
         return x
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:

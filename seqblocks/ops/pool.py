@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from seqblocks.errors import Fault
-from seqblocks.op import Op, argument, primitive
+from seqblocks.op import Op, argument, must_have_grid, primitive
 from seqblocks.types import Wire
 
 Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
@@ -56,11 +55,8 @@ class ToImage(Op):
     reads = "all"
 
     def shape(self, x: Wire) -> Wire:
-        if x.grid is None:
-            hint = "start from an image, or give the input a `grid: [rows, columns]`"
-            raise Fault(
-                "E407", "to_image needs the tokens of an image", found=f"{x} without rows and columns", hint=hint
-            )
+        must_have_grid(x, "to_image")
+        assert x.grid
         return Wire("image", x.features, None, x.grid, x.origin)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:

@@ -20,7 +20,10 @@ class _Rate(Op):
 
     def refuse_resets(self, call: Any) -> None:
         if call.resets is not None:
-            raise RunError(f"{self.verb} cannot keep packed sequences apart; run them as a batch")
+            raise RunError(
+                f"a window of {self.verb} may hold two sequences, so the model knows no resets; "
+                "give each sequence a row and a state of its own"
+            )
 
 
 @primitive("downsample")
