@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,23 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
 
     `.safetensors` writes that format (needs the `safetensors` extra); any other ending what torch.save makes. A tied
     parameter is written once. The file appears only when it is complete.
+
+    RunError where the weights are no longer what the spec says (replaced or parametrized steps, ties that are broken),
+    are shared out over devices, or are on meta; UsageError where the arguments are at fault.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"save writes what build made, not {type(model).__name__}")
     recipe = model.graph.recipe
     if recipe is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
+    held = _held(model, model.state_dict(keep_vars=True))
+    for item in graph.parameters(model.graph.graph):
+        _check_shape(item.name, held[item.name], item.parameter.shape)
+        if item.tied and not _same(held[item.name], held[item.tied]):
+            what = f"{item.name} is tied to {item.tied} in the spec, and they are two parameters with other values"
+            raise RunError(f"{what}: model.tie() ties them again, to the values of {item.tied}")
     tied = {item.name for item in graph.parameters(model.graph.graph) if item.tied}
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied}
+    tensors = {name: t.detach().contiguous() for name, t in held.items() if name not in tied}
     about = {
         "format": FORMAT,
         "name": recipe.name,
@@ -128,21 +137,53 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def _held(model: SequenceModel, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """A model's own tensors by the names of its spec: RunError unless they are these, plain and with numbers."""
+    told = _unlike(tensors, [item.name for item in graph.parameters(model.graph.graph)])
+    if told:
+        how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
+        raise RunError(f"the model is no longer what its spec says: {told}. First {how}")
+    for name, tensor in tensors.items():
+        if type(tensor.detach()) is not Tensor:
+            what = f"{name} is a {type(tensor).__name__}, and its numbers may be elsewhere too"
+            raise RunError(f"{what}: gather the weights into plain tensors of a model of one device")
+        if tensor.is_meta:
+            raise RunError(f"{name} is on meta, where no numbers are: model.to_empty(device='cpu') makes room")
+    return tensors
+
+
+def _unlike(names: Iterable[str], wanted: Iterable[str]) -> str:
+    """What is missing among names, and what is too much."""
+    names, wanted = dict.fromkeys(names), dict.fromkeys(wanted)
+    missing = [name for name in wanted if name not in names]
+    spare = [name for name in names if name not in wanted]
+    return "; ".join(
+        f"{len(found)} {'is' if len(found) == 1 else 'are'} {what} ({listing(found, 4)})"
+        for what, found in (("missing", missing), ("not known here", spare)) if found
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tied names hold the same: one parameter, or one that is equal."""
+    return a is b or (a.shape == b.shape and bool((a.detach().to(b.device) == b.detach()).all()))
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(wanted):
+        raise RunError(f"the weights are not this model's: {name} is {list(tensor.shape)}, and {list(wanted)} here")
+
+
 @torch.no_grad()
 def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
-    wanted = {item.name: item for item in graph.parameters(model.graph.graph) if not item.tied}
-    missing = [name for name in wanted if name not in tensors]
-    spare = [name for name in tensors if name not in wanted]
-    if missing or spare:
-        told = [f"{len(names)} {what} ({listing(names, 4)})" for what, names in (
-            ("are missing", missing), ("are not known here", spare)) if names]
-        raise RunError(f"the weights are not this model's: {'; '.join(told)}")
+    """Copy all weights into a model, or, with a RunError, none."""
+    wanted = {item.name: item.parameter.shape for item in graph.parameters(model.graph.graph) if not item.tied}
+    told = _unlike(tensors, wanted)
+    if told:
+        raise RunError(f"the weights are not this model's: {told}")
+    for name, shape in wanted.items():
+        _check_shape(name, tensors[name], shape)
     for name in wanted:
-        parameter = model.get_parameter(name)
-        if parameter.shape != tensors[name].shape:
-            sizes = f"{list(tensors[name].shape)}, and {list(parameter.shape)} here"
-            raise RunError(f"the weights are not this model's: {name} is {sizes}")
-        parameter.copy_(tensors[name])
+        model.get_parameter(name).copy_(tensors[name])
 
 
 # --- official checkpoints -------------------------------------------------------------------------------------------

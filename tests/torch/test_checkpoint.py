@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import seqblocks
 from seqblocks import check
@@ -98,6 +99,55 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         save(seqblocks.build_text(TEXT, seed=2), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
+    whole = seqblocks.build_text(TEXT, seed=1)
+    model = seqblocks.build_text(TEXT, device="meta")
+    model.to_empty(device="cpu").load_state_dict(whole.state_dict())  # two parameters from here on
+    assert model.unembed.weight is not model.embed.weight
+    save(model, tmp_path / "m.pt")  # and as yet of the same values
+    assert torch.equal(restore(tmp_path / "m.pt").unembed.weight, whole.embed.weight)
+    before = (tmp_path / "m.pt").read_bytes()
+    with torch.no_grad():
+        model.unembed.weight[0, 0] += 1
+    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight .* model\.tie\(\) ties"):
+        save(model, tmp_path / "m.pt")
+    assert (tmp_path / "m.pt").read_bytes() == before
+    model.tie()
+    save(model, tmp_path / "m.pt")
+
+
+def _parametrized(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model.own.residual.down)
+
+
+def _sharded(model: nn.Module) -> None:
+    class Sharded(Tensor):
+        pass
+
+    model.own.residual.down.weight = nn.Parameter(model.own.residual.down.weight.detach().as_subclass(Sharded))
+
+
+def _other_shape(model: nn.Module) -> None:
+    model.own.residual.down.weight = nn.Parameter(torch.ones(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_parametrized, r"no longer what its spec says: 1 is missing \(own\.residual\.down\.weight\); 2 are not known"),
+        (_sharded, r"own\.residual\.down\.weight is a Sharded.*: gather the weights"),
+        (_other_shape, r"own\.residual\.down\.weight is \[4, 5\], and \[4, 6\] here"),
+        (lambda model: model.to("meta"), r"embed\.weight is on meta, where no numbers are"),
+    ],
+)
+def test_what_could_not_be_restored_is_not_saved(change: Any, told: str, tmp_path: Path) -> None:
+    model = seqblocks.build_text(TEXT)
+    change(model)
+    with pytest.raises(seqblocks.RunError, match=told):
+        save(model, tmp_path / "m.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
