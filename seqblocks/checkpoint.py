@@ -70,7 +70,7 @@ def restore(
     device: Any = "cpu",
     dtype: torch.dtype | str | None = None,
 ) -> SequenceModel:
-    """The model that `save` wrote, in the dtype it had unless another is asked for.
+    """The model that `save` wrote: each parameter in the dtype it had, or the model in the one that is asked for.
 
     `set` overrides values of its spec, over those it was built with: what owns no weights, such as dropout, drop_path
     or the window of attention. RunError where the weights no longer fit, UsageError where the file is at fault.
@@ -85,11 +85,12 @@ def restore(
     file, found = check.prove(about["text"], about["name"], set={**overrides, **given}, files=about["files"])
     if found is not None:
         check.warn_of_idle(found, given)  # of the others it was told when it was built
-    floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
-    dtype = dtype or min(floating, key=lambda d: d.itemsize, default=torch.float32)
-    model = build_model(check.require_model(file, found), device="meta", dtype=dtype)
+    model = build_model(check.require_model(file, found), device="meta", dtype=dtype or torch.float32)
+    if dtype is None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in tensors:  # or it is tied, or missing, which is told below
+                parameter.data = parameter.data.to(tensors[name].dtype)
     model = model.to_empty(device=device)
-    model.tie()
     _copy(model, tensors)
     return model
 
@@ -184,6 +185,7 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
         _check_shape(name, tensors[name], shape)
     for name in wanted:
         model.get_parameter(name).copy_(tensors[name])
+    model.tie()  # to_empty and load_state_dict may have parted them
 
 
 # --- official checkpoints -------------------------------------------------------------------------------------------

@@ -101,6 +101,16 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_each_parameter_keeps_its_dtype(tmp_path: Path) -> None:
+    model, path = seqblocks.build_text(TEXT), tmp_path / "m.pt"
+    model.own.residual.down.half()
+    save(model, path)
+    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in restore(path).state_dict().items()} == kinds
+    assert len(set(kinds.values())) == 2
+    assert {p.dtype for p in restore(path, dtype="bf16").parameters()} == {torch.bfloat16}
+
+
 def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
     whole = seqblocks.build_text(TEXT, seed=1)
     model = seqblocks.build_text(TEXT, device="meta")
