@@ -38,7 +38,7 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     recipe = model.graph.recipe
     if recipe is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
-    held = _held(model, model.state_dict(keep_vars=True))
+    held = _held(model)
     for item in graph.parameters(model.graph.graph):
         _check_shape(item.name, held[item.name], item.parameter.shape)
         if item.tied and not _same(held[item.name], held[item.tied]):
@@ -138,9 +138,16 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def _held(model: SequenceModel, tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """A model's own tensors by the names of its spec: RunError unless they are these, plain and with numbers."""
-    told = _unlike(tensors, [item.name for item in graph.parameters(model.graph.graph)])
+def _held(model: SequenceModel, more: bool = False) -> dict[str, Tensor]:
+    """A model's own tensors by the names of its spec: RunError unless they are these, plain and with numbers.
+
+    `more`: it may have others beside them.
+    """
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    wanted = [item.name for item in graph.parameters(model.graph.graph)]
+    if more:
+        tensors = {name: tensors[name] for name in wanted if name in tensors}
+    told = _unlike(tensors, wanted)
     if told:
         how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
         raise RunError(f"the model is no longer what its spec says: {told}. First {how}")
@@ -183,6 +190,8 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
         raise RunError(f"the weights are not this model's: {told}")
     for name, shape in wanted.items():
         _check_shape(name, tensors[name], shape)
+        if tensors[name].is_complex() and not model.get_parameter(name).is_complex():
+            raise RunError(f"the weights for {name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part")
     for name in wanted:
         model.get_parameter(name).copy_(tensors[name])
     model.tie()  # to_empty and load_state_dict may have parted them
@@ -194,11 +203,15 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
 def load_official(model: SequenceModel, tensors: Any) -> None:
     """Load an official state dict through the spec's `checkpoint:` maps. Every tensor must find its place.
 
-    Raises RunError naming what is missing or left over.
+    Raises RunError naming what is missing, left over or of another shape, and then nothing is loaded; also where the
+    model is on meta, in pieces, or no longer what its spec says. UsageError where the arguments are at fault.
     """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"load_official fills what build made, not {type(model).__name__}")
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise UsageError(f"load_official wants the official state dict (torch.load or safetensors read it), not {kind}")
+    _held(model, more=True)
     out: dict[str, Tensor] = {}
     used: set[str] = set()
     for item in graph.parameters(model.graph.graph):
@@ -226,6 +239,8 @@ def _assembled(
             raise RunError(f"the official weights have no {official}, which {name} is made from. {hint}".strip())
         if not isinstance(tensors[official], Tensor):
             raise RunError(f"{official} of the official weights is no tensor, but {type(tensors[official]).__name__}")
+        if tensors[official].is_meta:
+            raise RunError(f"{official} of the official weights is on meta, where no numbers are")
         used.add(official)
         return tensors[official]
 

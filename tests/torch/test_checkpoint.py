@@ -228,7 +228,7 @@ def test_what_is_tied_may_be_there_once_or_twice() -> None:
     text = f"seqblocks: 1\nmodel: {{input: {{tokens: 7}}, steps: {steps}}}\ncheckpoint: {{embed: wte, unembed: head}}"
     model, table = seqblocks.build_text(text), torch.randn(7, 4)
     for tensors in ({"wte.weight": table}, {"wte.weight": table, "head.weight": table.clone()}):
-        load_official(model, tensors)
+        load_official(model.to_empty(device="cpu"), tensors)  # which parts what was tied
         assert torch.equal(model.unembed.weight, table)
     with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official"):
         load_official(model, {"wte.weight": table, "head.weight": table + 1})
@@ -277,6 +277,39 @@ def test_what_only_the_tensors_can_tell(recipe: str, told: str) -> None:
     )
     with pytest.raises(seqblocks.RunError, match=told):
         load_official(model, {"o": torch.ones(6, 8), "p": torch.ones(7), "q": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (torch.ones(4, 5), r"layers\.3\.qkv\.out\.weight is \[5, 4\], and \[4, 8\] here"),
+        (torch.ones(8, 4, dtype=torch.complex64), r"for layers\.3\.qkv\.out\.weight are complex.*\{real: …\}"),
+        (torch.ones(8, 4, device="meta"), r"pairs\.1\.1\.final of the official weights is on meta"),
+    ],
+)
+def test_a_load_that_fails_changes_nothing(tensor: Tensor, told: str) -> None:
+    text = MAPPED.replace("out.weight: {transpose: final}", "out.weight: final")
+    model, tensors = seqblocks.build_text(text), official()
+    tensors = {name: t.T if name.endswith("final") else t for name, t in tensors.items()}
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(seqblocks.RunError, match=told):
+        load_official(model, {**tensors, "pairs.1.1.final": tensor.T})
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    load_official(model, tensors)
+    assert not torch.equal(model.layers[3].qkv.out.weight, before["layers.3.qkv.out.weight"])
+
+
+def test_only_a_model_that_can_be_filled_is_loaded() -> None:
+    with pytest.raises(seqblocks.RunError, match="is on meta, where no numbers are"):
+        load_official(seqblocks.build_text(MAPPED, device="meta"), official())
+    with pytest.raises(seqblocks.UsageError, match="fills what build made, not Linear"):
+        load_official(nn.Linear(2, 2), official())  # type: ignore[arg-type]
+    model = seqblocks.build_text(MAPPED)
+    model.more = nn.Linear(2, 2)
+    load_official(model, official())  # what stands beside the spec's own steps is let be
+    nn.utils.parametrizations.weight_norm(model.layers[1].qkv.q)
+    with pytest.raises(seqblocks.RunError, match=r"what its spec says: 1 is missing \(layers\.1\.qkv\.q\.weight\)\."):
+        load_official(model, official())
 
 
 def test_an_index_may_have_no_name() -> None:
