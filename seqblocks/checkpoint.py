@@ -267,8 +267,12 @@ def _made(
         case "stack":
             return torch.stack(parts, axis)
         case "split":
-            sizes = (*shape[:axis], source["parts"], *shape[axis:])  # the official tensor may be flat
-            return _viewed(name, official, whole, sizes).select(axis, source["part"])
+            parts_in_all = source["parts"]
+            stacked = (*shape[:axis], parts_in_all, *shape[axis:])
+            joined = tuple(size * parts_in_all if at == axis else size for at, size in enumerate(shape))
+            flat = (math.prod(stacked),)
+            _shaped(name, official, whole, [joined, stacked, flat] if axis < len(shape) else [stacked, flat])
+            return whole.reshape(stacked).select(axis, source["part"])
         case "slice":
             start, length = source.get("start", 0), shape[axis]
             _must(start + length <= whole.shape[axis], name, official, whole, f"to have {length} from {start}")
@@ -277,9 +281,16 @@ def _made(
             _must(whole.is_complex(), name, official, whole, "to be complex")
             return torch.view_as_real(whole).select(-1, int(kind == "imag"))
         case "transpose":
-            return _viewed(name, official, whole.transpose(-1, -2), shape)
+            swapped = whole.transpose(-1, -2)
+            _must(len(shape) > 1, name, official, whole, "to have one axis, which needs no transpose")
+            last = min(swapped.ndim, len(shape)) - 1  # from there on the axes of ours may be one in the release
+            *before, a, b = (*shape[:last], math.prod(shape[last:]))
+            _shaped(name, official, whole, [(*before, b, a)])
+            return swapped.reshape(shape)
         case _:
-            return _viewed(name, official, whole, shape)
+            wanted = f"to hold {' x '.join(map(str, shape))} numbers"
+            _must(whole.numel() == math.prod(shape), name, official, whole, wanted)
+            return whole.reshape(shape)
 
 
 def _must(holds: bool, name: str, official: str, tensor: Tensor, wanted: str) -> None:
@@ -288,7 +299,7 @@ def _must(holds: bool, name: str, official: str, tensor: Tensor, wanted: str) ->
         raise RunError(f"for {name} the official {official} ought {wanted}, and {found}")
 
 
-def _viewed(name: str, official: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    wanted = f"to hold {' x '.join(map(str, shape))} numbers"
-    _must(tensor.numel() == math.prod(shape), name, official, tensor, wanted)
-    return tensor.reshape(shape)
+def _shaped(name: str, official: str, tensor: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """One of these shapes: another of as many numbers would be read in a wrong order. Only `reshape` reshapes."""
+    wanted = " or ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
+    _must(tuple(tensor.shape) in shapes, name, official, tensor, f"to be {wanted}")

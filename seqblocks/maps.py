@@ -6,10 +6,10 @@ A block's map covers the names inside it, so a model only maps where its blocks 
 
     head: classifier                             rename
     qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
-    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, in our shape;
-                                                 `axis: 1`: parts of each of its rows
+    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts that an official tensor joins or stacks,
+                                                 or holds flat; `axis: 1`: parts of each of its rows
     q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
-    w: {transpose: v}                            last two axes swapped, in our shape
+    w: {transpose: v}                            last two axes swapped; the last of ours may be one there
     w: {reshape: v}                              the same numbers in our shape
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
 """

@@ -233,7 +233,8 @@ checkpoint:
   A_real: {real: A}                                     # of a complex tensor; imag likewise
 ```
 
-What is tied may be in the release once or twice.
+An official tensor has the very shape that ours implies: parts of a `split` are joined or stacked along the axis, or all flat, and
+only `reshape` reshapes. What is tied may be in the release once or twice.
 """
 
 

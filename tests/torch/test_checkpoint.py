@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -243,12 +244,34 @@ def test_a_part_that_cannot_be_taken_is_told() -> None:
     for recipe, words in {
         "{real: v}": "be complex",
         "{slice: v, start: 3}": "have 2 from 3",
-        "{split: v, parts: 3, part: 0}": "hold 3 x 2 x 2 numbers",
+        "{split: v, parts: 3, part: 0}": r"be \[6, 2\] or \[3, 2, 2\] or \[12\]",
+        "{transpose: v}": r"be \[2, 2\]",
         "{reshape: v}": "hold 2 x 2 numbers",
     }.items():
         told = rf"for linear\.weight the official v ought to {words}, and is \[4, 2\] of torch\.float32"
         with pytest.raises(seqblocks.RunError, match=told):
             load_official(seqblocks.build_text(f"{text}{{linear.weight: {recipe}}}"), {"v": torch.ones(4, 2)})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of", "right", "wrong"),
+    [
+        ("split: w, parts: 3, part: 1", lambda w: w[8:16], (24, 8), (8, 24)),
+        ("split: w, parts: 3, part: 1", lambda w: w[1], (3, 8, 8), (8, 3, 8)),
+        ("split: w, parts: 3, part: 1", lambda w: w[64:128].view(8, 8), (192,), (1, 192)),
+        ("split: w, parts: 3, part: 1, axis: 1", lambda w: w[:, 8:16], (8, 24), (24, 8)),
+        ("split: w, parts: 3, part: 1, axis: 2", lambda w: w[..., 1], (8, 8, 3), (3, 8, 8)),
+        ("transpose: w", lambda w: w.T, (8, 8), (4, 16)),
+    ],
+)
+def test_a_recipe_does_not_reshape(recipe: str, of: Any, right: Any, wrong: Any) -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [linear: {features: 8, bias: false}]}\ncheckpoint: "
+    model = seqblocks.build_text(f"{text}{{linear.weight: {{{recipe}}}}}")
+    w = torch.arange(float(math.prod(right))).view(right)
+    load_official(model, {"w": w})
+    assert torch.equal(model.linear.weight, of(w))
+    with pytest.raises(seqblocks.RunError, match=r"for linear\.weight the official w ought to be "):
+        load_official(model, {"w": w.reshape(wrong)})
 
 
 def test_missing_and_spare_tensors_are_named() -> None:
