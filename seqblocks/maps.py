@@ -25,7 +25,7 @@ from typing import Any, get_args
 from seqblocks import graph
 from seqblocks.combinators import Order
 from seqblocks.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.errors import Fault, RunError, Span, did_you_mean, hidden, listing, quote
+from seqblocks.errors import Fault, Note, RunError, Span, did_you_mean, hidden, listing, quote
 from seqblocks.expressions import NameFault, parse, unknown_name
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.parameters import Parameter
@@ -47,7 +47,13 @@ _HOLE = re.compile(r"\{([^}]*)\}")
 def read_map(scope: Scope, node: Mapping | None) -> tuple[Entry, ...]:
     """The entries of a map; what is at fault in itself is told and left out."""
     found = [_entry(scope, key, span, value) for key, span, value in node or ()]
-    return tuple(entry for entry in found if entry)
+    entries: dict[str, Entry] = {}
+    for entry in filter(None, found):
+        first = entries.setdefault(_HOLE.sub("{}", entry.ours), entry)
+        if first is not entry:
+            what = f"{quote(first.ours)} and {quote(entry.ours)} are one key: an index matches by any name"
+            scope.fault(Fault("E210", what, notes=[Note("the first is here", first.span)]), entry.span)
+    return tuple(entries.values())
 
 
 def _entry(scope: Scope, key: str, span: Span, node: Node) -> Entry | None:
@@ -260,12 +266,18 @@ def _translated(body: Graph, name: str, table: tuple[Entry, ...]) -> Any:
 
 
 def _matching(name: str, table: tuple[Entry, ...]) -> tuple[str, Any, dict[str, int]]:
-    """The longest entry that is a prefix of `name`: the matched part, the official side, the indices."""
+    """The longest entry that is a prefix of `name`: the matched part, the official side, the indices.
+
+    Of two, the one with a fixed part where the other has an index; the order of the entries decides nothing.
+    """
     best: tuple[str, Any, dict[str, int]] = ("", None, {})
+    rank: tuple[Any, ...] = (0,)
     for entry in table:
         match = _pattern(entry.ours).match(name)
-        if match and name[match.end() :][:1] in ("", ".") and len(match[0]) > len(best[0]):
-            best = (match[0], entry.theirs, {k: int(v) for k, v in match.groupdict().items()})
+        if match and name[match.end() :][:1] in ("", "."):
+            own = (match.end(), ["{" not in part for part in entry.ours.split(".")], entry.ours)
+            if own > rank:
+                best, rank = (match[0], entry.theirs, {k: int(v) for k, v in match.groupdict().items()}), own
     return best
 
 

@@ -219,7 +219,8 @@ default 0). A spec that breaks its own expectation ends with exit status 3.
 Maps names of ours to those of an official release, so that `seqblocks.checkpoint.load_official` can read its weights. A key
 is a parameter or a namespace (then everything below it), `{layer}` matches an index and may be used in an expression on the
 other side. A block's map covers the names inside it. A key that names nothing is a fault, but for what a block's arguments or
-an override may have left out: a parameter, a layer, a direction. Official names are words: `"0"`, not `0`.
+an override may have left out: a parameter, a layer, a direction. Of two keys the longer one counts, and of two as long a
+fixed part (`layers.0`) before an index (`layers.{layer}`). Official names are words: `"0"`, not `0`.
 
 ```yaml
 checkpoint:

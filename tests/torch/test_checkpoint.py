@@ -335,6 +335,16 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
         load_official(model, official())
 
 
+def test_the_order_of_keys_decides_nothing() -> None:
+    steps = "[{repeat: {name: layers, times: 2, steps: [linear: {features: 4}]}}]"
+    keys = ['"layers.{layer}.linear": "l.{layer}"', "layers.0.linear: first", "layers.1: second", "layers: all"]
+    for order in (keys, keys[::-1]):
+        text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\ncheckpoint: {{{', '.join(order)}}}"
+        model = seqblocks.build_text(text).graph
+        assert official_name(model, "layers.0.linear.weight") == "first.weight"
+        assert official_name(model, "layers.1.linear.weight") == "l.1.weight"
+
+
 def test_an_index_may_have_no_name() -> None:
     model = seqblocks.build_text(MAPPED.replace("layer // 2", "2 // layer"))
     with pytest.raises(seqblocks.RunError, match=r"no name for layers\.0\.qkv\.q\.weight: '2 // layer' divides"):
