@@ -150,6 +150,8 @@ def check_map(scope: Scope, table: Iterable[Entry], body: Graph, open: bool) -> 
     `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
     may name a parameter, a layer or a direction that this one lacks.
     """
+    parted = not open and any(node.directions for node in graph.walk(body))
+    names = [item.name.split(".") for item in graph.parameters(body)] if parted else []
     for entry in table:
         places: list[Any] = [body]
         start = 0
@@ -162,6 +164,8 @@ def check_map(scope: Scope, table: Iterable[Entry], body: Graph, open: bool) -> 
             places, start = found, start + len(part) + 1
         else:
             _check_axis(scope, entry, places)
+            if parted and any(_parameters(place) for place in places):
+                _check_owner(scope, entry, names)
 
 
 def _below(places: list[Any], part: str, open: bool) -> list[Any]:
@@ -205,6 +209,18 @@ def _inside(place: Any) -> dict[str, Any]:
     return out
 
 
+def _check_owner(scope: Scope, entry: Entry, names: list[list[str]]) -> None:
+    """Tell of a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
+    start = 0
+    for at, part in enumerate(entry.ours.split(".")):
+        known = [name for name in names if len(name) > at]
+        names = [name for name in known if _pattern(part).fullmatch(name[at])]
+        if not names:
+            _unknown(scope, entry, part, start, list(dict.fromkeys(name[at] for name in known)))
+            return
+        start += len(part) + 1
+
+
 def _unknown(scope: Scope, entry: Entry, part: str, start: int, names: list[str]) -> None:
     before = entry.ours[: max(start - 1, 0)]
     message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
@@ -214,6 +230,14 @@ def _unknown(scope: Scope, entry: Entry, part: str, start: int, names: list[str]
     scope.fault(Fault("E312", message, expected=expected, hint=did_you_mean(part, names)), span)
 
 
+def _parameters(place: Any) -> list[tuple[str, Parameter]]:
+    """The parameters of a place, by their names in it."""
+    if isinstance(place, Parameter):
+        return [("", place)]
+    below = graph.parameters(place) if isinstance(place, Graph) else graph.node_parameters(place, "")
+    return [(item.name, item.parameter) for item in below]
+
+
 def _check_axis(scope: Scope, entry: Entry, places: list[Any]) -> None:
     """An axis is one of ours; where tensors are split, it may be one behind them too."""
     if isinstance(entry.theirs, str) or "axis" not in entry.theirs:
@@ -221,12 +245,8 @@ def _check_axis(scope: Scope, entry: Entry, places: list[Any]) -> None:
     axis, split = entry.theirs["axis"], "split" in entry.theirs
     assert isinstance(entry.node, Mapping)
     for place in places:
-        if isinstance(place, Parameter):
-            named = [(entry.ours, place)]
-        else:
-            below = graph.parameters(place) if isinstance(place, Graph) else graph.node_parameters(place, "")
-            named = [(graph.join(entry.ours, item.name), item.parameter) for item in below]
-        for name, parameter in named:
+        for below, parameter in _parameters(place):
+            name = graph.join(entry.ours, below)
             rank = len(parameter.shape)
             low, high = (0, rank) if split else (-rank, rank - 1)
             if not low <= axis <= high:
