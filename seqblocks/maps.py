@@ -74,7 +74,12 @@ def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] |
     kinds = [key for key in RECIPES if key in node.entries]
     words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *chain(*RECIPES.values()))
     words = tuple(dict.fromkeys(words))
-    known_keys(scope.report, node, words, "a checkpoint map's recipe")
+    for key, span, _ in node if len(words) == 1 else ():
+        if key not in words:
+            alone = f"{words[0]} alone; what it makes has the shape of our parameter"
+            scope.fault(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
+    if len(words) > 1:
+        known_keys(scope.report, node, words, "a checkpoint map's recipe")
     if len(kinds) != 1:
         if all(key in words for key in node.entries):
             fault = Fault("E210" if kinds else "E202", "a recipe is of one kind", expected=f"one of {listing(RECIPES)}")
@@ -123,6 +128,11 @@ def _name(scope: Scope, node: Node, indices: list[str]) -> str | None:
         text = node.text if isinstance(node, Scalar) and node.value is not None else None
         hint = f'in quotes it is one: "{text}"' if text else None
         scope.fault(Fault("E203", "an official name is a word", found=kind_of(node), hint=hint), node.span)
+        return None
+    bare = _HOLE.sub(lambda hole: " " * len(hole[0]), node.value)
+    if odd := re.search(r"[{}]", bare):
+        fault = Fault("E501", f"{quote(node.value)} has a '{odd[0]}' without its partner", hint="blocks.{layer // 2}")
+        scope.fault(fault, node.span.within(node.offset + odd.start(), 1))
         return None
     for hole in _HOLE.finditer(node.value):
         start, length = hole.start(1), len(hole[1])
