@@ -214,20 +214,28 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     _held(model, more=True)
     out: dict[str, Tensor] = {}
     used: set[str] = set()
+    ties: dict[str, list[graph.Named]] = {}
     for item in graph.parameters(model.graph.graph):
-        if item.tied is None:
-            source = official_name(model.graph, item.name)
-            out[item.name] = _assembled(item.name, source, item.parameter.shape, tensors, used)
-    for item in graph.parameters(model.graph.graph):
-        source = official_name(model.graph, item.name) if item.tied else None
-        if item.tied and isinstance(source, str) and source in tensors:  # a file may hold what is tied twice
-            if not torch.equal(tensors[source], out[item.tied]):
-                raise RunError(f"{item.name} is tied to {item.tied}, and the official weights have another for it")
-            used.add(source)
+        ties.setdefault(item.tied or item.name, []).append(item)
+    for name, items in ties.items():
+        sources = {item.name: official_name(model.graph, item.name) for item in items}
+        there = [own for own in sources if all(official in tensors for official in _officials(sources[own]))]
+        for own in there or [name]:  # a file may hold what is tied once, by any of its names, or several times
+            made = _assembled(own, sources[own], items[0].parameter.shape, tensors, used)
+            if not _same(made, out.setdefault(name, made)):
+                raise RunError(f"{own} is tied to {name}, and the official weights have another for it")
     spare = [name for name in tensors if name not in used]
     if spare:
         raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
     _copy(model, out)
+
+
+def _officials(source: Any) -> list[str]:
+    """The official tensors of what `official_name` gives."""
+    if isinstance(source, str):
+        return [source]
+    kind = next(iter(source))
+    return list(source[kind]) if kind in SEVERAL else [source[kind]]
 
 
 def _assembled(
@@ -247,8 +255,7 @@ def _assembled(
     if isinstance(source, str):
         return take(source)
     kind, axis = next(iter(source)), source.get("axis", 0)
-    named = source[kind] if kind in SEVERAL else [source[kind]]
-    parts = [take(official) for official in named]
+    parts = [take(official) for official in _officials(source)]
     try:
         return _made(name, kind, axis, source, shape, parts)
     except (RuntimeError, IndexError) as error:

@@ -235,7 +235,7 @@ checkpoint:
 ```
 
 An official tensor has the very shape that ours implies: parts of a `split` are joined or stacked along the axis, or all flat, and
-only `reshape` reshapes. What is tied may be in the release once or twice.
+only `reshape` reshapes. What is tied may be in the release once, by either name, or twice.
 """
 
 

@@ -228,11 +228,20 @@ def test_what_is_tied_may_be_there_once_or_twice() -> None:
     steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
     text = f"seqblocks: 1\nmodel: {{input: {{tokens: 7}}, steps: {steps}}}\ncheckpoint: {{embed: wte, unembed: head}}"
     model, table = seqblocks.build_text(text), torch.randn(7, 4)
-    for tensors in ({"wte.weight": table}, {"wte.weight": table, "head.weight": table.clone()}):
+    head = {"head.weight": table.clone()}
+    for tensors in ({"wte.weight": table}, head, {"wte.weight": table, **head}):
         load_official(model.to_empty(device="cpu"), tensors)  # which parts what was tied
         assert torch.equal(model.unembed.weight, table)
     with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official"):
         load_official(model, {"wte.weight": table, "head.weight": table + 1})
+    with pytest.raises(seqblocks.RunError, match=r"have no wte\.weight, which embed\.weight is made from"):
+        load_official(model, {})
+    made = seqblocks.build_text(text.replace("unembed: head", "unembed.weight: {transpose: uT}"))
+    for tensors in ({"uT": table.T}, {"wte.weight": table, "uT": table.T}):
+        load_official(made.to_empty(device="cpu"), tensors)
+        assert torch.equal(made.unembed.weight, table)
+    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official"):
+        load_official(made, {"wte.weight": table, "uT": table.T + 1})
 
 
 def test_mamba_releases_hold_their_tied_head_too() -> None:
