@@ -211,6 +211,10 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise UsageError(f"load_official wants the official state dict (torch.load or safetensors read it), not {kind}")
+    if not any(isinstance(value, Tensor) for value in tensors.values()):
+        for key, value in tensors.items():
+            if isinstance(value, Mapping) and any(isinstance(inner, Tensor) for inner in value.values()):
+                raise UsageError(f"the weights are one level down: load_official(model, tensors[{key!r}])")
     _held(model, more=True)
     out: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -230,6 +234,14 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     _copy(model, out)
 
 
+def _prefixed(official: str, names: list[str]) -> str | None:
+    """What to do where all names have something before them, as wrappers of models leave it."""
+    for prefix in dict.fromkeys(name.removesuffix(official) for name in names if name.endswith(f".{official}")):
+        if all(name.startswith(prefix) for name in names):
+            return f"All names there begin with '{prefix}': take it off, name.removeprefix('{prefix}')"
+    return None
+
+
 def _officials(source: Any) -> list[str]:
     """The official tensors of what `official_name` gives."""
     if isinstance(source, str):
@@ -243,7 +255,8 @@ def _assembled(
 ) -> Tensor:
     def take(official: str) -> Tensor:
         if official not in tensors:
-            hint = did_you_mean(official, tensors) or ""
+            names = [name for name in tensors if isinstance(name, str)]
+            hint = _prefixed(official, names) or did_you_mean(official, names) or ""
             raise RunError(f"the official weights have no {official}, which {name} is made from. {hint}".strip())
         if not isinstance(tensors[official], Tensor):
             raise RunError(f"{official} of the official weights is no tensor, but {type(tensors[official]).__name__}")

@@ -331,6 +331,19 @@ def test_a_load_that_fails_changes_nothing(tensor: Tensor, told: str) -> None:
     assert not torch.equal(model.layers[3].qkv.out.weight, before["layers.3.qkv.out.weight"])
 
 
+def test_weights_that_are_wrapped_are_told() -> None:
+    model, tensors = seqblocks.build_text(MAPPED), official()
+    for key in ("state_dict", "model"):
+        with pytest.raises(seqblocks.UsageError, match=rf"one level down: load_official\(model, tensors\['{key}'\]\)"):
+            load_official(model, {"epoch": 3, "optimizer": {"lr": 0.1}, key: tensors})
+    wrapped: dict[Any, Tensor] = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    with pytest.raises(seqblocks.RunError, match=r"begin with 'module\.': take it off, name\.removeprefix"):
+        load_official(model, wrapped)
+    with pytest.raises(seqblocks.RunError) as told:
+        load_official(model, {3: torch.ones(1), "more": torch.ones(1), **wrapped})
+    assert "take it off" not in str(told.value), "it would not help"
+
+
 def test_only_a_model_that_can_be_filled_is_loaded() -> None:
     with pytest.raises(seqblocks.RunError, match="is on meta, where no numbers are"):
         load_official(seqblocks.build_text(MAPPED, device="meta"), official())
