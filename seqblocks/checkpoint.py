@@ -188,13 +188,15 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     told = _unlike(tensors, wanted)
     if told:
         raise RunError(f"the weights are not this model's: {told}")
+    held = model.state_dict(keep_vars=True)  # whose names are the spec's also where a wrapper stands between
     for name, shape in wanted.items():
         _check_shape(name, tensors[name], shape)
-        if tensors[name].is_complex() and not model.get_parameter(name).is_complex():
+        if tensors[name].is_complex() and not held[name].is_complex():
             raise RunError(f"the weights for {name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part")
     for name in wanted:
-        model.get_parameter(name).copy_(tensors[name])
-    model.tie()  # to_empty and load_state_dict may have parted them
+        held[name].copy_(tensors[name])
+    if any(item.tied and held[item.name] is not held[item.tied] for item in graph.parameters(model.graph.graph)):
+        model.tie()  # to_empty and load_state_dict part them
 
 
 # --- official checkpoints -------------------------------------------------------------------------------------------

@@ -244,6 +244,18 @@ def test_what_is_tied_may_be_there_once_or_twice() -> None:
         load_official(made, {"wte.weight": table, "uT": table.T + 1})
 
 
+def test_wrapped_steps_are_filled_and_saved(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    whole, model = seqblocks.build_text(TEXT, seed=1), seqblocks.build_text(TEXT)
+    model.unembed = checkpoint_wrapper(model.unembed)
+    load_official(model, whole.state_dict())
+    save(model, tmp_path / "m.pt")
+    for name, tensor in restore(tmp_path / "m.pt").state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name])
+    assert [name for name, _ in model.unembed.named_parameters()] == ["weight", "bias"], "and no tie beside the tied"
+
+
 def test_mamba_releases_hold_their_tied_head_too() -> None:
     assert official_name(check.load_model("mamba_130m"), "unembed.weight") == "lm_head.weight"
 
