@@ -40,7 +40,6 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
     held = _held(model)
     for item in graph.parameters(model.graph.graph):
-        _check_shape(item.name, held[item.name], item.parameter.shape)
         if item.tied and not _same(held[item.name], held[item.tied]):
             what = f"{item.name} is tied to {item.tied} in the spec, and they are two parameters with other values"
             raise RunError(f"{what}: model.tie() ties them again, to the values of {item.tied}")
@@ -144,7 +143,7 @@ def _held(model: SequenceModel, more: bool = False) -> dict[str, Tensor]:
     `more`: it may have others beside them.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    wanted = [item.name for item in graph.parameters(model.graph.graph)]
+    wanted = {item.name: item.parameter.shape for item in graph.parameters(model.graph.graph)}
     if more:
         tensors = {name: tensors[name] for name in wanted if name in tensors}
     told = _unlike(tensors, wanted)
@@ -152,6 +151,9 @@ def _held(model: SequenceModel, more: bool = False) -> dict[str, Tensor]:
         how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
         raise RunError(f"the model is no longer what its spec says: {told}. First {how}")
     for name, tensor in tensors.items():
+        if tuple(tensor.shape) != tuple(wanted[name]):
+            what = f"{name} is {list(tensor.shape)}, and {list(wanted[name])} there"
+            raise RunError(f"the model is no longer what its spec says: {what}")
         if type(tensor.detach()) is not Tensor:
             what = f"{name} is a {type(tensor).__name__}, and its numbers may be elsewhere too"
             raise RunError(f"{what}: gather the weights into plain tensors of a model of one device")
@@ -176,11 +178,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool((a.detach().to(b.device) == b.detach()).all()))
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != tuple(wanted):
-        raise RunError(f"the weights are not this model's: {name} is {list(tensor.shape)}, and {list(wanted)} here")
-
-
 @torch.no_grad()
 def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy all weights into a model, or, with a RunError, none."""
@@ -190,7 +187,9 @@ def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
         raise RunError(f"the weights are not this model's: {told}")
     held = model.state_dict(keep_vars=True)  # whose names are the spec's also where a wrapper stands between
     for name, shape in wanted.items():
-        _check_shape(name, tensors[name], shape)
+        if tuple(tensors[name].shape) != tuple(shape):
+            sizes = f"{list(tensors[name].shape)}, and {list(shape)} here"
+            raise RunError(f"the weights are not this model's: {name} is {sizes}")
         if tensors[name].is_complex() and not held[name].is_complex():
             raise RunError(f"the weights for {name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part")
     for name in wanted:

@@ -149,7 +149,7 @@ def _other_shape(model: nn.Module) -> None:
     [
         (_parametrized, r"no longer what its spec says: 1 is missing \(own\.residual\.down\.weight\); 2 are not known"),
         (_sharded, r"own\.residual\.down\.weight is a Sharded.*: gather the weights"),
-        (_other_shape, r"own\.residual\.down\.weight is \[4, 5\], and \[4, 6\] here"),
+        (_other_shape, r"no longer what its spec says: own\.residual\.down\.weight is \[4, 5\], and \[4, 6\] there"),
         (lambda model: model.to("meta"), r"embed\.weight is on meta, where no numbers are"),
     ],
 )
@@ -364,6 +364,9 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
     model = seqblocks.build_text(MAPPED)
     model.more = nn.Linear(2, 2)
     load_official(model, official())  # what stands beside the spec's own steps is let be
+    model.layers[3].qkv.q.weight = nn.Parameter(torch.ones(4, 1))
+    with pytest.raises(seqblocks.RunError, match=r"layers\.3\.qkv\.q\.weight is \[4, 1\], and \[4, 4\] there"):
+        load_official(model, official())
     nn.utils.parametrizations.weight_norm(model.layers[1].qkv.q)
     with pytest.raises(seqblocks.RunError, match=r"what its spec says: 1 is missing \(layers\.1\.qkv\.q\.weight\)\."):
         load_official(model, official())
