@@ -74,40 +74,46 @@ def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] |
     kinds = [key for key in RECIPES if key in node.entries]
     words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *chain(*RECIPES.values()))
     words = tuple(dict.fromkeys(words))
-    for key, span, _ in node if len(words) == 1 else ():
-        if key not in words:
-            alone = f"{words[0]} alone; what it makes has the shape of our parameter"
-            scope.fault(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
     if len(words) > 1:
         known_keys(scope.report, node, words, "a checkpoint map's recipe")
+    else:
+        alone = f"{words[0]} alone; what it makes has the shape of our parameter"
+        for key, span, _ in node:
+            if key not in words:
+                scope.fault(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
     if len(kinds) != 1:
         if all(key in words for key in node.entries):
             fault = Fault("E210" if kinds else "E202", "a recipe is of one kind", expected=f"one of {listing(RECIPES)}")
             scope.fault(fault, node.span)
         return None
-    out: dict[str, Any] = {kinds[0]: _tensors(scope, kinds[0], node.entries[kinds[0]][1], indices)}
+    tensors = _tensors(scope, kinds[0], node.entries[kinds[0]][1], indices)
+    numbers = _numbers(scope, kinds[0], node, words)
+    return None if tensors is None or numbers is None else {kinds[0]: tensors, **numbers}
+
+
+def _numbers(scope: Scope, kind: str, node: Mapping, words: tuple[str, ...]) -> dict[str, int] | None:
+    """What goes with a recipe's kind; None after a fault."""
+    out: dict[str, int] = {}
     for key in words[1:]:
         number = node.get(key)
-        if number is None:
-            if key not in OPTIONAL and hidden(node.entries, key, words):
-                return None
-            if key not in OPTIONAL:
-                hint = "{split: qkv, parts: 3, part: 0}"
-                scope.fault(Fault("E202", f"split needs {quote(key)}", hint=hint), node.span)
-                return None
-        elif isinstance(number, Scalar) and type(number.value) is int:
+        if isinstance(number, Scalar) and type(number.value) is int:
             out[key] = number.value
-        else:
+        elif number is not None:
             scope.fault(Fault("E203", f"{key} is a whole number", found=kind_of(number)), number.span)
+            return None
+        elif key not in OPTIONAL:
+            if not hidden(node.entries, key, words):
+                hint = "{split: qkv, parts: 3, part: 0}"
+                scope.fault(Fault("E202", f"{kind} needs {quote(key)}", hint=hint), node.span)
             return None
     for key, low, high in (("parts", 1, 10**9), ("part", 0, out.get("parts", 1) - 1), ("start", 0, 10**9)):
         value = out.get(key, low)
         if not low <= value <= high:
             expected = f"from {low} to {high}" if key == "part" else f"{low} or more"
-            fault = Fault("E209", f"{key} of {kinds[0]} is out of range", expected=expected, found=f"{value}")
+            fault = Fault("E209", f"{key} of {kind} is out of range", expected=expected, found=f"{value}")
             scope.fault(fault, node.get(key))
             return None
-    return None if out[kinds[0]] is None else out
+    return out
 
 
 def _tensors(scope: Scope, kind: str, node: Node, indices: list[str]) -> Any:
