@@ -37,7 +37,7 @@ def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = N
 
 def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, Model | None]:
     if spec != "-":
-        return check.prove(*locate(spec), changes)
+        return check.prove(*locate(spec), changes, allow_use=options.allow_use)
     from seqblocks.errors import Report
     from seqblocks.spec import read_stream
 
@@ -45,7 +45,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
-    return check.prove(text, options.stdin_filename, Path(), changes)
+    return check.prove(text, options.stdin_filename, Path(), changes, allow_use=options.allow_use)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ def ops(options: argparse.Namespace) -> int:
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
     """`my.yaml` lists the blocks of a spec, `my.yaml::block` tells all about one."""
-    blocks = check.load(source)[0].blocks
+    blocks = check.load(source, allow_use=options.allow_use)[0].blocks
     if not blocks:
         raise UsageError(f"{source} defines no blocks")
     use = source if source in bundled() or "/" in source else f"./{source}"
@@ -141,6 +141,6 @@ def schema(options: argparse.Namespace) -> int:
 
     file = None
     if options.spec:
-        file, _ = check.load(options.spec)
+        file, _ = check.load(options.spec, allow_use=options.allow_use)
     output.dump(room.schema(file))
     return 0

@@ -84,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
     spec.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
 
+    use = _Parser(add_help=False)
+    use.add_argument(
+        "--allow-use", action="append", default=[], metavar="DIR",
+        help="let the spec's `use:` read files below this folder too, not only below its own",
+    )
     plug = _Parser(add_help=False)
     plug.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
@@ -100,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     one = "path of a spec, name of a bundled one, or - for standard input"
-    build = verb("build", spec, plug)
+    build = verb("build", spec, use, plug)
     build.add_argument("spec", metavar="SPEC", help=one)
     build.add_argument("--summary", action="store_true", help="show a table of its steps")
     build.add_argument("--depth", type=_count, metavar="N", help="levels of the table")
@@ -110,17 +115,17 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     build.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
     build.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
-    check = verb("check", spec, plug)
+    check = verb("check", spec, use, plug)
     check.add_argument("spec", nargs="+", metavar="SPEC", help=one)
     verb("list")
-    ops = verb("ops", plug)
+    ops = verb("ops", use, plug)
     ops.add_argument("name", nargs="?", metavar="NAME", help="a verb, FILE.yaml::BLOCK, or FILE.yaml")
-    show = verb("show", spec, plug)
+    show = verb("show", spec, use, plug)
     show.add_argument("spec", metavar="SPEC", help=one)
     show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")
-    schema = verb("schema", plug)
+    schema = verb("schema", use, plug)
     schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
-    explain = verb("explain", spec, plug)
+    explain = verb("explain", spec, use, plug)
     explain.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
     explain.add_argument("--dtype", default="float32", help="of the model")
     explain.add_argument("--device", help="cpu (the default), cuda, …; it need not be here")

@@ -22,12 +22,14 @@ def build(
     device: Any = "cpu",
     dtype: torch.dtype | str = torch.float32,
     seed: int | None = 0,
+    allow_use: check.Folders = (),
 ) -> SequenceModel:
     """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
 
+    `allow_use`: folders whose files the spec's `use:` may read, besides its own (see `load_text`).
     Raises SpecError where the spec is at fault, UnavailableError where the device is, UsageError for other arguments.
     """
-    return build_model(check.load_model(spec, set), device=device, dtype=dtype, seed=seed)
+    return build_model(check.load_model(spec, set, allow_use), device=device, dtype=dtype, seed=seed)
 
 
 def build_text(
@@ -37,9 +39,10 @@ def build_text(
     device: Any = "cpu",
     dtype: torch.dtype | str = torch.float32,
     seed: int | None = 0,
+    allow_use: check.Folders = (),
 ) -> SequenceModel:
     """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
-    file, model = check.load_text(text, set=set)
+    file, model = check.load_text(text, set=set, allow_use=allow_use)
     return build_model(check.require_model(file, model), device=device, dtype=dtype, seed=seed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from seqblocks.graph import Model, Override, Recipe
 from seqblocks.lower import lower_file
 from seqblocks.spec import Reader, SpecFile, locate, read_file
 
+Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
 
 def load_text(
     text: str,
@@ -22,14 +24,16 @@ def load_text(
     base: Path | None = None,
     set: Mapping[str, Any] | None = None,
     files: dict[str, str] | None = None,
+    allow_use: Folders = (),
 ) -> tuple[SpecFile, Model | None]:
     """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
 
-    Relative `use:` entries start from `base`, or are taken from `files` (relative path -> text) where they are there.
+    Relative `use:` entries start from `base` (the working directory if None), and only .yaml and .yml files below it
+    are read, or below a folder in `allow_use`. With `files` (relative path -> text) they are taken from there alone.
     Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
     of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
     """
-    file, model = prove(text, name, base, set, files)
+    file, model = prove(text, name, base, set, files, allow_use)
     if model is not None and set:
         warn_of_idle(model, set)
     return file, model
@@ -56,6 +60,7 @@ def prove(
     base: Path | None = None,
     set: Mapping[str, Any] | None = None,
     files: dict[str, str] | None = None,
+    allow_use: Folders = (),
 ) -> tuple[SpecFile, Model | None]:
     """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
     if not isinstance(text, str):
@@ -74,7 +79,7 @@ def prove(
             called = {k for k, v in set.items() if not isinstance(v, _Raw)}
             applied = overrides.apply(root, texts, report, called)
 
-    reader = Reader(report, base, files)
+    reader = Reader(report, base, files, _allowed(allow_use))
     file = read_file(reader, text, name, edit)
     if file is None or (file.model is None and not file.blocks and not report):
         if file is not None:
@@ -94,6 +99,17 @@ def prove(
     return file, model
 
 
+def _allowed(folders: Folders) -> list[Path]:
+    """The folders whose files may be used. UsageError where one is no folder."""
+    each = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
+    found = []
+    for folder in each:
+        if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
+            raise UsageError(f"allow_use (--allow-use) takes folders, and {folder!r} is none")
+        found.append(Path(os.fspath(folder)))
+    return found
+
+
 def checked_overrides(given: Any) -> None:
     """UsageError unless these are overrides, or None."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
@@ -111,15 +127,19 @@ def yaml(text: str) -> str:
     return _Raw(text)
 
 
-def load(spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None) -> tuple[SpecFile, Model | None]:
+def load(
+    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+) -> tuple[SpecFile, Model | None]:
     """Validate a spec given by path or bundled name; see `load_text`."""
     text, name, base = locate(spec)
-    return load_text(text, name, base, set)
+    return load_text(text, name, base, set, allow_use=allow_use)
 
 
-def load_model(spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None) -> Model:
+def load_model(
+    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+) -> Model:
     """The proven model of a spec. Raises SpecError (E206) where the file only holds blocks."""
-    file, model = load(spec, set)
+    file, model = load(spec, set, allow_use)
     return require_model(file, model)
 
 

@@ -373,6 +373,13 @@ CODES: dict[str, Code] = {
     ),
     # the world around
     "E803": Code("a spec cannot be read", "There is no such file or bundled spec, or it may not be read."),
+    "E804": Code(
+        "a file that `use` may not read",
+        "`use:` reads .yaml and .yml files below the folder of the spec, links followed, so that a spec from elsewhere "
+        "cannot show what is in other files. `--allow-use DIR` (in Python `allow_use=`) adds a folder.",
+        HEAD + "use: [/etc/passwd]\n" + MODEL,
+        HEAD + MODEL,
+    ),
 }
 
 

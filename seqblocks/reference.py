@@ -162,6 +162,14 @@ YAML 1.2 with its core scalars: `7:1`, `on` and `no` are words, `1e-3` is a numb
 of the language: tags, merge keys (`<<`), duplicate keys. Aliases work and are bounded. A comma inside braces ends a value,
 so a call with a comma is quoted there: `{features: "round_up(2 * dim, 64)"}`; in block style it needs no quotes.
 
+## use
+
+`use:` brings in the blocks of other files: bundled ones by name, your own by path. A path starts at the folder of the file
+that holds it (for a spec given as text or on standard input, at the working directory), and must end in `.yaml` or `.yml`.
+Only files below the folder of the spec are read, links followed, so a spec from somewhere else cannot show what your other
+files hold. To use a library that lies elsewhere, allow its folder: `seqblocks check --allow-use ../library my.yaml`, or
+`seqblocks.build("my.yaml", allow_use="../library")`. A saved model carries the files it uses; `restore` reads no others.
+
 ## Steps
 
 A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. Verbs are primitives, combinators

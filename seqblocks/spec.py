@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ from seqblocks.errors import (
 from seqblocks.op import builtin_verbs
 
 VERSION = 1
+ENDINGS = (".yaml", ".yml")
+MAX_USES = 32  # files that use one another: each is read while the one before is open
 FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "steps")
@@ -102,34 +105,42 @@ def bundled() -> dict[str, Path]:
 
 def looks_like_path(name: str) -> bool:
     """Whether a SPEC or `use:` entry means a file rather than a bundled name."""
-    return name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name
+    return name.endswith(ENDINGS) or "/" in name or os.sep in name
 
 
-def read_stream(file: BinaryIO, shown: str, report: Report) -> str | None:
+def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = None) -> str | None:
     """What is left of an open file as text, or None with a diagnostic; no more is read than a spec may have."""
     most = 4 * document.MAX_BYTES  # of bytes, so that whatever the characters are, `document.parse` counts them
     data = file.read(most + 1)
     if len(data) > most:
-        report.add(
-            Diagnostic("E104", f"{shown} is too large for a spec", expected=f"at most {document.MAX_BYTES:,} bytes")
-        )
+        expected = f"at most {document.MAX_BYTES:,} bytes"
+        report.add(Diagnostic("E104", f"{shown} is too large for a spec", used, expected))
         return None
     return document.decode(data, shown, report)
 
 
-def read_text(path: Path, shown: str, report: Report) -> str | None:
-    """A file's text, or None with a diagnostic."""
+def read_text(path: Path, shown: str, report: Report, used: Span | None = None) -> str | None:
+    """A file's text, or None with a diagnostic.
+
+    `used` is the entry of `use:` that names the file, if one does. Then it must be a regular file: a pipe or a device
+    could keep its reader waiting for ever.
+    """
     try:
-        with path.open("rb") as file:
-            return read_stream(file, shown, report)
+        if used is None:
+            with path.open("rb") as file:
+                return read_stream(file, shown, report)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return read_stream(file, shown, report, used)
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: it is not a regular file", used))
     except OSError as error:
         reason = error.strerror or str(error)
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
         there = os.path.lexists(path)  # a link that leads nowhere is there, and no other is meant
         near = None if there else did_you_mean(path.name, (other.name for other in beside))
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", hint=near))
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near))
     except ValueError as error:  # a null byte in the name
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}"))
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}", used))
     return None
 
 
@@ -165,19 +176,27 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
 class Reader:
     """Reads a file and, once each, the files it uses."""
 
-    def __init__(self, report: Report, base: Path | None = None, provided: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        report: Report,
+        base: Path | None = None,
+        provided: dict[str, str] | None = None,
+        allowed: Iterable[Path] = (),
+    ) -> None:
         self.report = report
         self.base = base or Path()
         self.provided = provided  # texts of used files, in place of the disk
-        self.texts: dict[str, str] = {}  # what was read: relative path -> text, bundled files left out
+        self.allowed = tuple(allowed)  # folders whose files may be used, besides the base
+        self.texts: dict[str, str] = {}  # what was read: path relative to the base -> text, bundled files left out
+        self.size = 0  # nodes of the files in use, which count together
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
 
     def fault(self, code: str, message: str, span: Span | None, **more: str | None) -> None:
         self.report.add(Diagnostic(code, message, span, more.get("expected"), more.get("found"), (), more.get("hint")))
 
-    def read(self, root: Node | None, source: Source, base: Path | None) -> SpecFile | None:
-        """The typed form of a parsed document; relative `use:` entries start from `base`."""
+    def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
+        """The typed form of a parsed document; relative `use:` entries start from `folder`, itself relative to base."""
         if root is None:
             return None
         if not isinstance(root, Mapping):
@@ -199,7 +218,7 @@ class Reader:
         if file.model:
             file.model_span = root.entries["model"][0]
             known_keys(self.report, file.model, MODEL_KEYS, "model")
-        self._use(file, base)
+        self._use(file, folder)
         for name, span, node in self._mapping(root, "blocks") or ():
             self._block(file, name, span, node)
         return file
@@ -236,7 +255,7 @@ class Reader:
         elif node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
             self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
 
-    def _use(self, file: SpecFile, base: Path | None) -> None:
+    def _use(self, file: SpecFile, folder: str) -> None:
         node = file.root.get("use")
         if node is None:
             return
@@ -247,7 +266,7 @@ class Reader:
             if not isinstance(item, Scalar) or not isinstance(item.value, str):
                 self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
                 continue
-            other = self._used(item.value, item.span, base)
+            other = self._used(item.value, item.span, folder)
             file.lacks = file.lacks or other is None
             file.lost |= other.lost if other else set()
             for name, block in (other.blocks if other else {}).items():
@@ -263,10 +282,12 @@ class Reader:
                     )
                 file.visible[name] = block
 
-    def _used(self, name: str, span: Span, base: Path | None) -> SpecFile | None:
-        if looks_like_path(name):
-            path = (base or Path()) / name
-            shown = os.path.normpath(str(path))
+    def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
+        own = looks_like_path(name)
+        if own:
+            relative = os.path.normpath(os.path.join(folder, name))
+            path = self.base / relative
+            shown = os.path.normpath(path)
         else:
             found = bundled()
             if name not in found:
@@ -279,29 +300,61 @@ class Reader:
                     hint=did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
                 )
                 return None
-            path, shown = found[name], f"<bundled {name}>"
+            path, shown, relative = found[name], f"<bundled {name}>", str(found[name])
         key = os.path.abspath(path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
             self.fault("E307", f"the files use each other: {ring}", span, hint="move what both need to a third file")
             return None
         if key not in self.files:
-            relative = os.path.relpath(path, self.base)
-            own = looks_like_path(name) and not _is_bundled(path)
-            given = self.provided.get(relative) if self.provided is not None and own else None
-            if given is None and not path.is_file():
-                self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}")
-                return None
             self.files[key] = None
-            text = read_text(path, shown, self.report) if given is None else given
-            if text is not None and own:
+            if len(self.open) > MAX_USES:
+                expected = f"at most {MAX_USES} files that use one another"
+                self.fault("E104", "the files in use are nested too deeply", span, expected=expected)
+                return None
+            text = self._text_in_use(name, relative, path, shown, span) if own else read_text(path, shown, self.report)
+            if text is None:
+                return None
+            if own:
                 self.texts[relative] = text
-            if text is not None:
-                self.open.append(key)
-                tree = document.parse(text, shown, self.report)
-                self.files[key] = self.read(tree, Source.of(shown, text), path.parent)
-                self.open.pop()
+            tree = document.parse(text, shown, self.report)
+            self.size += tree.size if tree and own else 0
+            if self.size > document.MAX_NODES:
+                expected = f"at most {document.MAX_NODES:,} nodes in all of them"
+                self.fault("E104", "the files in use are too large together", span, expected=expected)
+                return None
+            self.open.append(key)
+            self.files[key] = self.read(tree, Source.of(shown, text), os.path.dirname(relative))
+            self.open.pop()
         return self.files[key]
+
+    def _text_in_use(self, name: str, relative: str, path: Path, shown: str, span: Span) -> str | None:
+        """The text of a file in `use:`; None after a fault, and nothing is read that may not be."""
+        if self.provided is not None:
+            if relative not in self.provided:
+                self.fault("E306", f"there is no file {quote(name)} among those that came with the spec", span)
+            return self.provided.get(relative)
+        refused = f"`use` may not read {quote(name)}"
+        try:
+            target = path.resolve()
+            folders = [folder.resolve() for folder in (self.base, *self.allowed)]
+        except (OSError, RuntimeError, ValueError) as error:  # a ring of links, a null byte
+            self.fault("E803", f"{quote(shown)} cannot be read: {error}", span)
+            return None
+        if not (name.endswith(ENDINGS) and target.name.endswith(ENDINGS)):
+            what = "leads to one of another kind" if name.endswith(ENDINGS) else "is of another kind"
+            self.fault("E804", f"{refused}: it {what}", span, expected=f"a file that ends in {' or '.join(ENDINGS)}")
+            return None
+        if not any(target.is_relative_to(folder) for folder in folders):
+            expected = "a file below the folder of the spec"
+            hint = "if you trust the spec, allow the folder: `--allow-use DIR`, in Python `allow_use=`"
+            self.fault("E804", f"{refused}: it lies elsewhere", span, expected=expected, hint=hint)
+            return None
+        if not os.path.lexists(path):
+            near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+            self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}", hint=near)
+            return None
+        return read_text(target, shown, self.report, span)
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
         file.lost.add(name)
@@ -374,17 +427,13 @@ def misread(root: Mapping, key: str) -> bool:
     return not (node is None or isinstance(node, Mapping) or (isinstance(node, Scalar) and node.value is None))
 
 
-def _is_bundled(path: Path) -> bool:
-    return path.resolve() in {p.resolve() for p in bundled().values()}
-
-
 def read_file(reader: Reader, text: str, name: str, edit: Callable[[Node], None]) -> SpecFile | None:
     """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
     tree = document.parse(text, name, reader.report)
     if tree is not None:
         edit(tree)
     reader.open.append(os.path.abspath(reader.base / Path(name).name))
-    return reader.read(tree, Source.of(name, text), reader.base)
+    return reader.read(tree, Source.of(name, text), "")
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
