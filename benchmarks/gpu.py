@@ -1,7 +1,7 @@
 """Check every Triton kernel on a CUDA device, time it beside its peers, and write a dated table.
 
     python benchmarks/gpu.py                      # check and time all, within --minutes (9); the table goes to --out
-    python benchmarks/gpu.py --case mlstm --tune  # one family, static launches beside the fastest that a search finds
+    python benchmarks/gpu.py --case mlstm         # one family
 
 A table is never written over: its name has what was chosen, and a number where there is one already.
 
@@ -48,9 +48,8 @@ from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, checked, dr
 from torch import Tensor
 
 from seqblocks.kernels import self_check
-from seqblocks.kernels.tuning import use_autotune
 
-OURS, TUNED, AS_TORCH = "seqblocks", "seqblocks, tuned", "its torch form"
+OURS, AS_TORCH = "seqblocks", "its torch form"
 BARS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 EXPS = 16 * 1.98e9  # special functions a second of a multiprocessor of an H100 or H200: 16 a clock
 LONGEST = 250.0  # milliseconds of a pause
@@ -91,7 +90,7 @@ def launches(run: bool = True) -> Iterator[set[str]]:
         def go(*args: Any, **fixed: Any) -> Any:
             types = [str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else "-"
                      for x in args if x is None or isinstance(x, Tensor)]
-            of = ", ".join(f"{key}={value}" for key, value in sorted(fixed.items()))
+            of = ", ".join(f"{key}={value}" for key, value in sorted(fixed.items()) if key != "enable_fp_fusion")
             found.add(f"{getattr(kernel.fn, '__name__', kernel)}({of}; {' '.join(types)})")  # a peer's may be wrapped
             return before(kernel, grid)(*args, **fixed) if run else None
 
@@ -261,7 +260,6 @@ def both_passes(call: Call, leaves: Leaves, cotangents: list[Tensor]) -> None:
 class Candidate(NamedTuple):
     change: Callable[[Leaves], Leaves]
     call: Call
-    autotune: str = "off"
 
 
 def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candidate]) -> Iterator[dict[str, Any]]:
@@ -272,30 +270,27 @@ def timed(case: Case, given: Leaves, clock: Clock, candidates: dict[str, Candida
     for turn in range(4 if clock.cuda else 2):
         for name, candidate in candidates.items():
             try:
-                with use_autotune(candidate.autotune):
-                    if turn == 0:
-                        ready[name], launched[name] = _prepared(case, given, candidate)
-                        runs[name] = [[] for _ in ready[name]]
-                    for at, run in enumerate(ready.get(name, ()) if turn else ()):
-                        runs[name][at].append(clock(run))
+                if turn == 0:
+                    ready[name], launched[name] = _prepared(case, given, candidate)
+                    runs[name] = [[] for _ in ready[name]]
+                for at, run in enumerate(ready.get(name, ()) if turn else ()):
+                    runs[name][at].append(clock(run))
             except Exception as error:  # a line in the table, not the end of it
                 ready.pop(name, None)
                 yield {"candidate": name, "left_out": said(error)}
     for name, passes in ready.items():
         record: dict[str, Any] = {"candidate": name, "left_out": None, "peak_mb": None}
-        record["autotune"] = candidates[name].autotune
         for field, turns in zip(("forward", "both"), runs[name], strict=False):
             record[f"{field}_ms"] = statistics.median(took.ms for took in turns)
             record[f"{field}_turns_ms"] = [took.ms for took in turns]
             record[f"{field}_late"] = any(took.late for took in turns)
-        if name in (OURS, TUNED):
+        if name == OURS:
             record["launches"] = launched[name]
         if clock.cuda:
-            with use_autotune(candidates[name].autotune):
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                passes[-1]()
-                record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            passes[-1]()
+            record["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         yield record
 
 
@@ -306,18 +301,12 @@ def _prepared(
     leaves = {key: x.detach().clone() for key, x in candidate.change(given).items()}
     with launches() as found:
         passes = _passes(case, leaves, candidate.call)
-    if candidate.autotune != "off":  # those were of the search, too
-        with launches() as found:
-            for run in passes:
-                run()
     return passes, sorted(found)
 
 
-def own(case: Case, tune: bool) -> dict[str, Candidate]:
+def own(case: Case) -> dict[str, Candidate]:
     ours: Call = lambda x: case.ours(x, "triton")  # noqa: E731
     out = {OURS: Candidate(dict, ours)}
-    if tune:
-        return out | {TUNED: Candidate(dict, ours, "on")}
     return out | ({AS_TORCH: Candidate(dict, lambda x: case.ours(x, "torch"))} if case.torch_form else {})
 
 
@@ -355,7 +344,7 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterat
     }
 
 
-def cell_job(key: str, shape: Shape, peer: str, device: str, tune: bool) -> Iterator[dict[str, Any]]:
+def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[str, Any]]:
     """Ours (peer ""), compared at this shape, or one peer."""
     case, clock = CASES[key], Clock(device)
     dtype = torch.bfloat16 if clock.cuda else torch.float32
@@ -365,11 +354,10 @@ def cell_job(key: str, shape: Shape, peer: str, device: str, tune: bool) -> Iter
         for record in timed(case, given, clock, {peer: Candidate(of.change, of.call)}):
             yield record | ({} if record["left_out"] else beside(case, of, given))
         return
-    for record in timed(case, given, clock, own(case, tune)):
-        if record["candidate"] in (OURS, TUNED) and not record["left_out"]:
+    for record in timed(case, given, clock, own(case)):
+        if record["candidate"] == OURS and not record["left_out"]:
             try:
-                with use_autotune(record["autotune"]):
-                    error, worst = compare(case, given)
+                error, worst = compare(case, given)
                 record |= {"compared": error, "worst": worst, "ok": error <= BARS[dtype]}
             except torch.OutOfMemoryError:
                 record["compared"] = None  # there was no room to; the checks say what they say
@@ -449,8 +437,6 @@ def table(told: dict[str, Any]) -> str:
             lines.append(f"{line} {' | '.join(cells)} | {peak} | {off} |")
     if told["unchecked"]:
         lines += ["", "Timed, and in no check that passed:", "", *(f"- {text}" for text in told["unchecked"])]
-    if told["tuned"]:
-        lines += ["", "## What the search changed", "", *(f"- {text}" for text in told["tuned"])]
     if told["left_out"]:
         lines += ["", f"Out of time before: {'; '.join(told['left_out'])}."]
     return "\n".join(lines)
@@ -460,7 +446,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels on a CUDA device.")
     parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing goes on after that")
-    parser.add_argument("--tune", action="store_true", help="time the fastest launches that a search finds, too")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
     parser.add_argument("--jobs", type=int, default=AT_ONCE, help="checks at once")
@@ -477,7 +462,6 @@ def main() -> int:
         return 2
     device = "cpu" if options.rehearse else "cuda"
     os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # what it would find, the checks here find
-    os.environ.setdefault("SEQBLOCKS_AUTOTUNE_SECONDS", "4")
     told = run(chosen, device, options)
     if told["wrong"]:
         print(f"wrong: {', '.join(told['wrong'])}", file=sys.stderr)
@@ -527,13 +511,13 @@ class Run:
         self.end = self.began + 60 * options.minutes
         self.told: dict[str, Any] = {
             "device": "no device", "date": str(datetime.date.today()), "versions": versions(PEERS),
-            "rehearsed": options.rehearse, "tune": options.tune, "ceilings": None, "checks": [], "times": [],
-            "left_out": [], "unchecked": [], "tuned": [], "wrong": [],
+            "rehearsed": options.rehearse, "ceilings": None, "checks": [], "times": [],
+            "left_out": [], "unchecked": [], "wrong": [],
         }
 
     def file(self) -> Path:
         self.options.out.mkdir(parents=True, exist_ok=True)
-        words = [self.told["date"], self.told["device"], *["tuned"] * self.options.tune, *(self.options.case or ())]
+        words = [self.told["date"], self.told["device"], *(self.options.case or ())]
         stem = "-".join("".join(c if c.isalnum() or c == "_" else "-" for c in word.lower()) for word in words)
         numbered = (self.options.out / f"{stem}{f'-{n}' if n > 1 else ''}.md" for n in range(1, 10000))
         return next(path for path in numbered if not path.exists())
@@ -551,17 +535,12 @@ class Run:
     def sum_up(self) -> None:
         told = self.told
         told["wrong"] = [f"{r['case']} in {r['dtype']}" for r in told["checks"] if not r["ok"]]
-        mine = [r for r in told["times"] if r["candidate"] in (OURS, TUNED)]
+        mine = [r for r in told["times"] if r["candidate"] == OURS]
         bad = [r for r in mine if r["left_out"] or not r.get("ok", True)]
         told["wrong"] += [f"{r['case']} ({as_text(r['shape'])})" for r in bad]
         sound = {text for r in told["checks"] if r["ok"] for text in r["launches"]}
         sound |= {text for r in mine if r.get("ok") for text in r["launches"]}
         told["unchecked"] = sorted({text for r in mine for text in r.get("launches", ()) if text not in sound})
-        static = {(r["case"], as_text(r["shape"])): r.get("launches", ()) for r in mine if r["candidate"] == OURS}
-        told["tuned"] = [
-            f"{r['case']}, {as_text(r['shape'])}: {text}" for r in mine if r["candidate"] == TUNED
-            for text in r.get("launches", ()) if text not in static.get((r["case"], as_text(r["shape"])), ())
-        ]
 
     def measure(self) -> None:
         for _, found in records(machine, [(self.device,)], 1, self.end, 120.0):
@@ -590,9 +569,9 @@ class Run:
                 if name and absent(CASES[key].peers[name]):
                     self.add("times", {"candidate": name, "left_out": "not installed", "case": key, "shape": shape})
                 else:
-                    jobs.append((key, shape, name, self.device, self.options.tune))
+                    jobs.append((key, shape, name, self.device))
         jobs.sort(key=lambda job: bool(job[2]) and CASES[job[0]].peers[job[2]].back is None)  # landmarks come last
-        for (key, shape, name, *_), found in records(cell_job, jobs, 1, self.end, 300.0 if self.options.tune else 75.0):
+        for (key, shape, name, *_), found in records(cell_job, jobs, 1, self.end, 75.0):
             about = {"case": key, "shape": shape}
             if isinstance(found, Late):
                 self.told["left_out"].append(f"{name or OURS} in {key} ({as_text(shape)})")
@@ -607,13 +586,11 @@ def run(chosen: list[str], device: str, options: argparse.Namespace) -> dict[str
     of = Run(chosen, device, options)
     of.measure()
     narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the CPU's interpreter cannot do bfloat16
-    if not options.tune:  # what a search finds is compared where it is timed
-        of.check(narrow, of.began + SHARE * 60 * options.minutes)
+    of.check(narrow, of.began + SHARE * 60 * options.minutes)
     of.time(peers=False)
-    if not options.tune:
-        of.time(peers=True)
-        if device == "cuda":
-            of.check(torch.float32, of.end)
+    of.time(peers=True)
+    if device == "cuda":
+        of.check(torch.float32, of.end)
     print(of.page)
     return of.told
 

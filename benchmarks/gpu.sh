@@ -2,7 +2,7 @@
 # tests/gpu, then benchmarks/gpu.py, in one command that ends within 10 minutes and leaves four files in a folder.
 #
 #     bash benchmarks/gpu.sh FOLDER                          tests for up to 4 minutes, the benchmark for the rest
-#     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm --tune     no tests; what follows the folder is for gpu.py
+#     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm     no tests; what follows the folder is for gpu.py
 #
 # Whatever is cut off leaves what it had: logs are written as they come, tables after every line. Needed are torch,
 # triton, pytest, pytest-xdist and hypothesis; nothing is installed or fetched.

@@ -15,7 +15,6 @@ from seqblocks.kernels.mlstm_memoroid import MLSTMElement, mlstm_algebra, mlstm_
 from seqblocks.kernels.positions import packed_resets, rotary
 from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm
-from seqblocks.kernels.tuning import use_autotune
 
 __all__ = [
     "BACKENDS",
@@ -41,7 +40,6 @@ __all__ = [
     "rotary",
     "selective_scan",
     "slstm",
-    "use_autotune",
     "use_backend",
     "why",
 ]

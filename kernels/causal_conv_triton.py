@@ -11,20 +11,17 @@ stored in parts, one for each run, and added afterwards in an order that does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
-AXES = {"T": (16, 32, 64, 128), "BD": (64, 128, 256, 512), "STEPS": (1, 2, 4, 8), "num_warps": (1, 2, 4)}  # for tuning
 WARPS = 2048  # of all programs together, at least, if runs of 8 tokens allow it: a large GPU holds as many at a time
 
 
@@ -132,7 +129,7 @@ def _convolved(taps, offset, value, window, K: tl.constexpr):
     return out
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _conv(
     x, w, bias, state, resets, y, S, D, xb, xs,
@@ -215,7 +212,7 @@ def _write(dx, dstate, value, b, p, first, S, D, d, K: tl.constexpr, REVERSE: tl
         tl.store(to, value.to(dstate.dtype.element_ty), d < tl.where(p >= first, D, 0))
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _conv_backward(
     dy, x, w, bias, state, resets, dx, dstate, dw, dbias, S, D, gb, gs, xb, xs,
@@ -300,11 +297,6 @@ def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> 
     return lined(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
 
 
-def _launch(way: str, x: Tensor, K: int, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
-    about = (x.shape[2], K, x.dtype, *map(common.power_of_two, x.shape[:2]))
-    return tuning.launch(f"causal_conv.{way}", about, x, tile, AXES, go)
-
-
 @common.custom_op("seqblocks::causal_conv_triton")
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
@@ -313,15 +305,11 @@ def _op(
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     y, resets = _op_fake(x, weight, bias, state, resets, silu, reverse), common.marks(resets)
     K = weight.shape[-1]
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    tile = tiles(S, D, batch, x.dtype, False)
+    with common.on(x):
         _conv[batch * up(S, tile["T"]), up(D, tile["BD"])](
             x, weight, bias, state, resets, y, S, D, *x.stride()[:2], SILU=silu, REVERSE=reverse, K=K, **tile,
         )
-        return (y,)
-
-    with common.on(x):
-        _launch("forward", x, K, tiles(S, D, batch, x.dtype, False), go)
     return y
 
 
@@ -341,19 +329,15 @@ def _op_backward(
     dy, resets = lined(dy), common.marks(resets)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        programs = batch * up(S + K - 1, tile["T"])
-        dw = x.new_empty(programs, K, D, dtype=torch.float32)
-        dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
+    tile = tiles(S + K - 1, D, batch, x.dtype, True)
+    programs = batch * up(S + K - 1, tile["T"])
+    dw = x.new_empty(programs, K, D, dtype=torch.float32)
+    dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
+    with common.on(x):
         _conv_backward[programs, up(D, tile["BD"])](
             dy, x, weight, bias, state, resets, dx, dstate, dw, dbias, S, D, *dy.stride()[:2], *x.stride()[:2],
             SILU=silu, REVERSE=reverse, K=K, **tile,
         )
-        return dw, dbias, dx, dstate
-
-    with common.on(x):
-        dw, dbias, *_ = _launch("backward", x, K, tiles(S + K - 1, D, batch, x.dtype, True), go)
     dweight = dw.sum(0).t().to(weight.dtype).reshape(-1).view(weight.shape)  # of one tap too, strides are as said
     return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
 

@@ -16,13 +16,12 @@ program adds up before it writes; backward, with outputs and features in each ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import centaurus_torch, tuning
+from seqblocks.kernels import centaurus_torch
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus_reference import Bank
 from seqblocks.kernels.dispatch import no_second_derivative, register
@@ -33,7 +32,6 @@ SUBSTATES = 64  # of a channel, at most
 SEGMENT = 128  # tokens, at least about
 CELLS = 128  # of a program that carries states from segment to segment: one a thread
 WARPS = 4 * 132  # one for every scheduler of an H100 or H200: with as many there is nothing to cut
-AXES = {"BN": (8, 16, 32, 64, 128), "STEPS": (2, 4, 8), "num_warps": (1, 2, 4, 8)}  # for tuning
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: u [B, S, F] by strides over batch and tokens, channel n reads feature n mod F; v [B, S, N], or
@@ -153,7 +151,7 @@ def _go(
     return re, im, whole
 
 
-@jit(do_not_specialize=["S", "K", "T", "none"])  # one compiled kernel for all lengths
+@common.kernel(do_not_specialize=["S", "K", "T", "none"])  # one compiled kernel for all lengths
 @no_type_check
 def _walk(
     u, bank, starts, resets, v, last, passes,
@@ -226,7 +224,7 @@ def _walk(
             _put(last, last + N * M, cell, own, re, im)
 
 
-@jit(do_not_specialize=["S", "K", "T", "bits"])
+@common.kernel(do_not_specialize=["S", "K", "T", "bits"])
 @no_type_check
 def _carry(
     bank, given, ends, passes, starts, S, K, T, bits, N, M,
@@ -292,7 +290,7 @@ def _add(
     return re, im, w_re, w_im, sum_re, sum_im, read_re, read_im
 
 
-@jit(do_not_specialize=["S", "K", "T", "none"])
+@common.kernel(do_not_specialize=["S", "K", "T", "none"])
 @no_type_check
 def _sums(
     u, dv, bank, starts, afters, resets, parts,
@@ -384,10 +382,6 @@ class _Plan:
         self.K = up(self.S, self.T)
         self.reverse = reverse
 
-    def about(self, u: Tensor, *more: Any) -> tuple[Any, ...]:
-        """What the best launch hangs on."""
-        return self.N, self.M, u.dtype, *more, *map(common.power_of_two, (self.B, self.S))
-
     def sizes(self, u: Tensor) -> tuple[int, ...]:
         return self.S, self.K, self.T, u.shape[2], self.N, self.M, 0, *u.stride()[:2]
 
@@ -399,15 +393,10 @@ class _Plan:
             return state
         starts, ends = (state.new_empty(self.B, self.K, 2, self.M, self.N) for _ in range(2))
         passes = None if resets is None else state.new_empty(self.B, self.K)
-
-        def find(tile: tuning.Tile) -> Sequence[Tensor]:
-            _walk[self.B * self.K, up(self.N, tile["BN"])](
-                u, bank, None, resets, None, ends, passes, *self.sizes(u), 1,
-                ENDS=True, ADJOINT=adjoint, REVERSE=self.reverse, BF=1, **tile,
-            )
-            return (ends,)
-
-        tuning.launch("centaurus.ends", self.about(u, adjoint), u, self.tile, AXES, find)
+        _walk[self.B * self.K, up(self.N, self.tile["BN"])](
+            u, bank, None, resets, None, ends, passes, *self.sizes(u), 1,
+            ENDS=True, ADJOINT=adjoint, REVERSE=self.reverse, BF=1, **self.tile,
+        )
         _carry[self.B, up(self.N * self.M, CELLS)](
             bank, state, ends, passes, starts,
             self.S, self.K, self.T, self.T.bit_length(), self.N, self.M,
@@ -419,18 +408,13 @@ class _Plan:
         self, u: Tensor, bank: Tensor, starts: Tensor, resets: Tensor | None, last: Tensor, fan: int, adjoint: bool
     ) -> Tensor:
         """v, of which each `fan` neighbouring channels are one sum; last is written."""
-
-        def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            BF = min(tile["BN"], common.power_of_two(fan))
-            outputs, parts = self.N // fan, up(fan, BF)
-            v = u.new_empty(self.B, self.S, outputs, parts, dtype=u.dtype if parts == 1 else torch.float32)
-            _walk[self.B * self.K, up(outputs, tile["BN"] // BF) * parts](
-                u, bank, starts, resets, v, last, None, *self.sizes(u), fan,
-                ENDS=False, ADJOINT=adjoint, REVERSE=self.reverse, BF=BF, **tile,
-            )
-            return v, last
-
-        v = tuning.launch("centaurus.walk", self.about(u, fan, adjoint), u, self.tile, AXES, go)[0]
+        BF = min(self.tile["BN"], common.power_of_two(fan))
+        outputs, parts = self.N // fan, up(fan, BF)
+        v = u.new_empty(self.B, self.S, outputs, parts, dtype=u.dtype if parts == 1 else torch.float32)
+        _walk[self.B * self.K, up(outputs, self.tile["BN"] // BF) * parts](
+            u, bank, starts, resets, v, last, None, *self.sizes(u), fan,
+            ENDS=False, ADJOINT=adjoint, REVERSE=self.reverse, BF=BF, **self.tile,
+        )
         return v.squeeze(-1) if v.shape[-1] == 1 else v.sum(-1).to(u.dtype)
 
     def sums(
@@ -438,16 +422,11 @@ class _Plan:
     ) -> Tensor:
         """[4, M, N], see `_sums`."""
         parts = starts.new_empty(self.B * self.K, 4, self.M, self.N)
-
-        def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _sums[self.B * self.K, up(self.N, tile["BN"])](
-                u, dv, bank, starts, afters, resets, parts, *self.sizes(u), fan, *dv.stride()[:2],
-                REVERSE=self.reverse, **tile,
-            )
-            return (parts,)
-
         tile = {**self.tile, "STEPS": self.tile["STEPS"] // 2}  # which are of two tensors
-        tuning.launch("centaurus.sums", self.about(u), u, tile, AXES, go)
+        _sums[self.B * self.K, up(self.N, tile["BN"])](
+            u, dv, bank, starts, afters, resets, parts, *self.sizes(u), fan, *dv.stride()[:2],
+            REVERSE=self.reverse, **tile,
+        )
         return parts.sum(0)
 
 

@@ -7,14 +7,12 @@ the skip's weight are stored in parts, one for each program, and added afterward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.self_check import normal
 from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
@@ -22,7 +20,6 @@ from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
 WIDTH = 8192  # of a head, at most
 TAIL = 4096  # of one with a skip or a gate
 ACTIVATIONS = ("none", "silu", "sigmoid")
-AXES = {"BT": (1, 2, 4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8, 16)}  # for tuning
 TILES = 4  # that a program of the backward pass goes through, so that parts are few
 
 
@@ -59,7 +56,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
     return x * s, s + x * slope
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _norm(
     x, weight, bias, skip, skip_weight, gate, y, R, D, xs, ss, zs, eps,
@@ -84,7 +81,7 @@ def _norm(
     tl.store(y + r[:, None] * (tl.num_programs(1) * D) + c[None, :], out.to(y.dtype.element_ty), live)
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _norm_backward(
     dy, x, weight, bias, skip, skip_weight, gate, dx, dweight, dbias, dskip, dskip_weight, dgate,
@@ -157,12 +154,6 @@ def _apart(*rows: Tensor | None) -> list[int]:
     return [0 if x is None else x.stride(0) for x in rows]
 
 
-def _launch(way: str, x: Tensor, heads: int, behind: str, go: tuning.Go) -> Sequence[Tensor]:
-    tile = tiles(x.shape[1] // heads, way == "backward", common.arch(x))
-    about = (heads, x.shape[1], x.dtype, behind, common.power_of_two(x.shape[0]))
-    return tuning.launch(f"head_norm.{way}", about, x, tile, AXES, go)
-
-
 @common.custom_op("seqblocks::head_norm_triton")
 def _op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None,
@@ -171,15 +162,11 @@ def _op(
     R, D = x.shape[0], x.shape[1] // heads
     y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
     given = _laid_out(x, weight, bias, skip, skip_weight, gate)
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    tile = tiles(D, False, common.arch(x))
+    with common.on(x):
         _norm[up(R, tile["BT"]), heads](
             *given, y, R, D, *_apart(given[0], given[3], given[5]), eps, ACTIVATION=activation, **tile
         )
-        return (y,)
-
-    with common.on(x):
-        _launch("forward", x, heads, f"{skip is not None} {gate is not None}", go)
     return y
 
 
@@ -201,23 +188,19 @@ def _op_backward(
     like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
     dx, _, _, dskip, _, dgate = like
     dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
-        programs = up(R, tile["BT"] * TILES)
-        parts = [
-            None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
-            for p in (weight, bias, skip_weight)
-        ]
+    tile = tiles(D, True, common.arch(x))
+    programs = up(R, tile["BT"] * TILES)
+    parts = [
+        None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
+        for p in (weight, bias, skip_weight)
+    ]
+    with common.on(x):
         _norm_backward[programs, heads](
             dy, *given, dx, *parts[:2], dskip, parts[2], dgate,
             R, D, *_apart(dy, given[0], given[3], given[5]), eps, ACTIVATION=activation, TILES=TILES, **tile,
         )
-        return [x.new_empty(0) if part is None else part for part in parts] + [dx, dskip, dgate]
-
-    with common.on(x):
-        parts = _launch("backward", x, heads, f"{skip is not None} {gate is not None}", go)
-    for at, p, part in zip((1, 2, 4), (weight, bias, skip_weight), parts, strict=False):
-        if p is not None:
+    for at, p, part in zip((1, 2, 4), (weight, bias, skip_weight), parts, strict=True):
+        if p is not None and part is not None:
             like[at] = part.sum(0).to(p.dtype)
     return like
 

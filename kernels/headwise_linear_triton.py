@@ -11,14 +11,12 @@ several tiles of tokens, and added afterwards. Products are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import autocast_dtype, form, no_second_derivative, register
 from seqblocks.kernels.self_check import large, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
@@ -26,8 +24,6 @@ from seqblocks.kernels.triton_common import jit, lined, tl, up
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
 MOST = 4  # tiles of tokens that a program of the backward pass goes through, unless blocks are wide: it would spill
 PROGRAMS = 64  # by tokens alone, at least, or it goes through one
-AXES = {"BT": (8, 16, 32, 64, 128), "BC": (32, 64, 128), "num_warps": (1, 2, 4, 8)}  # for tuning
-DOT_AXES = {"BT": (32, 64, 128), "TILES": (1, 2, 4, 8), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 
 
 # ------------------------------------------------------------------------------
@@ -51,7 +47,7 @@ def _product(
     return total
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _linear(x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
@@ -61,7 +57,7 @@ def _linear(x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexp
     tl.store(y + r[:, None] * (G * O) + c[None, :], out.to(y.dtype.element_ty), live)
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _linear_backward(
     dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
@@ -112,7 +108,7 @@ def _rows(x, r, c, R, C, xs):
     return tl.load(x + r[:, None] * xs + c[None, :], (r < R)[:, None] & (c < C)[None, :], 0.0)
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _linear_dot(
     x, w, y, R, G, xs, I: tl.constexpr, O: tl.constexpr, BLOCKS: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
@@ -129,7 +125,7 @@ def _linear_dot(
         tl.store(to, out.to(y.dtype.element_ty), (r < R)[:, None] & (g * O + o < outputs)[None, :])
 
 
-@jit(do_not_specialize=["R"])
+@common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _linear_dot_backward(
     dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BLOCKS: tl.constexpr, BI: tl.constexpr,
@@ -180,12 +176,6 @@ def _narrow(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _launch(way: str, x: Tensor, weight: Tensor, tile: tuning.Tile, go: tuning.Go) -> Sequence[Tensor]:
-    about = (*weight.shape, x.dtype, common.power_of_two(x.shape[0]))
-    axes = DOT_AXES if "TILES" in tile else AXES
-    return tuning.launch(f"headwise_linear.{way}", about, x, tile, axes, go)
-
-
 @common.custom_op("seqblocks::headwise_linear_triton")
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
@@ -193,19 +183,14 @@ def _op(x: Tensor, weight: Tensor) -> Tensor:
     x, weight = lined(x), weight.contiguous()
     y = _op_fake(x, weight)
     R = x.shape[0]
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    tile = dot_tiles((G, O, I), R) if _narrow(x, weight) else tiles(G * O, common.arch(x))
+    with common.on(x):
         if "TILES" in tile:
             _linear_dot[up(R, tile["BT"] * tile["TILES"]), up(G, tile["BLOCKS"])](
                 x, weight, y, R, G, x.stride(0), I=I, O=O, **tile
             )
         else:
             _linear[up(R, tile["BT"]), up(G * O, tile["BC"])](x, weight, y, R, G, x.stride(0), I=I, O=O, **tile)
-        return (y,)
-
-    with common.on(x):
-        tile = dot_tiles((G, O, I), R) if _narrow(x, weight) else tiles(G * O, common.arch(x))
-        _launch("forward", x, weight, tile, go)
     return y
 
 
@@ -222,8 +207,9 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     dy, x, weight = lined(dy), lined(x), weight.contiguous()
     R, width = x.shape[0], G * max(O, I)
     dx = x.new_empty(x.shape)
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    narrow = _narrow(x, weight) and dy.dtype == x.dtype
+    tile = dot_tiles((G, O, I), R) if narrow else tiles(width, common.arch(x))
+    with common.on(x):
         many = tile.get("TILES") or (MOST if I <= 8 and (large() or PROGRAMS * MOST * tile["BT"] <= R) else 1)
         programs = up(R, tile["BT"] * many)
         dw = x.new_empty(programs, G, O, I, dtype=torch.float32)
@@ -232,12 +218,6 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
             _linear_dot_backward[programs, up(G, tile["BLOCKS"])](*given, I=I, O=O, **tile)
         else:
             _linear_backward[programs, up(width, tile["BC"])](*given, I=I, O=O, TILES=many, **tile)
-        return dx, dw
-
-    narrow = _narrow(x, weight) and dy.dtype == x.dtype
-    with common.on(x):
-        tile = dot_tiles((G, O, I), R) if narrow else tiles(width, common.arch(x))
-        dw = _launch("backward", x, weight, tile, go)[1]
     return dx, dw.sum(0).to(weight.dtype)
 
 

@@ -23,14 +23,12 @@ compilers for sm_90 turn an accumulator into a transposed operand wrongly. There
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.mlstm_reference import MLSTMState
 from seqblocks.kernels.self_check import large, normal
@@ -130,7 +128,7 @@ def _chunk_gates(
     return b, e, best, segment
 
 
-@jit(do_not_specialize=["S"])  # one compiled kernel for all lengths
+@common.kernel(do_not_specialize=["S"])  # one compiled kernel for all lengths
 @no_type_check
 def _totals(
     i, f, resets, totals,
@@ -149,7 +147,7 @@ def _totals(
     tl.store(totals + 2 * plane + at, tl.where(tl.sum(tl.where(last, segment, 0), 0) == 0, 1.0, 0.0))
 
 
-@jit(do_not_specialize=["S", "N"])
+@common.kernel(do_not_specialize=["S", "N"])
 @no_type_check
 def _gates(
     i, f, resets, m0, totals, gates, segments, m_out,
@@ -207,7 +205,7 @@ def _gates(
                 tl.store(m_out + n, m)
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _states(
     k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
@@ -325,7 +323,7 @@ def _own_tile(S, OVER: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
     )
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _outputs(
     q, k, v, C, norm, gates, segments, h,
@@ -372,7 +370,7 @@ def _outputs(
     tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _factors(
     dh, h, gates, segments, factors, links,
@@ -420,7 +418,7 @@ def _factors(
     tl.store(links + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(j == BT - 1, whole, 0.0), 0))
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
@@ -615,7 +613,7 @@ def _value_gradients(
     tl.store(to, total.to(dv.dtype.element_ty), live[:, None] & is_d[None, :])
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _gradients(
     q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
@@ -647,7 +645,7 @@ def _gradients(
         )
 
 
-@jit(do_not_specialize=["S"])
+@common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _gate_gradients(
     i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df, dm0,
@@ -716,7 +714,7 @@ def _gate_gradients(
     tl.store(df + to, dlog_f, live)
 
 
-@jit
+@common.kernel()
 @no_type_check
 def _step(
     q, k, v, i, f, resets, C0, n0, m0, h, C, norm, m,
@@ -777,10 +775,6 @@ def _step(
 # Launching
 
 
-AXES = {  # for tuning
-    "BK": (32, 64, 128, 256), "BV": (32, 64, 128, 256, 512), "BD": (32, 64),
-    "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4),
-}
 WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
 
@@ -885,26 +879,21 @@ class _Plan:
         self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, gates: Tensor, segments: Tensor | None,
         C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor,
     ) -> None:
-        def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _states[(self.N * self.k_tiles(tile) * self.v_tiles(tile),)](
-                k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
-                self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all, **tile,
-            )
-            return C, norm
+        tile = self.tile("states", k)
+        _states[(self.N * self.k_tiles(tile) * self.v_tiles(tile),)](
+            k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
+            self.S, self.H, self.DK, self.DV, *_strides(k, v), **self.all, **tile,
+        )
 
-        self.launch("states", k, go)
-
-    def k_tiles(self, tile: tuning.Tile) -> int:
+    def k_tiles(self, tile: dict[str, int]) -> int:
         return up(self.DK, tile["BK"])
 
-    def v_tiles(self, tile: tuning.Tile) -> int:
+    def v_tiles(self, tile: dict[str, int]) -> int:
         return up(self.DV, tile["BV"])
 
-    def launch(self, kernel: str, x: Tensor, go: tuning.Go) -> Sequence[Tensor]:
-        about = (self.DK, self.DV, x.dtype, common.power_of_two(self.S), common.power_of_two(self.N))
+    def tile(self, kernel: str, x: Tensor) -> dict[str, int]:
         heads = 1 << 20 if large() else self.N
-        static = tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), heads)
-        return tuning.launch(f"mlstm.{kernel}", about, x, static, AXES, go)
+        return tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), heads)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -932,16 +921,12 @@ def _op(
     with common.on(q):
         plan.gates(i, f, resets, m0, gates, marks, last[2])
         plan.states(k, v, C0, n0, gates, marks, last[0], last[1], C, norm)
-
-        def go(tile: tuning.Tile) -> Sequence[Tensor]:
-            _outputs[(plan.tiles * plan.v_tiles(tile),)](
-                q, k, v, C, norm, gates, marks, h,
-                plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
-                NORMALIZE=normalize, **plan.all, **tile,
-            )
-            return (h,)
-
-        plan.launch("outputs", q, go)
+        tile = plan.tile("outputs", q)
+        _outputs[(plan.tiles * plan.v_tiles(tile),)](
+            q, k, v, C, norm, gates, marks, h,
+            plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
+            NORMALIZE=normalize, **plan.all, **tile,
+        )
     return outputs
 
 
@@ -981,24 +966,6 @@ def _op_backward(
     per_chunk = plan.N * plan.chunks
     sizes = (plan.S, plan.H, plan.DK, plan.DV)
 
-    def state_gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        tiles = plan.k_tiles(tile) * plan.v_tiles(tile)
-        flows = gates.new_empty(plan.N, plan.chunks + 1, tiles)
-        _state_gradients[(plan.N * tiles,)](
-            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
-            dC0 if given else None, dn0 if given else None, flows,
-            *sizes, *_strides(q, dh), **plan.all, **tile,
-        )
-        return dC, dnorm, flows
-
-    def gradients(tile: tuning.Tile) -> Sequence[Tensor]:
-        rows, columns = (gates.new_empty(plan.k_tiles(tile), plan.N, plan.places) for _ in range(2))
-        _gradients[(plan.tiles * (2 * plan.k_tiles(tile) + plan.v_tiles(tile)),)](
-            q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
-            *sizes, *_strides(q, k, v, dh), plan.scales[1], **plan.all, **tile,
-        )
-        return dq, dk, dv, rows, columns
-
     with common.on(q):
         dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
         _factors[(per_chunk,)](
@@ -1006,8 +973,20 @@ def _op_backward(
             EXP=plan.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(plan.DV))),
             **plan.way | {"num_warps": min(8, plan.chunk["L"] // 16)},
         )
-        flows = plan.launch("state_gradients", q, state_gradients)[2]
-        rows, columns = plan.launch("gradients", q, gradients)[3:]
+        tile = plan.tile("state_gradients", q)
+        state_tiles = plan.k_tiles(tile) * plan.v_tiles(tile)
+        flows = gates.new_empty(plan.N, plan.chunks + 1, state_tiles)
+        _state_gradients[(plan.N * state_tiles,)](
+            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
+            dC0 if given else None, dn0 if given else None, flows,
+            *sizes, *_strides(q, dh), **plan.all, **tile,
+        )
+        tile = plan.tile("gradients", q)
+        rows, columns = (gates.new_empty(plan.k_tiles(tile), plan.N, plan.places) for _ in range(2))
+        _gradients[(plan.tiles * (2 * plan.k_tiles(tile) + plan.v_tiles(tile)),)](
+            q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
+            *sizes, *_strides(q, k, v, dh), plan.scales[1], **plan.all, **tile,
+        )
         _gate_gradients[(per_chunk,)](
             i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
             dm0 if given else None,

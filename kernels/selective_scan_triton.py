@@ -17,14 +17,12 @@ Arithmetic and states are float32 whatever the inputs are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels import tuning
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.selective_scan_reference import groups_of, per_token
 from seqblocks.kernels.self_check import large, normal
@@ -34,7 +32,6 @@ CHUNK = 32  # tokens between kept states; the states of one chunk are a program'
 STATES = 256  # at most
 SCHEDULERS = 4 * 132  # of an H100 or H200: each issues for one warp at a time
 AT_ONCE = 16 * SCHEDULERS  # warps of a backward launch, about: each of its programs has memory of its own
-AXES = {"BE": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8), "STEPS": (1, 2, 4, 8)}  # for tuning
 
 
 # ------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def _tokens(
     return xs_, dts, zs_, Bts, Cts, fresh
 
 
-@jit(do_not_specialize=["S", "K", "L", "zero"])  # one compiled kernel for all lengths
+@common.kernel(do_not_specialize=["S", "K", "L", "zero"])  # one compiled kernel for all lengths
 @no_type_check
 def _ends(
     x, dt, A, w, z, bias, resets, ends, sums, broken,
@@ -176,7 +173,7 @@ def _ends(
         tl.store(broken + to, breaks)
 
 
-@jit(do_not_specialize=["K"])
+@common.kernel(do_not_specialize=["K"])
 @no_type_check
 def _carry(
     given, A, ends, sums, broken, starts, K, E, N, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr
@@ -227,7 +224,7 @@ def _advance(
     return h
 
 
-@jit(do_not_specialize=["S", "K", "L", "zero"])
+@common.kernel(do_not_specialize=["S", "K", "L", "zero"])
 @no_type_check
 def _scan(
     u, dt, A, B, C, D, z, bias, h0, resets, y, last, between,
@@ -411,7 +408,7 @@ def _store_sums(to, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.conste
     tl.store(to + n[:, None] + column[None, :], sums, there)
 
 
-@jit(do_not_specialize=["S", "K", "L", "zero"])
+@common.kernel(do_not_specialize=["S", "K", "L", "zero"])
 @no_type_check
 def _scan_backward(
     dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, scratch,
@@ -588,7 +585,7 @@ def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
     return 6 * CHUNK * BE + 2 * CHUNK * BN + CHUNK // STEPS * BE * BN
 
 
-def _summing(arch: str, B: Tensor, C: Tensor, tile: tuning.Tile) -> tuple[str | None, int]:
+def _summing(arch: str, B: Tensor, C: Tensor, tile: dict[str, int]) -> tuple[str | None, int]:
     """How `_store_sums` adds, and in how many equal columns."""
     if tile["BE"] < 16 or tile["BN"] < 16:
         return None, 1
@@ -634,18 +631,10 @@ def _strides(*tensors: Tensor | None) -> list[int | None]:
     return out
 
 
-def _launch(
-    way: str, u: Tensor, A: Tensor, B: Tensor, C: Tensor, tile: tuning.Tile, go: tuning.Go
-) -> Sequence[Tensor]:
-    kind = groups_of(B, C), B.dim(), C.dim()
-    about = (*A.shape, *kind, u.dtype, common.power_of_two(u.shape[0]), common.power_of_two(u.shape[1]))
-    return tuning.launch(f"selective_scan.{way}", about, u, tile, AXES, go)
-
-
 class _Cut:
     """The segments of a launch."""
 
-    def __init__(self, u: Tensor, A: Tensor, groups: int, W: int, tile: tuning.Tile, K: int = 0) -> None:
+    def __init__(self, u: Tensor, A: Tensor, groups: int, W: int, tile: dict[str, int], K: int = 0) -> None:
         self.batch, self.S, self.E = u.shape
         self.N, self.W, self.tile = A.shape[1], W, tile
         self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
@@ -688,8 +677,8 @@ def _op(
     S, E, N, groups, W = _sizes(u, A, B, C)
     y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    tile = tiles(N, W, False, common.arch(u))
+    with common.on(u):
         cut = _Cut(u, A, groups, W, tile)
         if cut.K > 1:
             starts: Tensor | None = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
@@ -700,10 +689,6 @@ def _op(
             S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=CHUNK, **tile,
         )
-        return y, last
-
-    with common.on(u):
-        _launch("forward", u, A, B, C, tiles(N, W, False, common.arch(u)), go)
     return y, last, between
 
 
@@ -732,8 +717,8 @@ def _op_backward(
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
     kept = up(S, CHUNK) * E * N  # numbers of a sequence
-
-    def go(tile: tuning.Tile) -> Sequence[Tensor]:
+    tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()))
+    with common.on(u):
         cut = _Cut(u, A, groups, W, tile)
         if cut.K > 1:
             # which is a walk like the forward one, and is launched like it
@@ -777,11 +762,7 @@ def _op_backward(
         dB, dC = walks[0] if len(walks) == 1 else map(torch.cat, zip(*walks, strict=True))
         dB, dC = (part.sum(0) if x.dim() == 2 else part for x, part in ((B, dB), (C, dC)))
         dD, dbias = (part if x is None else part.sum(0) for x, part in ((D, dD), (bias, dbias)))
-        return du, ddt, dA.sum(0), dB, dC, dD, dz, dbias, dh0
-
-    with common.on(u):
-        static = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()))
-        grads = _launch("backward", u, A, B, C, static, go)
+    grads = du, ddt, dA.sum(0), dB, dC, dD, dz, dbias, dh0
     like = (u, dt, A, B, C, D, z, bias, None)
     return [x if of is None else x.to(of.dtype) for x, of in zip(grads, like, strict=True)]
 

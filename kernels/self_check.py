@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import shelf, tuning
+from seqblocks.kernels import shelf
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
 # far above rounding, far below what a wrong sum gives: relative to the largest value of a result
@@ -122,7 +122,7 @@ def _tracing() -> bool:
 def fault(example: Example, facts: dict[str, Any]) -> str:
     """What the Triton form gets wrong on an example of these facts, or "". Passing if that cannot be found out."""
     dtype, device = facts.get("dtype", torch.float32), facts["device"]
-    with torch.inference_mode(False), torch.enable_grad(), tuning.use_autotune("off"):
+    with torch.inference_mode(False), torch.enable_grad():
         _asked_for.clear()
         function, tensors, options = example(**facts)
         rounded = {name: x.to(dtype).to(device) for name, x in tensors.items()}

@@ -120,7 +120,7 @@ def _keep(states, gates_if, gates_zo, at, plane, here, c, n, m, i, f, z, o):
         tl.store(gates_zo + plane + at, o.to(gates_zo.dtype.element_ty), here)
 
 
-@jit(do_not_specialize=["S", "B"])
+@common.kernel(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan(
     i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, states, gates_if, gates_zo, y1, c1, n1, m1,
@@ -186,7 +186,7 @@ def _scan(
     tl.store(m1 + cell, m, here)
 
 
-@jit(do_not_specialize=["S", "B"])
+@common.kernel(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan_by_tiles(
     i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, y1, c1, n1, m1,
@@ -268,7 +268,7 @@ def _token_gradients(
     return _cell_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, c_ * goes_on, n_ * goes_on, m_ * goes_on)
 
 
-@jit(do_not_specialize=["S", "B"])
+@common.kernel(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan_backward(
     dy, dy1, dc1, dn1, dm1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo,
@@ -326,7 +326,7 @@ def _scan_backward(
     tl.store(dm0 + cell, m, here)
 
 
-@jit(do_not_specialize=["S", "B"])
+@common.kernel(do_not_specialize=["S", "B"])
 @no_type_check
 def _scan_backward_by_tiles(
     dy, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, dy0, dc0, dn0, dm0,
@@ -419,7 +419,7 @@ def _wait(arrived, wanted, patience):
     return tl.where(here < wanted, 0, patience)
 
 
-@jit(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
+@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
 @no_type_check
 def _scan_by_team(
     i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, arrived, y1, c1, n1, m1,
@@ -583,7 +583,7 @@ def _through(
     return x
 
 
-@jit(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
+@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
 @no_type_check
 def _scan_backward_by_team(
     dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, turn, arrived,

@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, no_type_check
 
 import torch
@@ -31,6 +31,29 @@ except Exception as error:  # whatever ails an installation of triton must not t
 
     def jit(function: Any = None, **options: Any) -> Any:
         return function or jit
+
+
+class Kernel:
+    """A Triton function that Python launches as `kernel[grid](...)`, with the options that every launch has."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self.function[grid], **launch_options())
+
+
+def kernel(**options: Any) -> Callable[[Any], Kernel]:
+    """Decorate a kernel. (Functions that kernels call are decorated with `jit`.)"""
+    return lambda function: Kernel(jit(function, **options))
+
+
+@cache
+def launch_options() -> dict[str, bool]:
+    """Options of every launch. Fused multiply-adds are asked for, because Triton 3.10 turns them off by default."""
+    module, options = ("amd", "HIPOptions") if torch.version.hip else ("nvidia", "CUDAOptions")
+    known = getattr(importlib.import_module(f"triton.backends.{module}.compiler"), options).__dataclass_fields__
+    return {"enable_fp_fusion": True} if "enable_fp_fusion" in known else {}
 
 
 # settled when kernels are decorated, which is when this file's importers are imported

@@ -145,17 +145,17 @@ def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, t
 
 
 def test_a_table_is_never_written_over(gpu: ModuleType, tmp_path: Path) -> None:
-    def name(case: list[str] | None, tune: bool) -> str:
-        options = argparse.Namespace(case=case, tune=tune, out=tmp_path, rehearse=False, minutes=1.0)
+    def name(case: list[str] | None) -> str:
+        options = argparse.Namespace(case=case, out=tmp_path, rehearse=False, minutes=1.0)
         of = gpu.Run(["mlstm"], "cuda", options)
         of.told |= {"device": "NVIDIA H200", "date": "2026-01-02"}
         path: Path = of.file()
         path.touch()
         return path.name
 
-    assert name(None, False) == "2026-01-02-nvidia-h200.md"
-    assert name(["mlstm"], True) == "2026-01-02-nvidia-h200-tuned-mlstm.md"
-    assert name(None, False) == "2026-01-02-nvidia-h200-2.md"
+    assert name(None) == "2026-01-02-nvidia-h200.md"
+    assert name(["mlstm"]) == "2026-01-02-nvidia-h200-mlstm.md"
+    assert name(None) == "2026-01-02-nvidia-h200-2.md"
 
 
 def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

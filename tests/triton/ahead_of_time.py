@@ -62,14 +62,15 @@ def launches(module: Any, arch: str, call: Callable[[], None]) -> list[Launch]:
             self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *args, **kwargs: found.append((self.name, self.kernel, args, kwargs))
+            options = triton_common.launch_options()
+            return lambda *args, **kwargs: found.append((self.name, self.kernel, args, {**kwargs, **options}))
 
-    kernels = {name: x for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
+    kernels = {name: x for name, x in vars(module).items() if isinstance(x, triton_common.Kernel)}
     before = triton_common.arch
     triton_common.arch = lambda x: arch
     try:
         for name, kernel in kernels.items():
-            setattr(module, name, Recorder(name, kernel))
+            setattr(module, name, Recorder(name, kernel.function))
         call()
     finally:
         triton_common.arch = before

@@ -6,6 +6,7 @@ Triton named in its first line; other versions are held to the bounds, and to th
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -24,7 +25,8 @@ REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: beyond that t
 
 def table(words: list[str], root: Path, cache: Path) -> list[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    env |= {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(cache)}
+    env["TRITON_DEFAULT_FP_FUSION"] = "0"  # the default of Triton 3.10: launches ask for fusion themselves
     command = [sys.executable, "-m", "tests.triton.ahead_of_time", *words]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -88,6 +90,22 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
     if update_golden:
         (root / GOLDEN / f"{op}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     compare(lines, golden(root, op))
+
+
+def test_every_launch_has_the_options_that_all_share(root: Path) -> None:
+    for path in (root / "kernels").glob("*_triton.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        decorated = {
+            f.name for f in tree.body if isinstance(f, ast.FunctionDef)
+            if any(ast.unparse(d).startswith("common.kernel(") for d in f.decorator_list)
+        }
+        launched = {
+            call.func.value.id for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+            if isinstance(call.func.value, ast.Name) and call.func.value.id.startswith("_")
+        }
+        assert launched, path
+        assert launched <= decorated, path
 
 
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
