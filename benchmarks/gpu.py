@@ -47,7 +47,7 @@ from common import versions, write
 from gpu_cases import CASES, PEERS, Call, Case, Leaves, Peer, Shape, checked, drawn
 from torch import Tensor
 
-from seqblocks.kernels import self_check
+from seqblocks.kernels.dispatch import self_check
 
 OURS, AS_TORCH = "seqblocks", "its torch form"
 BARS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}

@@ -8,13 +8,13 @@ import re
 from typing import Any
 
 from seqblocks._version import __version__
-from seqblocks.check import require_model, yaml
+from seqblocks.analysis.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import SpecError, UnavailableError, UsageError
 from seqblocks.graph import Model
-from seqblocks.report import summarise
+from seqblocks.report.summary import summarise
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def _built(model: Model, dtype: str, options: argparse.Namespace) -> int:
         import torch
     except ModuleNotFoundError:
         raise UnavailableError("building needs torch: pip install torch (`seqblocks check` does without)") from None
-    from seqblocks.builder import build_model
+    from seqblocks.runtime.builder import build_model
 
     module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)
     return sum(p.numel() for p in module.parameters())

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from seqblocks import check, graph
+from seqblocks import graph
 from seqblocks._version import __version__
+from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError
 from seqblocks.graph import Model
-from seqblocks.spec import SpecFile, locate
+from seqblocks.language.spec import SpecFile, locate
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:
@@ -39,7 +40,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     if spec != "-":
         return check.prove(*locate(spec), changes, allow_use=options.allow_use)
     from seqblocks.errors import Report
-    from seqblocks.spec import read_stream
+    from seqblocks.language.spec import read_stream
 
     report = Report()
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)

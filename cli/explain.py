@@ -7,14 +7,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from seqblocks._version import __version__
-from seqblocks.check import require_model
+from seqblocks.analysis.check import require_model
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from seqblocks.plan import Step
+    from seqblocks.runtime.plan import Step
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
 
 def code(options: argparse.Namespace) -> int:
     """What a code means, with an example and its mend."""
-    from seqblocks.codes import CODES, text
+    from seqblocks.language.codes import CODES, text
 
     name = options.what.upper()
     if name not in CODES:
@@ -49,7 +49,7 @@ def kernels(options: argparse.Namespace) -> int:
     except ModuleNotFoundError:
         raise UnavailableError("the kernels need torch: pip install torch") from None
     from seqblocks.kernels.dispatch import requested
-    from seqblocks.plan import plan
+    from seqblocks.runtime.plan import plan
 
     device = _device(torch, options.device or ("cpu" if options.arch is None else "cuda"))
     if options.arch and device != "cuda":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from seqblocks import check, graph
+from seqblocks import graph
+from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, did_you_mean, listing
-from seqblocks.overrides import as_text
-from seqblocks.spec import Block, bundled, looks_like_path
+from seqblocks.language.overrides import as_text
+from seqblocks.language.spec import Block, bundled, looks_like_path
 
 
 def list(options: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def list(options: argparse.Namespace) -> int:
 
 def ops(options: argparse.Namespace) -> int:
     """All verbs, one in full, or the blocks of a spec."""
-    from seqblocks import reference
+    from seqblocks.report import reference
 
     source, colons, name = (options.name or "").partition("::")
     if colons or (source and looks_like_path(source)):
@@ -97,7 +98,7 @@ def _bundle(name: str) -> str | None:
 
 def _facts(block: Block, use: str) -> dict[str, Any]:
     """What is to be known of a block, as plain data."""
-    from seqblocks import document
+    from seqblocks.language import document
 
     defaults = {a.name: a.default and document.plain(a.default) for a in block.args.values()}
     arguments = [{"name": a.name, "type": a.type, "default": defaults[a.name]} for a in block.args.values()]
@@ -124,8 +125,8 @@ def _told(block: dict[str, Any]) -> str:
 
 def show(options: argparse.Namespace) -> int:
     """A spec at one stage of its way."""
-    from seqblocks import document
     from seqblocks.cli.check import load
+    from seqblocks.language import document
 
     file, model = load(options.spec, options)
     if options.stage == "document":
@@ -137,7 +138,7 @@ def show(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """The JSON schema of the language."""
-    from seqblocks import schema as room
+    from seqblocks.report import schema as room
 
     file = None
     if options.spec:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqblocks.cli import output
-from seqblocks.report import Row, Summary
+from seqblocks.report.summary import Row, Summary
 
 
 class _Console(Console):

@@ -11,7 +11,7 @@ from seqblocks.kernels.dispatch import BACKENDS, Verdict, fallbacks, use_backend
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
-from seqblocks.kernels.mlstm_memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
+from seqblocks.kernels.mlstm.memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
 from seqblocks.kernels.positions import packed_resets, rotary
 from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm

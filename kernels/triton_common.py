@@ -19,7 +19,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.compiled import constant
+from seqblocks.kernels.dispatch.compiled import constant
 
 MISSING = ""
 tl: Any = None

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from seqblocks import kernels as kernels
     from seqblocks import state as state
     from seqblocks import testing as testing
-    from seqblocks.builder import build, build_model, build_text
-    from seqblocks.check import load, load_model, load_text, yaml
+    from seqblocks.analysis.check import load, load_model, load_text, yaml
     from seqblocks.op import Op, primitive
-    from seqblocks.report import Summary, summarise
+    from seqblocks.report.summary import Summary, summarise
+    from seqblocks.runtime.builder import build, build_model, build_text
 
 # imported on first use: the first need torch, all need pydantic, and `check` is as fast as its imports
-_LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.builder")
-_LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.check")
+_LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
+_LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
-_LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report")
+_LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 _LAZY |= dict.fromkeys(("checkpoint", "kernels", "state", "testing"), "")  # modules, `seqblocks.testing.check_law`
 
 __all__ = [

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks import check, graph
-from seqblocks.builder import build_model
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.analysis.maps import SEVERAL, official_name
 from seqblocks.errors import RunError, UnavailableError, UsageError, did_you_mean, listing
-from seqblocks.maps import SEVERAL, official_name
-from seqblocks.model import SequenceModel, checked_device
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.model import SequenceModel, checked_device
 
 FORMAT = 1
 

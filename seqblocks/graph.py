@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Span
+from seqblocks.language.overrides import Override
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
@@ -91,23 +92,6 @@ class Recipe(NamedTuple):
     text: str
     overrides: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()  # relative path -> text; bundled files are not repeated
-
-
-class Override(NamedTuple):
-    """A value given from outside, as `path=text`; `node` is what now stands in the document, None if it did before."""
-
-    path: str
-    text: str
-    node: Any = None
-
-    def __str__(self) -> str:
-        return f"{self.path}={self.text}"
-
-    @property
-    def idle(self) -> str:
-        """What to say of one that changes nothing."""
-        why = "the spec says so already" if self.node is None else "no step uses it"
-        return f"the override {self} changes nothing: {why}"
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, did_you_mean, listing, quote
-from seqblocks.expressions import UNKNOWN, Expression, parse, syntax_tree
+from seqblocks.language.expressions import UNKNOWN, Expression, parse, syntax_tree
 
 
 class Init(NamedTuple):

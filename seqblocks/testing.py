@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError, UsageError
-from seqblocks.model import SequenceModel
-from seqblocks.module import Primitive
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.module import Primitive
 from seqblocks.state import declared
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from seqblocks import check, document
+from seqblocks.analysis import check
 from seqblocks.errors import Report
+from seqblocks.language import document
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(

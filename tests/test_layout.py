@@ -25,42 +25,23 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The files of seqblocks/, from the top down. `ops/*` stands for all files of the folder: any of them may import what
-# is above, and its neighbours as long as they do not import it in turn.
+# The files and rooms of seqblocks/, from the top down. `ops/*` stands for all files of the folder: any of them may
+# import what is above, and its neighbours as long as they do not import it in turn.
 ROOMS = """
     _version
     errors
-    document
-    expressions
     types
+    language/*
     parameters
     op
     ops/*
     graph
-    combinators
-    spec
-    scope
-    inputs
-    wiring
-    ownership
-    maps
-    lower
-    overrides
     cost
-    expect
-    check
-    report
-    codes
-    reference
-    schema
+    analysis/*
+    report/*
     ------ torch begins
     state
-    initialise
-    fusion
-    module
-    model
-    builder
-    plan
+    runtime/*
     checkpoint
     testing
     __init__
@@ -112,7 +93,7 @@ LIBRARY = [path for folder in ("seqblocks", "kernels", "cli") for path in python
 
 
 def module_name(path: Path) -> str:
-    """kernels/mlstm.py -> seqblocks.kernels.mlstm"""
+    """kernels/mlstm/interface.py -> seqblocks.kernels.mlstm"""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts if parts[0] == "seqblocks" else ("seqblocks", *parts)).removesuffix(".__init__")
 

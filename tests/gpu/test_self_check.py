@@ -11,7 +11,8 @@ import torch
 
 from seqblocks import kernels
 from seqblocks.errors import BackendError
-from seqblocks.kernels import dispatch, self_check, triton_common
+from seqblocks.kernels import dispatch, triton_common
+from seqblocks.kernels.dispatch import self_check
 from tests.triton.test_self_check import FACTS
 
 pytestmark = [

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqblocks.kernels import slstm, slstm_triton, triton_common, why
+from seqblocks.kernels import slstm, triton_common, why
+from seqblocks.kernels.slstm import triton as slstm_triton
 from tests.triton import compare
 from tests.triton.test_slstm import GATES, STATE, inputs, run
 

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import (
-    causal_conv,
-    head_norm,
-    headwise_linear,
-    selective_scan,
-    selective_scan_triton,
-    triton_common,
-    why,
-)
+from seqblocks.kernels import causal_conv, head_norm, headwise_linear, selective_scan, triton_common, why
+from seqblocks.kernels.selective_scan import triton as selective_scan_triton
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar
 

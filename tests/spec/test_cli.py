@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from seqblocks.cli import main as room
-from seqblocks.codes import CODES
-from seqblocks.spec import bundled
+from seqblocks.language.codes import CODES
+from seqblocks.language.spec import bundled
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GOOD = "seqblocks: 1\nlet: {dim: 8}\nmodel: {input: {features: dim}, steps: [{linear: {features: 4}}]}\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from seqblocks import check
-from seqblocks.codes import CODES, framed, text
+from seqblocks.analysis import check
 from seqblocks.errors import SpecError
+from seqblocks.language.codes import CODES, framed, text
 
 
 def test_the_catalogue_holds_every_code_and_no_other(root: Path) -> None:

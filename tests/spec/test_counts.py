@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from seqblocks import check, graph
+from seqblocks import graph
+from seqblocks.analysis import check
 
 SEVEN = "m*3 s m s m s m*32 s m s m s m*3"
 XLSTM = [  # spec, overrides, parameters

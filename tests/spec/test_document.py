@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqblocks import document
-from seqblocks.document import Mapping, Scalar, Sequence, plain
 from seqblocks.errors import Report, SpecError
+from seqblocks.language import document
+from seqblocks.language.document import Mapping, Scalar, Sequence, plain
 
 
 def read(text: str) -> Any:

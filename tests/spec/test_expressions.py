@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from seqblocks.errors import Fault
-from seqblocks.expressions import MAX_MAGNITUDE, UNKNOWN, parse
+from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, parse
 
 NAMES = {"dim": 192, "n": 3, "rate": 0.5, "act": "silu", "flag": True, "open": UNKNOWN}
 

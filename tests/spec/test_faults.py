@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqblocks import check
+from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
 
 FAULTS = Path(__file__).parent / "faults"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqblocks import check
+from seqblocks.analysis import check
 from seqblocks.errors import SpecError
-from seqblocks.spec import bundled
+from seqblocks.language.spec import bundled
 
 SECONDS = 20.0  # for one text on a machine that others slow down; the worst of those below takes 1.5 s on a quiet one
 
@@ -93,7 +93,7 @@ trees = st.recursive(leaves, lambda t: st.lists(t, max_size=4) | st.dictionaries
 @settings(max_examples=200)
 @given(trees, trees)
 def test_random_structures(steps: Any, other: Any) -> None:
-    from seqblocks.overrides import as_text
+    from seqblocks.language.overrides import as_text
 
     head = "seqblocks: 1\nuse: [vil]\n"
     judged(f"{head}model: {{input: {{features: 8}}, steps: [{as_text(steps)}]}}\n")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from seqblocks import check, graph
+from seqblocks import graph
+from seqblocks.analysis import check
 from seqblocks.errors import ExpectationError, OverrideWarning, SpecError, UsageError
 from seqblocks.graph import Model
-from seqblocks.report import summarise
-from seqblocks.spec import ARGUMENT_TYPES, bundled
+from seqblocks.language.spec import ARGUMENT_TYPES, bundled
+from seqblocks.report.summary import summarise
 
 
 def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> Model:
@@ -495,10 +496,10 @@ def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
 
 def test_the_words_that_hints_lead_to_exist() -> None:
     """What stands for other libraries' words is a verb, an argument or a word of the language."""
-    from seqblocks import reference
     from seqblocks.errors import ELSEWHERE, INSTEAD
-    from seqblocks.expressions import FUNCTIONS
+    from seqblocks.language.expressions import FUNCTIONS
     from seqblocks.parameters import INITIALISERS
+    from seqblocks.report import reference
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]

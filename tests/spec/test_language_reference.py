@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from seqblocks import check, document, reference
+from seqblocks.analysis import check
 from seqblocks.errors import Report
+from seqblocks.language import document
 from seqblocks.op import Op
+from seqblocks.report import reference
 
 
 def test_the_page_is_what_the_declarations_say(root: Path, update_golden: bool) -> None:
     page = root / "docs" / "language.md"
     if update_golden:
         page.write_text(reference.markdown(), encoding="utf-8")
-    assert page.read_text(encoding="utf-8") == reference.markdown(), "python -m seqblocks.reference > docs/language.md"
+    remake = "python -m seqblocks.report.reference > docs/language.md"
+    assert page.read_text(encoding="utf-8") == reference.markdown(), remake
 
 
 def test_complete_examples_validate() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from seqblocks import check
-from seqblocks.document import parse, plain
+from seqblocks.analysis import check
 from seqblocks.errors import Report
-from seqblocks.schema import schema
-from seqblocks.spec import bundled
+from seqblocks.language.document import parse, plain
+from seqblocks.language.spec import bundled
+from seqblocks.report.schema import schema
 from tests.spec import language_server
 
 NAMES = sorted(bundled())

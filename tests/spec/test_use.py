@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from seqblocks import check
+from seqblocks.analysis import check
 from seqblocks.errors import Diagnostic, SpecError, UsageError
 
 Run = Callable[..., Any]

@@ -162,7 +162,8 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
     """For sm_90, and without running any: tensors have shapes alone, and nothing is launched."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from seqblocks.kernels import self_check, triton_common
+    from seqblocks.kernels import triton_common
+    from seqblocks.kernels.dispatch import self_check
 
     monkeypatch.setattr(triton_common, "INTERPRETED", True)  # that a CPU will do
     monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import seqblocks
-from seqblocks import check
+from seqblocks.analysis import check
 from seqblocks.checkpoint import load_official, official_name, restore, save
 
 TEXT = """

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks import check, graph
+from seqblocks import graph
+from seqblocks.analysis import check
 from seqblocks.kernels import dispatch, triton_common
-from seqblocks.plan import plan
+from seqblocks.runtime.plan import plan
 from seqblocks.testing import random_input
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import seqblocks
-from seqblocks import check, fusion, graph
-from seqblocks.module import Body, Call, Primitive
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.runtime import fusion
+from seqblocks.runtime.module import Body, Call, Primitive
 
 BLOCKS = {
     "vil": ("vil", "vil: {dim: 8, heads: 2}"),

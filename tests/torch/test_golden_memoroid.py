@@ -30,7 +30,7 @@ from seqblocks.kernels import (
     mlstm_algebra,
     mlstm_memoroid,
 )
-from seqblocks.kernels.mlstm_memoroid import elements
+from seqblocks.kernels.mlstm.memoroid import elements
 
 FOLDER = Path(__file__).parent.parent / "golden" / "memoroid"
 CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks import check, graph
+from seqblocks import graph
+from seqblocks.analysis import check
 
 
 def walk(order: str, rows: int, columns: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mlstm_memoroid
-from seqblocks.kernels.mlstm_memoroid import MLSTMElement, _scan, elements
-from seqblocks.kernels.mlstm_memoroid import combine as mlstm_combine
+from seqblocks.kernels.mlstm.memoroid import MLSTMElement, _scan, elements
+from seqblocks.kernels.mlstm.memoroid import combine as mlstm_combine
 
 # float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
 ROUNDING = 1e-10

@@ -18,8 +18,8 @@ from torch import Tensor
 import seqblocks
 from seqblocks.cost import macs
 from seqblocks.kernels import centaurus
-from seqblocks.kernels.centaurus import _bank
-from seqblocks.kernels.centaurus_torch import Chunk, _chunk, _scan, _walked, cheapest, counts, fast_length
+from seqblocks.kernels.centaurus.interface import _bank
+from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _scan, _walked, cheapest, counts, fast_length
 from seqblocks.testing import check_law
 
 MODES = ("neck", "pointwise", "dws", "full")

@@ -11,7 +11,7 @@ import torch
 
 from seqblocks.errors import BackendError
 from seqblocks.kernels import BACKENDS, dispatch, mlstm, use_backend, why
-from seqblocks.kernels.compiled import constant
+from seqblocks.kernels.dispatch.compiled import constant
 
 OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
 

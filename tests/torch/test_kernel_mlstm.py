@@ -419,7 +419,7 @@ def test_export_for_any_length(strict):
 
 
 def test_the_op_keeps_its_promises_to_torch():
-    from seqblocks.kernels.mlstm_torch import _mlstm
+    from seqblocks.kernels.mlstm.torch import _mlstm
 
     x, state = inputs(B=1, S=5)
     torch.library.opcheck(_mlstm, (*x, *state, None, False, 2, 1e-6, "exp", True, True))

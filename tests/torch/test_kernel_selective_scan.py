@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqblocks import BackendError
 from seqblocks.kernels import selective_scan, why
-from seqblocks.kernels.selective_scan_torch import _spans
+from seqblocks.kernels.selective_scan.torch import _spans
 
 FORMS = ("reference", "torch")
 # float64 and a contracting recurrence (decays below 1): rounding of a few 2^-52 a step, with room for 300 steps
@@ -76,7 +76,7 @@ def test_the_forms_agree(seq: int, groups: int, marks: list[tuple[int, int]], re
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_many_chunks_are_one_scan(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqblocks.kernels.selective_scan_torch.WORKING_SET", 1)
+    monkeypatch.setattr("seqblocks.kernels.selective_scan.torch.WORKING_SET", 1)
     tensors = inputs(S=45)
     assert len(_spans(torch.empty(2, 45, 1, 4), 3, reverse)) == 6
     first, second = (

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import seqblocks
-from seqblocks import check, graph
-from seqblocks.model import SequenceModel
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 
 SMALL = {
@@ -77,7 +78,7 @@ def test_at_length(name: str, seq: int, cuts: list[int], resets: list[tuple[int,
 
 def test_every_streaming_spec_is_here() -> None:
     """Sizes of one architecture count once."""
-    from seqblocks.spec import bundled
+    from seqblocks.language.spec import bundled
 
     families = {
         "xlstm_125m_7_1": ("mlstm_small", "xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),

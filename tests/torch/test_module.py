@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqblocks
-from seqblocks import graph, module
+from seqblocks import graph
 from seqblocks import state as states
+from seqblocks.analysis.scope import RESERVED_NAMES
+from seqblocks.language.spec import bundled
 from seqblocks.parameters import INITIALISERS
-from seqblocks.scope import RESERVED_NAMES
-from seqblocks.spec import bundled
+from seqblocks.runtime import module
 from seqblocks.testing import check_law
 
 STREAM = """
@@ -312,18 +313,6 @@ def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:
     model.load_state_dict(torch.load(saved, weights_only=True))
     inner = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
     torch.testing.assert_close(inner, y)
-
-
-def test_a_model_pickled_before_it_had_a_file_of_its_own() -> None:
-    """`seqblocks.module.SequenceModel` is what such a pickle says."""
-    model = seqblocks.build_text(STREAM)
-    now, then = (f"c{place}\nSequenceModel\n".encode() for place in ("seqblocks.model", "seqblocks.module"))
-    data = pickle.dumps(model, protocol=2)
-    assert now in data
-    again = pickle.loads(data.replace(now, then))
-    assert type(again) is type(model)
-    x = torch.randn(2, 7, 8)
-    torch.testing.assert_close(again(x), model(x))
 
 
 def test_functional_call_reaches_owned_parameters() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.checkpoint import load_official, official_name
-from seqblocks.model import SequenceModel
+from seqblocks.runtime.model import SequenceModel
 
 Weights = dict[str, Tensor]
 

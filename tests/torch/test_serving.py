@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import seqblocks
 from seqblocks import state as states
-from seqblocks.model import SequenceModel
+from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, random_input
 
 STREAMING = {

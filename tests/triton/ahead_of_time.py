@@ -29,16 +29,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqblocks.kernels import (
-    causal_conv_triton,
-    centaurus_triton,
-    head_norm_triton,
-    headwise_linear_triton,
-    mlstm_triton,
-    selective_scan_triton,
-    slstm_triton,
-    triton_common,
-)
+from seqblocks.kernels import triton_common
+from seqblocks.kernels.causal_conv import triton as causal_conv_triton
+from seqblocks.kernels.centaurus import triton as centaurus_triton
+from seqblocks.kernels.head_norm import triton as head_norm_triton
+from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
+from seqblocks.kernels.mlstm import triton as mlstm_triton
+from seqblocks.kernels.selective_scan import triton as selective_scan_triton
+from seqblocks.kernels.slstm import triton as slstm_triton
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (

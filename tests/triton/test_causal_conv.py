@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from seqblocks import BackendError
-from seqblocks.kernels import causal_conv, causal_conv_triton, why
+from seqblocks.kernels import causal_conv, why
+from seqblocks.kernels.causal_conv import triton as causal_conv_triton
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar, half
 

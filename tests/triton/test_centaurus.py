@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import BackendError
-from seqblocks.kernels import centaurus, centaurus_triton, self_check, why
+from seqblocks.kernels import centaurus, why
+from seqblocks.kernels.centaurus import triton as centaurus_triton
+from seqblocks.kernels.dispatch import self_check
 from tests.triton.compare import check, draw, float32_bar, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import head_norm, head_norm_triton, headwise_linear, headwise_linear_triton, why
+from seqblocks.kernels import head_norm, headwise_linear, why
+from seqblocks.kernels.head_norm import triton as head_norm_triton
+from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from seqblocks.kernels import dispatch, mlstm, mlstm_init_state, mlstm_step, mlstm_triton
+from seqblocks.kernels import dispatch, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.mlstm import triton as mlstm_triton
 from tests.triton.compare import ROUNDING, check, draw, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted

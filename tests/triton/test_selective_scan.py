@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from seqblocks import BackendError
-from seqblocks.kernels import selective_scan, selective_scan_triton, triton_common, why
+from seqblocks.kernels import selective_scan, triton_common, why
+from seqblocks.kernels.selective_scan import triton as selective_scan_triton
 from tests.triton import compare
 from tests.triton.compare import draw, float32_bar, half
 

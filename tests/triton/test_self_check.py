@@ -13,7 +13,9 @@ import torch
 
 from seqblocks import kernels
 from seqblocks.errors import BackendError
-from seqblocks.kernels import dispatch, selective_scan_triton, self_check, shelf
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.dispatch import self_check, shelf
+from seqblocks.kernels.selective_scan import triton as selective_scan_triton
 from tests.triton.compare import half, interpreted
 
 CPU = {"device": "cpu", "dtype": torch.float32}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from seqblocks.errors import BackendError
-from seqblocks.kernels import slstm, slstm_triton, triton_common, why
+from seqblocks.kernels import slstm, triton_common, why
+from seqblocks.kernels.slstm import triton as slstm_triton
 from tests.triton.compare import check, draw, float32_bar, half, interpreted, resets, scattered, turned, wide
 
 pytestmark = interpreted

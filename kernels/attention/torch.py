@@ -1,0 +1,111 @@
+"""Attention by torch's fused kernel, whose memory does not grow with the square of the length.
+
+With a window the sequence is cut into blocks of its length, and a block sees itself and its neighbours. Where sequences
+are packed without a window, queries go in blocks whose mask is made again for the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from seqblocks.kernels.attention.reference import sees
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch.compiled import unknown
+
+BLOCK = 512
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
+) -> Tensor:
+    """As `attention_reference.run`."""
+    S, T = q.shape[1], k.shape[1]
+    if S == 0 or q.shape[0] == 0:
+        return v.new_zeros(*q.shape[:3], v.shape[3])
+    if window is not None and (unknown(S) or window < S):
+        return _windowed(q, k, v, sequence, causal, window, scale)
+    if sequence is None and (window is None or window >= S):
+        return _fused(q, k, v, None, causal, scale)
+    place = torch.arange(T, device=q.device)
+    if S <= BLOCK:
+        return _fused(q, k, v, sees(place[T - S :], place, sequence, causal, window), False, scale)
+
+    def block(query: Tensor, a: int, b: int, first: int, last: int) -> Tensor:
+        mask = sees(place[a:b], place[first:last], sequence, causal, window)
+        return _fused(query, k[:, first:last], v[:, first:last], mask, False, scale)
+
+    parts = []
+    for a in range(T - S, T, BLOCK):
+        b = min(a + BLOCK, T)
+        query = q[:, a - (T - S) : b - (T - S)]
+        last = b if causal else T
+        parts.append(checkpoint(block, query, a, b, 0, last, use_reentrant=False))
+    return torch.cat(parts, 1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """mask [B or 1, S, T]."""
+    D, DV = q.shape[-1], v.shape[-1]
+    if D != DV:  # torch would write down all pairs; zeros change neither scores nor values
+        q, k, v = (pad(x, [0, max(D, DV) - x.shape[-1]]) for x in (q, k, v))
+    y = scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
+        attn_mask=None if mask is None else mask.unsqueeze(1), enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y[..., :DV].transpose(1, 2).to(v.dtype)
+
+
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int, scale: float
+) -> Tensor:
+    """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on).
+
+    An exporter must ask nothing about the length: axes are cut by `unfold` then, which is slower backward, and two long
+    or more.
+    """
+    B, S, H, _ = q.shape
+    past = k.shape[1] - S
+    block = max(2, window)
+    any_length = unknown(S)
+    blocks = (S + block - 1) // block + (1 if any_length else 0)
+    after = blocks * block - S
+    spare = 0 if causal else block
+    span = 2 * block + spare
+    device = q.device
+
+    def cut(x: Tensor, fill: float = 0) -> Tensor:
+        """Keys: [B, blocks, span, ...], a block before the first query to what the last block may see."""
+        have = min(past, block)
+        x = x[:, past - have :]
+        rest = [0, 0] * (x.dim() - 2)
+        x = pad(x, [*rest, block - have, after + spare], value=fill)
+        return x.unfold(1, span, block).movedim(-1, 2)
+
+    def queries(x: Tensor, fill: float = 0) -> Tensor:
+        """[B, blocks, block, ...]."""
+        x = pad(x, [*[0, 0] * (x.dim() - 2), 0, after], value=fill)
+        return x.unfold(1, block, block).movedim(-1, 2) if any_length else x.unflatten(1, (blocks, block))
+
+    owner = torch.zeros(B, k.shape[1], dtype=torch.long, device=device) if sequence is None else sequence
+    keys_of = cut(owner, -1)
+    queries_of = queries(owner[:, past:], -1)
+    place = torch.arange(span, device=device)
+    near = sees(place[block : 2 * block], place, None, causal, window)
+    seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
+    # a place that pads the last block sees those that pad it: no row of the mask is empty
+    y = _fused(
+        queries(q).flatten(0, 1),
+        cut(k).flatten(0, 1),
+        cut(v).flatten(0, 1),
+        seen.flatten(0, 1),
+        False,
+        scale,
+    )
+    y = y.reshape(B, blocks, block, H, v.shape[3]).flatten(1, 2)
+    return pad(y, [0, 0, 0, 0, 0, -after]) if any_length else y[:, :S]
+
+
+register("attention", "torch", run, always("torch's fused attention, on any device"))

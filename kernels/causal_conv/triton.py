@@ -1,0 +1,404 @@
+"""The depthwise causal convolution in Triton: one launch forward, one backward.
+
+A program owns BD channels of a run of T tokens and walks it in the order of the scan, with the last K - 1 inputs in
+registers: every number is read and converted once. Bias and SiLU are part of it. Before its run a program walks K - 1
+tokens, or those of the carried state, without writing; a reset empties what it holds. Nothing is joined or flipped.
+
+The backward pass walks the same way, makes the values before the SiLU again, and keeps the gradients of the last K - 1
+inputs until no later output adds to them: x and dy are read and dx is written, once. Gradients of weight and bias are
+stored in parts, one for each run, and added afterwards in an order that does not vary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
+from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
+
+TAPS = 8  # at most: windows are registers
+WARPS = 2048  # of all programs together, at least, if runs of 8 tokens allow it: a large GPU holds as many at a time
+
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S]; xb, xs strides of x over
+# batch and tokens.   p counts tokens in the order of the scan; those of the state are -(K-1) .. -1, the newest last.
+
+
+@jit
+@no_type_check
+def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, REVERSE: tl.constexpr):
+    """Token p, as it is stored; zero where there is none. EDGE: it may be one of the state."""
+    t = S - 1 - p if REVERSE else p
+    value = tl.load(x + b * xb + t * xs + d, d < tl.where((p >= 0) & (p < S), D, 0), 0.0)
+    if EDGE:
+        past = d < tl.where((p < 0) & (p > -K), D, 0)
+        old = tl.load(state + (b * (K - 1) + p + K - 1) * D + d, past, 0.0)
+        value = tl.where(p < 0, old.to(tl.float32), value.to(tl.float32))
+    return value
+
+
+@jit
+@no_type_check
+def _marked(resets, b, p, S, REVERSE: tl.constexpr):
+    t = S - 1 - p if REVERSE else p
+    return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0) != 0
+
+
+@jit
+@no_type_check
+def _all(value, COUNT: tl.constexpr):
+    out = ()
+    for _ in tl.static_range(COUNT):
+        out = out + (value,)
+    return out
+
+
+@jit
+@no_type_check
+def _blank(x, COUNT: tl.constexpr):
+    """A tuple of zeros like x."""
+    return _all(x * 0.0, COUNT)
+
+
+@jit
+@no_type_check
+def _emptied(window, mark, COUNT: tl.constexpr):
+    """A tuple of zeros if a sequence begins, else the window."""
+    out = ()
+    for at in tl.static_range(COUNT):
+        out = out + (tl.where(mark, 0.0, window[at]),)
+    return out
+
+
+@jit
+@no_type_check
+def _pushed(window, value, COUNT: tl.constexpr, FROM: tl.constexpr):
+    """The newest first, then of the window from there on; COUNT in all."""
+    out = ()
+    if COUNT > 0:
+        out = (value,)
+    for at in tl.static_range(COUNT - 1):
+        out = out + (window[FROM + at],)
+    return out
+
+
+@jit
+@no_type_check
+def _taps(w, d, live, K: tl.constexpr):
+    """By lag, in float32."""
+    out = ()
+    for lag in tl.static_range(K):
+        out = out + (tl.load(w + d * K + K - 1 - lag, live, 0.0).to(tl.float32),)
+    return out
+
+
+@jit
+@no_type_check
+def _offset(bias, d, live, like):
+    out = like * 0.0
+    if bias is not None:
+        out = tl.load(bias + d, live, 0.0).to(tl.float32)
+    return out
+
+
+@jit
+@no_type_check
+def _behind(x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):
+    """What is in the window before token p: the K - 1 tokens behind it."""
+    window = _blank(taps[0], K - 1)
+    for j in tl.static_range(K - 1):
+        at = p - (K - 1) + j
+        if resets is not None:
+            window = _emptied(window, _marked(resets, b, at, S, REVERSE), K - 1)
+        window = _pushed(window, _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE), K - 1, 0)
+    return window
+
+
+@jit
+@no_type_check
+def _convolved(taps, offset, value, window, K: tl.constexpr):
+    out = offset + taps[0] * value
+    for lag in tl.static_range(1, K):
+        out += taps[lag] * window[lag - 1]
+    return out
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def _conv(
+    x, w, bias, state, resets, y, S, D, xb, xs,
+    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BD: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    runs = tl.cdiv(S, T)
+    b = (tl.program_id(0) // runs).to(tl.int64)
+    first = (tl.program_id(0) % runs).to(tl.int64) * T
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    live = d < D
+    taps = _taps(w, d, live, K)
+    offset = _offset(bias, d, live, taps[0])
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    for i in range(0, T, STEPS):
+        values, marks = (), ()
+        for j in tl.static_range(STEPS):  # loads that do not wait for one another
+            values = values + (_read(x, state, d, b, first + i + j, S, D, xb, xs, K, False, REVERSE),)
+            if resets is not None:
+                marks = marks + (_marked(resets, b, first + i + j, S, REVERSE),)
+        for j in tl.static_range(STEPS):
+            p = first + i + j
+            value = values[j].to(tl.float32)
+            if resets is not None:
+                window = _emptied(window, marks[j], K - 1)
+            out = _convolved(taps, offset, value, window, K)
+            window = _pushed(window, value, K - 1, 0)
+            if SILU:
+                out = silu(out)
+            t = S - 1 - p if REVERSE else p
+            tl.store(y + (b * S + t) * D + d, out.to(y.dtype.element_ty), d < tl.where(p < S, D, 0))
+
+
+@jit
+@no_type_check
+def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.constexpr):
+    """Of what went into the SiLU."""
+    out = grad.to(tl.float32)
+    if SILU:
+        before = _convolved(taps, offset, value, window, K)
+        gate = over(1.0 + exp(-before))
+        out *= gate * (1.0 + before * (1.0 - gate))
+    return out
+
+
+@jit
+@no_type_check
+def _spread(waiting, reaches, taps, g, K: tl.constexpr, CUT: tl.constexpr):
+    """Gradients of the token at hand and of the K - 1 before it, with what the output at hand adds."""
+    out = (taps[0] * g,)
+    for lag in tl.static_range(1, K):
+        part = taps[lag] * g
+        if CUT:
+            part = tl.where(reaches[lag - 1], part, 0.0)
+        out = out + (waiting[lag - 1] + part,)
+    return out
+
+
+@jit
+@no_type_check
+def _reaching(reaches, mark, COUNT: tl.constexpr):
+    """Whether each lag is still of the token's own sequence."""
+    out = ()
+    if COUNT > 0:
+        out = (mark == 0,)
+    for at in tl.static_range(COUNT - 1):
+        out = out + (reaches[at] & (mark == 0),)
+    return out
+
+
+@jit
+@no_type_check
+def _write(dx, dstate, value, b, p, first, S, D, d, K: tl.constexpr, REVERSE: tl.constexpr):
+    """The gradient of token p, which may be one of the state."""
+    t = S - 1 - p if REVERSE else p
+    own = d < tl.where((p >= first) & (p >= 0) & (p < S), D, 0)
+    tl.store(dx + (b * S + t) * D + d, value.to(dx.dtype.element_ty), own)
+    if p < 0:
+        to = dstate + (b * (K - 1) + p + K - 1) * D + d
+        tl.store(to, value.to(dstate.dtype.element_ty), d < tl.where(p >= first, D, 0))
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def _conv_backward(
+    dy, x, w, bias, state, resets, dx, dstate, dw, dbias, S, D, gb, gs, xb, xs,
+    SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BD: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Parts: dw [programs, K, D], dbias [programs, D]. Runs divide the tokens of the state and of x."""
+    runs = tl.cdiv(S + K - 1, T)
+    b = (tl.program_id(0) // runs).to(tl.int64)
+    first = (tl.program_id(0) % runs).to(tl.int64) * T - (K - 1)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    live = d < D
+    taps = _taps(w, d, live, K)
+    offset = _offset(bias, d, live, taps[0])
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    waiting = _blank(taps[0], K - 1)
+    reaches = _all(first == first, K - 1)
+    sums = _blank(taps[0], K)
+    total = taps[0] * 0.0
+    for i in range(0, T, STEPS):
+        values, grads, marks = (), (), ()
+        for j in tl.static_range(STEPS):
+            at = first + i + j
+            values = values + (_read(x, state, d, b, at, S, D, xb, xs, K, K > 1, REVERSE),)
+            grads = grads + (_read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE),)
+            if resets is not None:
+                marks = marks + (_marked(resets, b, at, S, REVERSE).to(tl.int32),)
+        for j in tl.static_range(STEPS):
+            value = values[j].to(tl.float32)
+            if resets is not None:
+                window = _emptied(window, marks[j] != 0, K - 1)
+                reaches = _reaching(reaches, marks[j], K - 1)
+            g = _pre_gradient(grads[j], taps, offset, value, window, SILU, K)
+            total += g
+            added = (sums[0] + g * value,)
+            for lag in tl.static_range(1, K):
+                added = added + (sums[lag] + g * window[lag - 1],)
+            sums = added
+            spread = _spread(waiting, reaches, taps, g, K, resets is not None)
+            waiting = _pushed(spread, spread[0], K - 1, 1)
+            window = _pushed(window, value, K - 1, 0)
+            _write(dx, dstate, spread[K - 1], b, first + i + j - (K - 1), first, S, D, d, K, REVERSE)
+    for j in tl.static_range(K - 1):  # outputs behind the run, as far as they see into it
+        at = first + T + j
+        value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
+        grad = _read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE)
+        if resets is not None:
+            mark = _marked(resets, b, at, S, REVERSE).to(tl.int32)
+            window = _emptied(window, mark != 0, K - 1)
+            reaches = _reaching(reaches, mark, K - 1)
+        g = _pre_gradient(grad, taps, offset, value, window, SILU, K)
+        spread = _spread(waiting, reaches, taps, g, K, resets is not None)
+        waiting = _pushed(spread, spread[0], K - 1, 1)
+        window = _pushed(window, value, K - 1, 0)
+        _write(dx, dstate, spread[K - 1], b, at - (K - 1), first, S, D, d, K, REVERSE)
+    part = tl.program_id(0).to(tl.int64)
+    for lag in tl.static_range(K):
+        tl.store(dw + (part * K + K - 1 - lag) * D + d, sums[lag], live)
+    if bias is not None:
+        tl.store(dbias + part * D + d, total, live)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+    """Tokens of a run, channels of a program, tokens loaded ahead, warps.
+
+    A thread has as many channels as it reads at once (16 bytes), half of that backward, where it holds more of each.
+    Runs are long, because each begins with K - 1 tokens that are read once more, unless too few are under way then.
+    """
+    each = 16 // dtype.itemsize // (2 if backward else 1)
+    BD = min(max(32, common.power_of_two(width)), 32 * each)
+    T = min(64, max(8, common.power_of_two(length)))
+    while not large() and T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
+        T //= 2
+    return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
+
+
+def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Any:
+    return lined(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
+
+
+@common.custom_op("seqblocks::causal_conv_triton")
+def _op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
+) -> Tensor:
+    batch, S, D = x.shape
+    x, weight, bias, state = _laid_out(x, weight, bias, state)
+    y, resets = _op_fake(x, weight, bias, state, resets, silu, reverse), common.marks(resets)
+    K = weight.shape[-1]
+    tile = tiles(S, D, batch, x.dtype, False)
+    with common.on(x):
+        _conv[batch * up(S, tile["T"]), up(D, tile["BD"])](
+            x, weight, bias, state, resets, y, S, D, *x.stride()[:2], SILU=silu, REVERSE=reverse, K=K, **tile,
+        )
+    return y
+
+
+@_op.register_fake
+def _op_fake(x, weight, bias, state, resets, silu, reverse):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+@common.custom_op("seqblocks::causal_conv_triton_backward")
+def _op_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias (empty where there is none) and state."""
+    batch, S, D = x.shape
+    K = weight.shape[-1]
+    dy, resets = lined(dy), common.marks(resets)
+    x, weight, bias, state = _laid_out(x, weight, bias, state)
+    dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
+    tile = tiles(S + K - 1, D, batch, x.dtype, True)
+    programs = batch * up(S + K - 1, tile["T"])
+    dw = x.new_empty(programs, K, D, dtype=torch.float32)
+    dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
+    with common.on(x):
+        _conv_backward[programs, up(D, tile["BD"])](
+            dy, x, weight, bias, state, resets, dx, dstate, dw, dbias, S, D, *dy.stride()[:2], *x.stride()[:2],
+            SILU=silu, REVERSE=reverse, K=K, **tile,
+        )
+    dweight = dw.sum(0).t().to(weight.dtype).reshape(-1).view(weight.shape)  # of one tap too, strides are as said
+    return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, x, weight, bias, state, resets, silu, reverse):  # type: ignore[no-untyped-def]
+    db = x.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), db, state.new_empty(state.shape)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, silu, reverse = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.flags = silu, reverse
+
+
+def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
+    x, weight, bias, state, resets = ctx.saved_tensors
+    dx, dweight, dbias, dstate = _op_backward(dy, x, weight, bias, state, resets, *ctx.flags)
+    return dx, dweight, None if bias is None else dbias, dstate, None, None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("causal_conv", "Triton"))
+
+
+def run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
+    reverse: bool,
+) -> Tensor:
+    """y of `causal_conv`, for a depthwise weight."""
+    if x.numel() == 0:
+        return nothing(x.to(torch.promote_types(x.dtype, weight.dtype)), x, weight, bias)
+    marks = common.marks(resets)
+    return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    if can and facts.get("mixing"):
+        return False, "a convolution that mixes channels is matrix products: torch's own serves it"
+    if can and facts.get("taps", 1) > TAPS:
+        return False, f"{facts['taps']} taps; at most {TAPS}"
+    return can, reason
+
+
+def _tiles(
+    arch: str, width: int, length: int = 1 << 20, dtype: torch.dtype = torch.bfloat16, **facts: Any
+) -> dict[str, dict[str, int]]:
+    return {way: tiles(length, width, 1, dtype, way == "backward") for way in ("forward", "backward")}
+
+
+def _example(width: int, taps: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+    from seqblocks.kernels.causal_conv import causal_conv
+
+    D = min(width, 64)
+    tensors = {"x": normal(2, 70, D), "weight": normal(D, 1, taps, seed=1), "bias": normal(D, seed=2)}
+    options: dict[str, Any] = {"reverse": reverse, "activation": "silu", "return_state": True}
+    if resets:
+        options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
+    return causal_conv, tensors, options
+
+
+register("causal_conv", "triton", run, _can, _tiles, _example)

@@ -1,0 +1,75 @@
+"""Centaurus as defined: one token after the other.
+
+B batch, S sequence, H features in, G features out, N state channels, M sub-states of a channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, nothing, register
+
+MODES = ("neck", "pointwise", "dws", "full")
+
+
+class Bank(NamedTuple):
+    """A layer in discrete time. s' = exp(decay + i turn) s + u, and v = sum_m Re((read + i across) s').
+
+    decay, turn, read, across [N, M]; B and C as the mode says (centaurus/interface.py), the token's weight inside B.
+    """
+
+    mode: str
+    decay: Tensor
+    turn: Tensor
+    read: Tensor
+    across: Tensor
+    B: Tensor
+    C: Tensor
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[.., H] -> [.., N]: what each channel takes from the features."""
+        if self.mode == "full":
+            return x.repeat(*(1,) * (x.dim() - 1), self.B.shape[0] // x.shape[-1]) * self.B
+        return x * self.B if self.mode == "dws" else x @ self.B.t()
+
+    def leave(self, v: Tensor, H: int) -> Tensor:
+        """[.., N] -> [.., G]: what each channel gives to the features."""
+        if self.mode == "full":
+            return (v * self.C).unflatten(-1, (-1, H)).sum(-1)
+        return v * self.C if self.mode == "dws" else v @ self.C.t()
+
+    def fresh(self, x: Tensor) -> Tensor:
+        """The state before the first token, [B, N, M, 2]."""
+        return x.new_zeros(x.shape[0], *self.decay.shape, 2)
+
+    def nothing(self, x: Tensor) -> Tensor:
+        """y of an x that is empty."""
+        return nothing(self.leave(self.enter(x), x.shape[-1]), self.decay, self.turn, self.read, self.across)
+
+
+def run(
+    bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *_: Any
+) -> tuple[Tensor, Tensor]:
+    """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and the last state."""
+    x = x.to(bank.decay.dtype)
+    state = bank.fresh(x) if state is None else state
+    size = torch.exp(bank.decay)
+    turn_re, turn_im = size * torch.cos(bank.turn), size * torch.sin(bank.turn)
+    S = x.shape[1]
+    outputs: list[Tensor] = []
+    for t in reversed(range(S)) if reverse else range(S):
+        if resets is not None:
+            state = state.masked_fill(resets[:, t, None, None, None], 0.0)
+        re, im = state.unbind(-1)
+        re, im = turn_re * re - turn_im * im + bank.enter(x[:, t]).unsqueeze(-1), turn_im * re + turn_re * im
+        state = torch.stack([re, im], -1)
+        outputs.append(bank.leave((bank.read * re - bank.across * im).sum(-1), x.shape[2]))
+    if not outputs:
+        return bank.nothing(x), state
+    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+
+
+register("centaurus", "reference", run, always("the recurrent definition runs wherever torch does"))

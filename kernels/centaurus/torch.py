@@ -1,0 +1,423 @@
+"""Centaurus for whole sequences, by the plan that is counted cheapest.
+
+chunks   features -> channels, then per channel a matrix [T, T] within chunks of T tokens and the states between them,
+         then -> features. Exact like the recurrence, linear in the length, and the only plan that carries a state or
+         knows resets.
+project  the same projections around one convolution per channel, by FFT over the whole length.
+fold     projections folded into one kernel per pair of features, G[o, i] = sum_n C[o, n] K[n] B[n, i], applied by
+         FFT: cheaper where there are few features and many channels, as in mode full.
+
+An FFT mixes all tokens, so its rounding (2^-24 of the largest value in float32) reaches the past too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.centaurus import reference as centaurus_reference
+from seqblocks.kernels.centaurus.reference import Bank
+from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+
+CHUNK = 64
+CHUNK_WITH_RESETS = 16  # a product per pair of tokens and sequence replaces a matrix product
+WORKING_SET = 1 << 22  # elements of one such product
+
+# A multiply-accumulate in an FFT costs this many of those in a matrix product (measured on two CPU cores).
+FFT_WEIGHT = 4.0
+
+
+def run(
+    bank: Bank,
+    x: Tensor,
+    state: Tensor | None,
+    resets: Tensor | None,
+    reverse: bool,
+    return_state: bool,
+    plan: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and, from the chunks plan, the last state.
+
+    ValueError for a plan that cannot do what is asked.
+    """
+    x = x.to(bank.decay.dtype)
+    if x.numel() == 0:
+        return bank.nothing(x), bank.fresh(x) if state is None else state
+    whole = state is None and resets is None and not return_state
+    plan = plan or (cheapest(bank, x) if whole else "chunks")
+    if plan == "chunks":
+        return _chunks(bank, x, state, resets, reverse)
+    if plan not in ("project", "fold") or (plan == "fold" and bank.mode == "dws"):
+        raise ValueError(f"centaurus, mode {bank.mode}, has no plan {plan!r}")
+    if not whole:
+        raise ValueError(f"plan {plan!r} carries no state and knows no resets; use 'chunks'")
+    return (_project if plan == "project" else _fold)(bank, x, reverse), None
+
+
+def counts(bank: Bank, x: Tensor) -> dict[str, float]:
+    """Multiply-accumulates of each plan that fits, those of FFTs and pointwise products weighted."""
+    (batch, S, H), (N, M) = x.shape, bank.decay.shape
+    G = bank.C.shape[0] if bank.C.dim() == 2 else N // H if bank.mode == "full" else H
+    around = batch * S * N * (H + G if bank.C.dim() == 2 else 2)
+    T = min(CHUNK, S)
+    powers = 4 * N * M  # exp, cos and sin of one lag, as products
+    out = {"chunks": around + batch * S * N * (T + 4 * M) + FFT_WEIGHT * T * (powers + N * T)}
+    size = fast_length(2 * S)
+    fft = 1.25 * size * max(1, size.bit_length())
+    kernel = S * (powers + 2 * N * M) + fft * N
+    out["project"] = around + FFT_WEIGHT * (kernel + 2 * fft * batch * N + 2 * size * batch * N)
+    if bank.mode != "dws":
+        fold = 0 if bank.mode == "full" else size * N * H * G
+        out["fold"] = fold + FFT_WEIGHT * (kernel + fft * batch * (H + G) + 2 * size * batch * H * G)
+    return out
+
+
+def cheapest(bank: Bank, x: Tensor) -> str:
+    """The plan with the least weighted count; compiled code takes chunks, which are real and of one size."""
+    if torch.compiler.is_compiling():
+        return "chunks"
+    found = counts(bank, x)
+    return min(found, key=found.__getitem__)
+
+
+def fast_length(n: int) -> int:
+    """The least even number from n on whose only prime factors are 2, 3 and 5."""
+    size = max(2, n + n % 2)
+    while True:
+        rest = size
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return size
+        size += 2
+
+
+def _powers(bank: Bank, lags: Tensor) -> tuple[Tensor, Tensor]:
+    """exp((decay + i turn) l): real and imaginary part [N, M, lags]."""
+    size = torch.exp(bank.decay.unsqueeze(-1) * lags)
+    angle = bank.turn.unsqueeze(-1) * lags
+    return size * torch.cos(angle), size * torch.sin(angle)
+
+
+def _kernel(bank: Bank, S: int) -> Tensor:
+    """K [N, S], one sub-state after the other: [N, M, S] is never held."""
+    lags = torch.arange(S, device=bank.decay.device, dtype=bank.decay.dtype)
+    total: Tensor | float = 0.0
+    for m in range(bank.decay.shape[1]):
+        one = bank._replace(decay=bank.decay[:, m], turn=bank.turn[:, m])
+        re, im = _powers(one, lags)
+        total = total + bank.read[:, m, None] * re - bank.across[:, m, None] * im
+    assert isinstance(total, Tensor)
+    return total
+
+
+def _enter(bank: Bank, x: Tensor) -> Tensor:
+    """[B, S, H] -> [N, B, S], which a matrix product writes at once and a transposition of two axes nearly so."""
+    rows = x.reshape(-1, x.shape[2])
+    if bank.B.dim() == 2:
+        u = bank.B @ rows.t()
+    else:
+        rows = rows.t().contiguous()
+        u = rows.repeat(bank.B.shape[0] // rows.shape[0], 1) * bank.B.unsqueeze(-1)
+    return u.view(-1, *x.shape[:2])
+
+
+def _leave(bank: Bank, v: Tensor, H: int) -> Tensor:
+    """[N, B, S] -> [B, S, G]."""
+    rows = v.flatten(1)
+    if bank.C.dim() == 2:
+        y = rows.t() @ bank.C.t()
+    else:
+        rows = rows * bank.C.unsqueeze(-1)
+        y = (rows.unflatten(0, (-1, H)).sum(1) if bank.mode == "full" else rows).t().contiguous()
+    return y.view(*v.shape[1:], -1)
+
+
+def _project(bank: Bank, x: Tensor, reverse: bool) -> Tensor:
+    S = x.shape[1]
+    size = fast_length(2 * S)
+    kernel = torch.fft.rfft(_kernel(bank, S), size).unsqueeze(1)
+    u = torch.fft.rfft(_enter(bank, x), size)
+    v = torch.fft.irfft(u * (kernel.conj() if reverse else kernel), size)[..., :S]
+    return _leave(bank, v, x.shape[2])
+
+
+def _fold(bank: Bank, x: Tensor, reverse: bool) -> Tensor:
+    S, H = x.shape[1:]
+    size = fast_length(2 * S)
+    kernel = _kernel(bank, S)
+    if bank.mode == "full":
+        kernel = (kernel * (bank.B * bank.C).unsqueeze(-1)).unflatten(0, (-1, H))
+    else:
+        kernel = (bank.C @ (bank.B.unsqueeze(-1) * kernel.unsqueeze(1)).flatten(1)).unflatten(-1, (H, S))
+    pairs = torch.fft.rfft(kernel, size)
+    if reverse:
+        pairs = pairs.conj()
+    given = torch.fft.rfft(x.transpose(1, 2), size)
+    return torch.fft.irfft(torch.einsum("oif,bif->bof", pairs, given), size)[..., :S].transpose(1, 2)
+
+
+class Chunk(NamedTuple):
+    """What a chunk of T tokens does, in each channel; tokens as they lie in memory, a complex number as two reals."""
+
+    within: Tensor  # [N, T, T]: token -> token
+    into: Tensor  # [N, T, 2 M]: token -> state after
+    out_of: Tensor  # [N, 2 M, T]: state before -> token
+    through: Tensor  # [N, 2, M]: what the state before is multiplied by
+
+
+def _chunks(
+    bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    S, H = x.shape[1:]
+    if S == 1:  # one token is no scan
+        return centaurus_reference.run(bank, x, state, resets, reverse)
+    state = bank.fresh(x) if state is None else state
+    T = CHUNK if resets is None else CHUNK_WITH_RESETS
+    if torch.compiler.is_compiling():  # the length may be unknown
+        v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
+    else:
+        T = -(-S // -(-S // T))  # of equal length, if that can be: 65 tokens are 33 + 32, not 64 + 1
+        v, state = _walked(_enter(bank, x), state, _chunk(bank, T, reverse), resets, reverse)
+    return _leave(bank, v, H), state
+
+
+def _chunk(bank: Bank, T: int, reverse: bool) -> Chunk:
+    re, im = _powers(bank, torch.arange(T + 1, device=bank.decay.device, dtype=bank.decay.dtype))
+    powers = torch.cat([re, im], 1)
+    read, across = bank.read.unsqueeze(-1), bank.across.unsqueeze(-1)
+    seen_re, seen_im = read * re - across * im, read * im + across * re  # (read + i across) p^l
+
+    out_of = torch.cat([seen_re[..., 1:], -seen_im[..., 1:]], 1)
+    return Chunk(
+        _toeplitz(seen_re[..., :T].sum(1), reverse),
+        (powers[..., :T] if reverse else powers[..., :T].flip(-1)).transpose(1, 2),
+        out_of.flip(-1) if reverse else out_of,
+        powers[..., T].view(re.shape[0], 2, -1),
+    )
+
+
+def _shorter(chunk: Chunk, T: int, reverse: bool) -> Chunk:
+    """That of a chunk of T tokens, in views."""
+    longest = chunk.within.shape[1]
+    if longest == T:
+        return chunk
+    first, last = slice(T), slice(longest - T, longest)
+    into, out_of = (first, last) if reverse else (last, first)
+    power = chunk.into[:, T if reverse else longest - 1 - T]
+    return Chunk(
+        chunk.within[:, :T, :T], chunk.into[:, into], chunk.out_of[..., out_of], power.view(power.shape[0], 2, -1)
+    )
+
+
+def _toeplitz(kernel: Tensor, reverse: bool) -> Tensor:
+    """[N, s, t] = K[t - s] where s comes no later than t in the scan, else 0."""
+    T = kernel.shape[-1]
+    windows = torch.nn.functional.pad(kernel, (T - 1, 0)).unfold(-1, T, 1).flip(-1)  # [N, t, s]
+    return windows if reverse else windows.transpose(1, 2)
+
+
+def _spans(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
+    """(first, end, chunk): the whole chunks, and what is left, in the order of the scan."""
+    full = S // T * T
+    spans = [(a, b, min(T, b - a)) for a, b in ((0, full), (full, S)) if a < b]
+    return spans[::-1] if reverse else spans
+
+
+def _walked(
+    u: Tensor, state: Tensor, chunk: Chunk, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """u [N, B, S], state [B, N, M, 2] -> v [N, B, S] and the last state."""
+    now = state.permute(1, 0, 3, 2)  # [N, B, 2, M]
+    parts: list[Tensor] = []
+    for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
+        one = _shorter(chunk, T, reverse)
+        span = Span.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
+        before, now = _between(span.given(one), now, one.through, span.stays, reverse)
+        v = span.tokens @ one.within if span.piece is None else _Within.apply(span.tokens, one.within, span.piece)
+        v = v + span.where_seen(span.flat(before) @ one.out_of)
+        parts.append(v.view(*u.shape[:2], b - a))
+    v = torch.cat(parts[::-1] if reverse else parts, -1) if len(parts) > 1 else parts[0]
+    return v, now.permute(1, 0, 3, 2)
+
+
+class Span(NamedTuple):
+    """Some chunks of equal length; R = B chunks."""
+
+    tokens: Tensor  # [N, R, T]
+    shape: tuple[int, int, int]  # N, B, chunks
+    piece: Tensor | None  # [R, T]: resets met so far in the chunk
+    last: Tensor | None  # [R, 1]: those met in all of it
+
+    @classmethod
+    def of(cls, u: Tensor, resets: Tensor | None, T: int, reverse: bool) -> Span:
+        N, B, length = u.shape
+        tokens, shape = u.reshape(N, -1, T), (N, B, length // T)
+        if resets is None:
+            return cls(tokens, shape, None, None)
+        piece = resets.reshape(-1, T)
+        piece = (piece.flip(-1).cumsum(-1).flip(-1) if reverse else piece.cumsum(-1)).to(torch.int32)
+        return cls(tokens, shape, piece, piece[:, :1] if reverse else piece[:, -1:])
+
+    @property
+    def stays(self) -> Tensor | None:
+        """[B, chunks]: no reset stands between the state before and the state after."""
+        return None if self.last is None else (self.last == 0).view(self.shape[1:])
+
+    def given(self, chunk: Chunk) -> Tensor:
+        """[N, B, chunks, 2, M]: what each chunk leaves in the state."""
+        return (self.where_kept(self.tokens) @ chunk.into).view(*self.shape, 2, -1)
+
+    def flat(self, states: Tensor) -> Tensor:
+        """[N, B, chunks, 2, M] to [N, R, 2 M]."""
+        return states.reshape(*self.tokens.shape[:2], -1)
+
+    def where_kept(self, x: Tensor) -> Tensor:
+        """x [N, R, T], but 0 where a reset comes after the token."""
+        return x if self.piece is None else x * (self.piece == self.last)
+
+    def where_seen(self, x: Tensor) -> Tensor:
+        """x [N, R, T], but 0 where a reset came before the token."""
+        return x if self.piece is None else x * (self.piece == 0)
+
+
+def _between(
+    given: Tensor, now: Tensor, through: Tensor, stays: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """given [N, B, chunks, 2, M], now [N, B, 2, M] -> the states before each chunk, and the last."""
+    re, im = through.unsqueeze(1).split(1, 2)
+    turned = torch.cat([-im, im], 2)  # i (a + i b) = -b + i a
+    befores: list[Tensor] = []
+    chunks = given.shape[2]
+    for c in reversed(range(chunks)) if reverse else range(chunks):
+        befores.append(now)
+        if stays is not None:
+            now = now * stays[:, c, None, None]
+        now = torch.addcmul(torch.addcmul(given[:, :, c], re, now), turned, now.flip(2))
+    before = torch.stack(befores[::-1] if reverse else befores, 2) if chunks > 1 else befores[0].unsqueeze(2)
+    return before, now
+
+
+def _pairs(W: Tensor, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, end, [end - first, T, T]): where piece is the same for both tokens, for some chunks after the other."""
+    rows = max(1, WORKING_SET // max(1, W.numel()))
+    for a in range(0, piece.shape[0], rows):
+        some = piece[a : a + rows]
+        yield a, a + rows, (some.unsqueeze(2) == some.unsqueeze(1)).to(W.dtype)
+
+
+def _within(u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
+    """v[n, k, t] = sum_s u[n, k, s] W[n, s, t] where piece[k, s] == piece[k, t]."""
+    parts = [(u[:, a:b].unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for a, b, same in _pairs(W, piece)]
+    return torch.cat(parts, 1)
+
+
+def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, piece: Tensor) -> Tensor:
+    """Of W."""
+    total = torch.zeros_like(W)
+    for a, b, same in _pairs(W, piece):
+        total = total + (u[:, a:b].unsqueeze(-1) * dv[:, a:b].unsqueeze(-2) * same).sum(1)
+    return total
+
+
+class _Within(torch.autograd.Function):
+    """`_within`; the triple product is never kept."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
+        ctx.save_for_backward(u, W, piece)
+        return _within(u, W, piece)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        u, W, piece = ctx.saved_tensors
+        (dv,) = grads
+        return _Within.apply(dv, W.transpose(1, 2), piece), _within_gradient(u, dv, W, piece), None
+
+
+# The same for compiled code, which must not see how many chunks there are; its derivative written out, the first alone.
+
+
+@torch.library.custom_op("seqblocks::centaurus", mutates_args=())
+def _scan(
+    u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
+    resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `_walked`."""
+    with without_autocast(u.device.type):
+        v, last = _walked(u, state, Chunk(within, into, out_of, through), resets, reverse)
+    return v, last.contiguous()
+
+
+@_scan.register_fake
+def _scan_fake(u, state, within, into, out_of, through, resets, reverse):  # type: ignore[no-untyped-def]
+    return u.new_empty(u.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("seqblocks::centaurus_backward", mutates_args=())
+def _scan_backward(
+    dv: Tensor, dlast: Tensor, u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
+    resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u, of the initial state, and of what a chunk does."""
+    chunk = Chunk(within, into, out_of, through)
+    du, total = u.new_empty(u.shape), Chunk(*(x.new_zeros(x.shape) for x in chunk))
+    with without_autocast(u.device.type):
+        done = []
+        now = state.permute(1, 0, 3, 2)
+        for a, b, T in _spans(u.shape[2], within.shape[1], reverse):
+            one = _shorter(chunk, T, reverse)
+            span = Span.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
+            before, now = _between(span.given(one), now, one.through, span.stays, reverse)
+            done.append((a, b, T, one, span, before))
+        dnow = dlast.permute(1, 0, 3, 2)
+        for a, b, T, one, span, before in reversed(done):
+            grads = _shorter(total, T, reverse)
+            upstream = dv[:, :, a:b].reshape(span.tokens.shape)
+            seen = span.where_seen(upstream)
+            grads.out_of.add_(span.flat(before).transpose(1, 2) @ seen)
+            dbefore = (seen @ one.out_of.transpose(1, 2)).view(before.shape)
+            back = one.through * one.through.new_tensor([1.0, -1.0]).unsqueeze(-1)
+            dgiven, dnow = _between(dbefore, dnow, back, span.stays, not reverse)
+            if span.stays is not None:
+                before = before * span.stays[:, :, None, None]
+            (re, im), (g_re, g_im) = before.unbind(3), dgiven.unbind(3)
+            grads.through.add_(torch.stack([re * g_re + im * g_im, re * g_im - im * g_re], 1).sum((2, 3)))
+            dgiven = span.flat(dgiven)
+            grads.into.add_(span.where_kept(span.tokens).transpose(1, 2) @ dgiven)
+            dtokens = span.where_kept(dgiven @ one.into.transpose(1, 2))
+            if span.piece is None:
+                grads.within.add_(span.tokens.transpose(1, 2) @ upstream)
+                dtokens += upstream @ one.within.transpose(1, 2)
+            else:
+                grads.within.add_(_within_gradient(span.tokens, upstream, one.within, span.piece))
+                dtokens += _within(upstream, one.within.transpose(1, 2), span.piece)
+            du[:, :, a:b] = dtokens.view(*u.shape[:2], b - a)
+    return du, dnow.permute(1, 0, 3, 2).contiguous(), *total
+
+
+@_scan_backward.register_fake
+def _scan_backward_fake(  # type: ignore[no-untyped-def]
+    dv, dlast, u, state, within, into, out_of, through, resets, reverse
+):
+    return *(x.new_empty(x.shape) for x in (u, state, within, into, out_of, through)),
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.reverse = inputs[7]
+
+
+def _differentiate(ctx, dv, dlast):  # type: ignore[no-untyped-def]
+    return *_scan_backward(dv, dlast, *ctx.saved_tensors, ctx.reverse), None, None
+
+
+_scan.register_autograd(_differentiate, setup_context=_save)
+_scan_backward.register_autograd(no_second_derivative("centaurus", "compiled torch"))
+
+
+register("centaurus", "torch", run, always("chunk by chunk or by FFT, on any device"), by_hand=True)

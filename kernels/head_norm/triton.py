@@ -1,0 +1,267 @@
+"""Layer norm of each head in Triton, with gain, bias, learnable skip and gate: one launch forward, one backward.
+
+A program owns BT tokens of one head, whose channels it holds all at once: mean, variance and what hangs on them need no
+second look at memory, and the backward pass makes them again instead of keeping them. The gradients of gain, bias and
+the skip's weight are stored in parts, one for each program, and added afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import form, no_second_derivative, register
+from seqblocks.kernels.dispatch.self_check import normal
+from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
+
+WIDTH = 8192  # of a head, at most
+TAIL = 4096  # of one with a skip or a gate
+ACTIVATIONS = ("none", "silu", "sigmoid")
+TILES = 4  # that a program of the backward pass goes through, so that parts are few
+
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: x, skip, gate, y [R, H * D] with rows xs, ss, zs apart, weight, bias, skip_weight [H * D].
+
+
+@jit
+@no_type_check
+def _normalised(value, live, D, eps):
+    """(x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
+    centred = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    spread = tl.sum(centred * centred, 1) / D + eps
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # none in a row that is not there, if eps is 0
+    return centred * scale[:, None], scale
+
+
+@jit
+@no_type_check
+def _row(x, c, live):
+    return tl.load(x + c, live, 0.0).to(tl.float32)[None, :]
+
+
+@jit
+@no_type_check
+def _activated(x, ACTIVATION: tl.constexpr):
+    """The activation, and its derivative."""
+    if ACTIVATION == "none":
+        return x, x * 0.0 + 1.0
+    s = sigmoid(x)
+    slope = s * (1.0 - s)
+    if ACTIVATION == "sigmoid":
+        return s, slope
+    return x * s, s + x * slope
+
+
+@common.kernel(do_not_specialize=["R"])
+@no_type_check
+def _norm(
+    x, weight, bias, skip, skip_weight, gate, y, R, D, xs, ss, zs, eps,
+    ACTIVATION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.arange(0, BD)
+    live = (r < R)[:, None] & (d < D)[None, :]
+    c = tl.program_id(1) * D + d
+    value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
+    out, _ = _normalised(value, live, D, eps)
+    if weight is not None:
+        out *= _row(weight, c, d < D)
+    if bias is not None:
+        out += _row(bias, c, d < D)
+    if skip is not None:
+        added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+        out += _row(skip_weight, c, d < D) * added
+    if gate is not None:
+        factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32), ACTIVATION)
+        out *= factor
+    tl.store(y + r[:, None] * (tl.num_programs(1) * D) + c[None, :], out.to(y.dtype.element_ty), live)
+
+
+@common.kernel(do_not_specialize=["R"])
+@no_type_check
+def _norm_backward(
+    dy, x, weight, bias, skip, skip_weight, gate, dx, dweight, dbias, dskip, dskip_weight, dgate,
+    R, D, gs, xs, ss, zs, eps, ACTIVATION: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    """Parts: dweight, dbias, dskip_weight [programs, H * D]."""
+    d = tl.arange(0, BD)
+    c = tl.program_id(1) * D + d
+    width = tl.num_programs(1) * D
+    dw_sum = tl.zeros((BD,), tl.float32)
+    db_sum = tl.zeros((BD,), tl.float32)
+    ds_sum = tl.zeros((BD,), tl.float32)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
+        live = (r < R)[:, None] & (d < D)[None, :]
+        to = r[:, None] * width + c[None, :]
+        value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * gs + c[None, :], live, 0.0).to(tl.float32)
+        unit, scale = _normalised(value, live, D, eps)
+        if gate is not None:
+            z = tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32)
+            factor, slope = _activated(z, ACTIVATION)
+            out = unit
+            if weight is not None:
+                out *= _row(weight, c, d < D)
+            if bias is not None:
+                out += _row(bias, c, d < D)
+            if skip is not None:
+                added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+                out += _row(skip_weight, c, d < D) * added
+            tl.store(dgate + to, (g * out * slope).to(dgate.dtype.element_ty), live)
+            g *= factor
+        if skip is not None:
+            added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+            ds_sum += tl.sum(g * added, 0)
+            tl.store(dskip + to, (g * _row(skip_weight, c, d < D)).to(dskip.dtype.element_ty), live)
+        dw_sum += tl.sum(g * unit, 0)
+        db_sum += tl.sum(g, 0)
+        if weight is not None:
+            g *= _row(weight, c, d < D)
+        grad = (g - (tl.sum(g, 1) / D)[:, None] - unit * (tl.sum(g * unit, 1) / D)[:, None]) * scale[:, None]
+        tl.store(dx + to, grad.to(dx.dtype.element_ty), live)
+    part = tl.program_id(0).to(tl.int64) * width + c
+    if dweight is not None:
+        tl.store(dweight + part, dw_sum, d < D)
+    if dbias is not None:
+        tl.store(dbias + part, db_sum, d < D)
+    if dskip_weight is not None:
+        tl.store(dskip_weight + part, ds_sum, d < D)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
+    """Tokens and (padded) channels of a head that a program owns at a time, and its warps."""
+    BD = common.power_of_two(width)
+    BT = max(1, 2048 // BD)
+    warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
+    return {"BT": BT, "BD": BD, "num_warps": warps}
+
+
+def _laid_out(*rows: Tensor | None) -> list[Any]:
+    """Rows in lines, parameters contiguous."""
+    return [None if x is None else lined(x) if x.dim() == 2 else x.contiguous() for x in rows]
+
+
+def _apart(*rows: Tensor | None) -> list[int]:
+    return [0 if x is None else x.stride(0) for x in rows]
+
+
+@common.custom_op("seqblocks::head_norm_triton")
+def _op(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None,
+    gate: Tensor | None, heads: int, eps: float, activation: str,
+) -> Tensor:
+    R, D = x.shape[0], x.shape[1] // heads
+    y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
+    given = _laid_out(x, weight, bias, skip, skip_weight, gate)
+    tile = tiles(D, False, common.arch(x))
+    with common.on(x):
+        _norm[up(R, tile["BT"]), heads](
+            *given, y, R, D, *_apart(given[0], given[3], given[5]), eps, ACTIVATION=activation, **tile
+        )
+    return y
+
+
+@_op.register_fake
+def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation):  # type: ignore[no-untyped-def]
+    dtype = x.dtype
+    for other in (skip, skip_weight, gate):
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@common.custom_op("seqblocks::head_norm_triton_backward")
+def _op_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
+    skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str,
+) -> list[Tensor]:
+    """Gradients of x, weight, bias, skip, skip_weight, gate; empty for those that are absent."""
+    R, D = x.shape[0], x.shape[1] // heads
+    like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
+    dx, _, _, dskip, _, dgate = like
+    dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
+    tile = tiles(D, True, common.arch(x))
+    programs = up(R, tile["BT"] * TILES)
+    parts = [
+        None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
+        for p in (weight, bias, skip_weight)
+    ]
+    with common.on(x):
+        _norm_backward[programs, heads](
+            dy, *given, dx, *parts[:2], dskip, parts[2], dgate,
+            R, D, *_apart(dy, given[0], given[3], given[5]), eps, ACTIVATION=activation, TILES=TILES, **tile,
+        )
+    for at, p, part in zip((1, 2, 4), (weight, bias, skip_weight), parts, strict=True):
+        if p is not None and part is not None:
+            like[at] = part.sum(0).to(p.dtype)
+    return like
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation):  # type: ignore[no-untyped-def]
+    given = (x, weight, bias, skip, skip_weight, gate)
+    return [x.new_empty(0) if p is None else p.new_empty(p.shape) for p in given]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
+    grads = _op_backward(dy, *ctx.saved_tensors, *ctx.options)
+    return *(None if p is None else g for p, g in zip(ctx.saved_tensors, grads, strict=True)), None, None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("head_norm", "Triton"))
+
+
+def run(
+    x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
+    skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+) -> Tensor:
+    """As `head_norm`."""
+    if x.numel() == 0:
+        return form("head_norm", "torch")(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
+    rows, added, factor = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, skip, gate))
+    assert rows is not None
+    return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation).view(x.shape)
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    head = facts.get("width", 1) // facts.get("heads", 1)
+    if can and head > WIDTH:
+        return False, f"heads of {head} channels; at most {WIDTH}"
+    if can and head > TAIL and (facts.get("skip") or facts.get("gate")):
+        return False, f"heads of {head} channels with what stands behind; at most {TAIL}"
+    if can and facts.get("gate") not in (None, *ACTIVATIONS):
+        return False, f"a gate through {facts['gate']}; only through {', '.join(ACTIVATIONS)}"
+    return can, reason
+
+
+def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
+    return {way: tiles(width // heads, way == "backward", arch) for way in ("forward", "backward")}
+
+
+def _example(heads: int, width: int, skip: bool = False, gate: str | None = None, **facts: Any) -> Any:
+    from seqblocks.kernels.head_norm import head_norm
+
+    tensors = {"x": normal(70, width), "weight": normal(width, seed=1), "bias": normal(width, seed=2)}
+    if skip:
+        tensors |= {"skip": normal(70, width, seed=3), "skip_weight": normal(width, seed=4)}
+    if gate is not None:
+        tensors["gate"] = normal(70, width, seed=5)
+    return head_norm, tensors, {"heads": heads, "activation": gate or "none"}
+
+
+register("head_norm", "triton", run, _can, _tiles, _example)

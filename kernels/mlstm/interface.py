@@ -1,0 +1,140 @@
+"""The mLSTM: a matrix memory with exponential or sigmoid input gate (arXiv:2405.04517; sigmoid: arXiv:2503.14376).
+
+B batch, S sequence, H heads, DK width of query and key, DV width of value.
+
+Per head and token, with ls = log sigmoid and q~ = q / sqrt(DK):
+
+    m' = max(ls(f) + m, i)          a = exp(ls(f) + m - m')          b = exp(i - m')
+    C' = a C + b k v^T              n' = a n + b k
+    h  = q~ C' / (max(|q~ . n'|, exp(-m')) + eps)
+
+Forms: `mlstm_reference.py` (this, token by token), `mlstm_torch.py` (chunkwise). Gradients are those of this
+definition: the derivative of the normaliser is in them, and gradients flow into and out of states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.mlstm.reference import MLSTMState
+
+__all__ = ["MLSTMState", "mlstm", "mlstm_init_state", "mlstm_step"]
+
+dispatch.load_forms("mlstm")
+
+INPUT_GATES = ("exp", "sigmoid")
+
+
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *,
+    state: MLSTMState | tuple[Tensor, Tensor, Tensor] | None = None,
+    return_state: bool = False,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    chunk_size: int | None = None,
+    eps: float = 1e-6,
+    input_gate: str = "exp",
+    normalize: bool = True,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, MLSTMState]:
+    """Run the cell over a sequence.
+
+    q, k [B, S, H, DK] (k as it is: 1/sqrt(DK) is applied to q inside), v [B, S, H, DV],
+    i, f [B, S, H] gate pre-activations. S may be 0, 1 or any number; nothing is padded to a multiple.
+    state: C [B, H, DK, DV], n [B, H, DK], m [B, H]; zeros if not given.
+    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; the state is
+    all zeros, m included, before that token.
+    reverse: scan from right to left; the given state enters at the right end and the returned one leaves at the left.
+    chunk_size: tokens per chunk of the torch form (default: equal chunks of up to 128); it changes
+    rounding and speed only.
+    input_gate: "exp", or "sigmoid" (m stays 0); normalize=False, for the sigmoid gate alone, leaves h undivided.
+
+    Returns h [B, S, H, DV] in v's dtype, and with return_state the state after the last token.
+    Gates, stabiliser and state are float32 inside, float64 if any of q, k, v, i, f is.
+    The torch form has first derivatives only; "reference" can be differentiated any number of times.
+
+    Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
+    """
+    _check(q, k, v, i, f, resets, chunk_size, input_gate, normalize)
+    dtype = _state_dtype(q, k, v, i, f)
+    if state is not None:
+        state = _check_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
+    run = dispatch.choose(
+        "mlstm", backend, device=q.device, dtype=dispatch.computed_in(q, k, v, i, f),
+        head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, resets=resets is not None, reverse=reverse,
+    )
+    h, last = run(
+        q, k, v, i.to(dtype), f.to(dtype), state, None if resets is None else resets.bool(), reverse=reverse,
+        chunk_size=chunk_size, eps=eps, input_gate=input_gate, normalize=normalize, return_state=return_state,
+    )
+    return (h, last) if return_state else h
+
+
+def mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | tuple[Tensor, Tensor, Tensor], *,
+    eps: float = 1e-6, input_gate: str = "exp", normalize: bool = True, backend: str | None = None,
+) -> tuple[Tensor, MLSTMState]:
+    """One token: q, k [B, H, DK], v [B, H, DV], i, f [B, H]. Returns h [B, H, DV] in v's dtype and the new state.
+
+    The same numbers as `mlstm` with S = 1. Raises ValueError and BackendError as `mlstm` does.
+    """
+    h, last = mlstm(
+        *(x.unsqueeze(1) for x in (q, k, v, i, f)), state=state, return_state=True, eps=eps, input_gate=input_gate,
+        normalize=normalize, backend=backend,
+    )
+    assert isinstance(last, MLSTMState)
+    return h.squeeze(1), last
+
+
+def mlstm_init_state(
+    batch: int, heads: int, dk: int, dv: int, *,
+    device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+) -> MLSTMState:
+    """The state before the first token: zeros."""
+    return MLSTMState(
+        torch.zeros(batch, heads, dk, dv, device=device, dtype=dtype),
+        torch.zeros(batch, heads, dk, device=device, dtype=dtype),
+        torch.zeros(batch, heads, device=device, dtype=dtype),
+    )
+
+
+def _state_dtype(*inputs: Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    resets: Tensor | None, chunk_size: int | None, input_gate: str, normalize: bool,
+) -> None:
+    if q.dim() != 4 or q.shape != k.shape or v.shape[:-1] != q.shape[:-1] or v.dim() != 4:
+        raise ValueError(
+            "mlstm wants q, k [B, S, H, DK] and v [B, S, H, DV]; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if i.shape != q.shape[:-1] or f.shape != q.shape[:-1]:
+        raise ValueError(
+            f"mlstm wants gates i, f [B, S, H] = {list(q.shape[:-1])}; got i {list(i.shape)}, f {list(f.shape)}"
+        )
+    if resets is not None and resets.shape != q.shape[:2]:
+        raise ValueError(f"mlstm wants resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is at least 1; got {chunk_size}")
+    if input_gate not in INPUT_GATES:
+        raise ValueError(f"unknown input_gate {input_gate!r}; choose from {', '.join(INPUT_GATES)}")
+    if not normalize and input_gate == "exp":
+        raise ValueError("normalize=False needs input_gate='sigmoid': an exponential gate overflows without it")
+
+
+def _check_state(
+    state: MLSTMState | tuple[Tensor, Tensor, Tensor], sizes: tuple[int, ...], dtype: torch.dtype
+) -> MLSTMState:
+    B, H, DK, DV = sizes
+    wanted = ((B, H, DK, DV), (B, H, DK), (B, H))
+    if len(state) != 3 or any(s.shape != shape for s, shape in zip(state, wanted, strict=True)):
+        raise ValueError(
+            f"mlstm wants a state C, n, m of shapes {', '.join(str(list(s)) for s in wanted)}; "
+            f"got {', '.join(str(list(s.shape)) for s in state)}"
+        )
+    return MLSTMState(*(s.to(dtype) for s in state))

@@ -1,0 +1,85 @@
+"""The selective scan of Mamba (arXiv:2312.00752): a diagonal state per channel whose step, input and output depend on
+the token.
+
+B batch, S sequence, E channels, G groups of channels, N states of a channel. With dt = softplus(dt + dt_bias):
+
+    h' = exp(dt A) h + dt B u          y = sum_n C h' + D u          y * silu(z)
+
+The decay is exact, the input is Euler's. With complex A, y is twice the real part of the sum.
+
+Forms: `selective_scan_reference.py` (this), `selective_scan_torch.py` (chunk by chunk), `selective_scan_triton.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.selective_scan.reference import groups_of
+
+__all__ = ["selective_scan"]
+
+dispatch.load_forms("selective_scan")
+
+
+def selective_scan(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    resets: Tensor | None = None,
+    reverse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the scan over a sequence.
+
+    u, dt, z [B, S, E]; A [E, N], real (negative) or complex; B, C [E, N] constant, [B, S, N] per token, or
+    [B, S, G, N] per token and group (of B and C one may have fewer groups, which serve several of
+    the other's); D, dt_bias [E]. state [B, E, N]: zeros if not given.
+    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
+    reverse: scan from right to left.
+
+    Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
+    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton forms have first derivatives
+    only. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    """
+    _check(u, dt, A, B, C, state, resets)
+    double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
+    run = dispatch.choose(
+        "selective_scan", backend, device=u.device, dtype=torch.float64 if double else u.dtype,
+        states=A.shape[1], width=u.shape[2] // groups_of(B, C), complex=any(x.is_complex() for x in (A, B, C)),
+        resets=resets is not None, reverse=reverse,
+    )
+    y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
+    return (y, last) if return_state else y
+
+
+def _check(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, resets: Tensor | None
+) -> None:
+    if u.dim() != 3 or dt.shape != u.shape or A.dim() != 2 or A.shape[0] != u.shape[2]:
+        raise ValueError(
+            "selective_scan wants u, dt [B, S, E] and A [E, N]; "
+            f"got u {list(u.shape)}, dt {list(dt.shape)}, A {list(A.shape)}"
+        )
+    batch, S, E = u.shape
+    N = A.shape[1]
+    for name, x in (("B", B), ("C", C)):
+        grouped = x.dim() == 4 and x.shape[:2] == (batch, S) and x.shape[3] == N and E % max(1, x.shape[2]) == 0
+        # by dimensions first: an exporter takes every comparison of sizes for a promise
+        if not (grouped or (x.dim() == 2 and x.shape == (E, N)) or (x.dim() == 3 and x.shape == (batch, S, N))):
+            raise ValueError(
+                f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
+                f"got {list(x.shape)}"
+            )
+    if any(x.dim() == 4 and groups_of(B, C) % x.shape[2] for x in (B, C)):
+        raise ValueError(f"selective_scan wants groups of B and C of which one divides the other; "
+                         f"got {B.shape[2]} and {C.shape[2]}")
+    if state is not None and state.shape != (batch, E, N):
+        raise ValueError(f"selective_scan wants a state [{batch}, {E}, {N}]; got {list(state.shape)}")
+    if resets is not None and resets.shape != u.shape[:2]:
+        raise ValueError(f"selective_scan wants resets [B, S] = {[batch, S]}; got {list(resets.shape)}")

@@ -1,0 +1,164 @@
+"""The sLSTM with its derivative written out: the same loop over time, without a graph of operations.
+
+The recurrence needs y of the token before, so time cannot be cut into chunks. What can be had: one matrix product and
+a few fused elementwise calls per token, and in the backward pass one product per token for the gradient that goes back
+in time, while the gradient of the recurrent matrix is a single product over the whole sequence at the end.
+
+The derivative is that of the definition, the stabiliser included: with m' = max(i, l), l = m + ls(f),
+keep = exp(l - m'), write = exp(i - m'), the gradient of m' is what came from the state less that of both exponents,
+and goes to the one that made the maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.slstm import reference as slstm_reference
+from seqblocks.kernels.slstm.reference import SLSTMState, stacked
+
+
+def _order(S: int, reverse: bool) -> range:
+    return range(S - 1, -1, -1) if reverse else range(S)
+
+
+@torch.library.custom_op("seqblocks::slstm", mutates_args=())
+def _slstm(
+    gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor,
+    resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [B, S, H, D] and, for the backward pass and the last state, c, n, m and the full gates of every token."""
+    B, S, _, H, D = gates.shape
+    with without_autocast(gates.device.type):
+        # time first, and a head's gates side by side: a step is a plain matrix product, added in place
+        full = gates.new_empty(S, H, B, 4, D)
+        torch.add(gates.permute(1, 3, 0, 2, 4), bias.permute(1, 0, 2).unsqueeze(1), out=full)
+        full = full.view(S, H, B, 4 * D)
+        matrix = recurrent.reshape(H, D, 4 * D)
+        y, c, n, m = (s.transpose(0, 1).contiguous() for s in (y0, c0, n0, m0))  # [H, B, D]
+        ys, cs, ns, ms = (gates.new_empty(S, H, B, D) for _ in range(4))
+        for t in _order(S, reverse):
+            if resets is not None:
+                keep = (~resets[:, t]).to(gates.dtype)[None, :, None]
+                y, c, n, m = y * keep, c * keep, n * keep, m * keep
+            i, f, z, o = full[t].baddbmm_(y, matrix).split(D, -1)
+            through = m + F.logsigmoid(f)
+            m = torch.where(n == 0, i, torch.maximum(i, through))
+            write = torch.exp(i - m)
+            keep_gate = torch.exp((through - m).clamp_(max=0.0))
+            c = torch.addcmul(keep_gate * c, write, torch.tanh(z))
+            n = torch.addcmul(write, keep_gate, n)
+            y = torch.sigmoid(o).mul_(c).div_(n)
+            ys[t], cs[t], ns[t], ms[t] = y, c, n, m
+    # not `contiguous`, which leaves the strides of axes one long: the fake says them all
+    return ys.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format), cs, ns, ms, full
+
+
+@_slstm.register_fake
+def _slstm_fake(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse):  # type: ignore[no-untyped-def]
+    B, S, _, H, D = gates.shape
+    states = (gates.new_empty(S, H, B, D) for _ in range(3))
+    return gates.new_empty(B, S, H, D), *states, gates.new_empty(S, H, B, 4 * D)
+
+
+@torch.library.custom_op("seqblocks::slstm_backward", mutates_args=())
+def _slstm_backward(
+    dy: Tensor, dc_all: Tensor, dn_all: Tensor, dm_all: Tensor,
+    recurrent: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None,
+    ys: Tensor, cs: Tensor, ns: Tensor, ms: Tensor, full: Tensor, reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of gates, recurrent, bias and the initial state."""
+    S, H, B, D = cs.shape
+    with without_autocast(cs.device.type):
+        matrix = recurrent.reshape(H, D, 4 * D).transpose(1, 2)
+        start = [s.transpose(0, 1) for s in (y0, c0, n0, m0)]
+        kept = None if resets is None else (~resets).to(cs.dtype).T[:, None, :, None]  # [S, 1, B, 1]
+        y_time = ys.permute(1, 2, 0, 3)  # [S, H, B, D]
+        grads = torch.empty_like(full)
+        before = torch.empty_like(cs)  # y that each token read
+        carry = [torch.zeros_like(cs[0]) for _ in range(4)]  # dy, dc, dn, dm from the token after
+        order = list(_order(S, reverse))
+        dy_time = dy.permute(1, 2, 0, 3)
+        for at in range(S - 1, -1, -1):
+            t = order[at]
+            if at:
+                past = order[at - 1]
+                y_, c_, n_, m_ = y_time[past], cs[past], ns[past], ms[past]
+            else:
+                y_, c_, n_, m_ = start
+            if kept is not None:
+                y_, c_, n_, m_ = y_ * kept[t], c_ * kept[t], n_ * kept[t], m_ * kept[t]
+            before[t] = y_
+            i, f, z, o = full[t].split(D, -1)
+            c, n, m = cs[t], ns[t], ms[t]
+            through = m_ + F.logsigmoid(f)
+            first = n_ == 0
+            write = torch.exp(i - m)
+            keep = torch.exp((through - m).clamp_(max=0.0))
+            gate, tz = torch.sigmoid(o), torch.tanh(z)
+            g_y = dy_time[t] + carry[0]
+            share = g_y * gate / n
+            g_c = dc_all[t] + carry[1] + share
+            g_n = dn_all[t] + carry[2] - share * c / n
+            g_m = dm_all[t] + carry[3]
+            e_i = (g_c * tz + g_n) * write
+            e_l = ((g_c * c_ + g_n * n_) * keep).masked_fill_(first, 0.0)
+            g_m = g_m - e_i - e_l
+            wins = first | (i >= through)
+            g_l = e_l + g_m.masked_fill(wins, 0.0)
+            d_i, d_f, d_z, d_o = grads[t].split(D, -1)
+            d_i.copy_(e_i + g_m.masked_fill(~wins, 0.0))
+            d_f.copy_(g_l * torch.sigmoid(-f))
+            d_z.copy_(g_c * write * (1 - tz * tz))
+            d_o.copy_(g_y * (c / n) * gate * (1 - gate))
+            carry = [torch.bmm(grads[t], matrix), g_c * keep, g_n * keep, g_l]
+            if kept is not None:
+                carry = [g * kept[t] for g in carry]
+        d_recurrent = torch.einsum("shbd,shbg->hdg", before, grads).reshape(recurrent.shape)
+        d_bias = grads.sum((0, 2)).view(H, 4, D).transpose(0, 1).contiguous()
+        d_gates = grads.view(S, H, B, 4, D).permute(2, 0, 3, 1, 4).contiguous()
+    return d_gates, d_recurrent, d_bias, *(g.transpose(0, 1).contiguous() for g in carry)  # type: ignore[return-value]
+
+
+@_slstm_backward.register_fake
+def _slstm_backward_fake(  # type: ignore[no-untyped-def]
+    dy, dc, dn, dm, recurrent, y0, c0, n0, m0, resets, ys, cs, ns, ms, full, reverse
+):
+    S, H, B, D = cs.shape
+    state = (cs.new_empty(B, H, D) for _ in range(4))
+    return cs.new_empty(B, S, 4, H, D), torch.empty_like(recurrent), cs.new_empty(4, H, D), *state
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, recurrent, _, *state, resets, reverse = inputs
+    ctx.save_for_backward(recurrent, *state, resets, *output)
+    ctx.reverse = reverse
+    ctx.mark_non_differentiable(output[4])
+
+
+def _differentiate(ctx, dy, dc, dn, dm, _):  # type: ignore[no-untyped-def]
+    grads = _slstm_backward(dy.contiguous(), dc, dn, dm, *ctx.saved_tensors, ctx.reverse)
+    return *grads, None, None
+
+
+_slstm.register_autograd(_differentiate, setup_context=_save)
+_slstm_backward.register_autograd(no_second_derivative("slstm", "torch"))
+
+
+def run(
+    inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, SLSTMState]:
+    """The scan, as `slstm_reference.run`."""
+    gates = stacked(inputs, state)
+    if gates.shape[1] == 0:
+        return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
+    y, c, n, m, _ = _slstm(gates, recurrent, bias, *state, resets, reverse)
+    last = 0 if reverse else -1  # the length may be unknown to who compiles
+    return y, SLSTMState(y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m)))
+
+
+register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"), by_hand=True)

@@ -1,0 +1,162 @@
+"""Text in, proven model out: the whole torch-free half in one call."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from seqblocks.analysis.lower import is_builtin, lower_file
+from seqblocks.errors import Diagnostic, OverrideWarning, Report, SpecError, UsageError
+from seqblocks.graph import Model, Recipe
+from seqblocks.language.document import Node
+from seqblocks.language.overrides import Override
+from seqblocks.language.spec import Reader, SpecFile, locate, read_file
+
+Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def load_text(
+    text: str,
+    name: str = "<text>",
+    base: Path | None = None,
+    set: Mapping[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+    allow_use: Folders = (),
+) -> tuple[SpecFile, Model | None]:
+    """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
+
+    Relative `use:` entries start from `base` (the working directory if None), and only .yaml and .yml files below it
+    are read, or below a folder in `allow_use`. With `files` (relative path -> text) they are taken from there alone.
+    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
+    of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
+    """
+    file, model = prove(text, name, base, set, files, allow_use)
+    if model is not None and set:
+        warn_of_idle(model, set)
+    return file, model
+
+
+def warn_of_idle(model: Model, given: Mapping[str, Any]) -> None:
+    """Warn of overrides among `given` that no step uses, at the line outside seqblocks that led here."""
+    for override in model.idle:
+        if override.node is not None and override.path in given:
+            warnings.warn(override.idle, OverrideWarning, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """The `stacklevel` of the first caller outside seqblocks."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "seqblocks":
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def prove(
+    text: str,
+    name: str = "<text>",
+    base: Path | None = None,
+    set: Mapping[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+    allow_use: Folders = (),
+) -> tuple[SpecFile, Model | None]:
+    """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
+    if not isinstance(text, str):
+        raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
+    checked_overrides(set)
+    report = Report()
+    applied: tuple[Override, ...] = ()
+    texts: dict[str, str] = {}
+
+    def edit(root: Node) -> None:
+        nonlocal applied
+        if set:
+            from seqblocks.language import overrides  # imported where it is needed: `check` is as fast as its imports
+
+            texts.update({k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in set.items()})
+            called = {k for k, v in set.items() if not isinstance(v, _Raw)}
+            applied = overrides.apply(root, texts, report, called)
+
+    reader = Reader(report, is_builtin, base, files, _allowed(allow_use))
+    file = read_file(reader, text, name, edit)
+    if file is None or (file.model is None and not file.blocks and not report):
+        if file is not None:
+            report.add(
+                Diagnostic("E206", "the file defines nothing", file.root.span, hint="add a `model:` or `blocks:`")
+            )
+        report.raise_if_any()
+        raise SpecError([])
+    model = lower_file(file, report, Path(name).stem, applied)
+    report.raise_if_any()
+    if model is not None:
+        model.recipe = Recipe(name, text, tuple(texts.items()), tuple(reader.texts.items()))
+        if file.expect is not None:
+            from seqblocks.analysis.expect import check_expectations  # as above
+
+            check_expectations(model, file)
+    return file, model
+
+
+def _allowed(folders: Folders) -> list[Path]:
+    """The folders whose files may be used. UsageError where one is no folder."""
+    each = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
+    found = []
+    for folder in each:
+        if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
+            raise UsageError(f"allow_use (--allow-use) takes folders, and {folder!r} is none")
+        found.append(Path(os.fspath(folder)))
+    return found
+
+
+def checked_overrides(given: Any) -> None:
+    """UsageError unless these are overrides, or None."""
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
+        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
+
+
+class _Raw(str):
+    """An override that is YAML text already, not a Python value."""
+
+    __slots__ = ()
+
+
+def yaml(text: str) -> str:
+    """Mark an override as YAML text, as it comes from a command line: `set={"dim": yaml("2 * 96")}`."""
+    return _Raw(text)
+
+
+def load(
+    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+) -> tuple[SpecFile, Model | None]:
+    """Validate a spec given by path or bundled name; see `load_text`."""
+    text, name, base = locate(spec)
+    return load_text(text, name, base, set, allow_use=allow_use)
+
+
+def load_model(
+    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+) -> Model:
+    """The proven model of a spec. Raises SpecError (E206) where the file only holds blocks."""
+    file, model = load(spec, set, allow_use)
+    return require_model(file, model)
+
+
+def require_model(file: SpecFile, model: Model | None) -> Model:
+    """The model, or SpecError E206 that says what the file holds instead."""
+    if model is None:
+        block = next(iter(file.blocks.values()))
+        arguments = ", ".join(f"{a.name}: …" for a in block.args.values() if a.default is None)
+        raise SpecError(
+            [
+                Diagnostic(
+                    "E206",
+                    "the file holds blocks only, and there is no model to build",
+                    block.span,
+                    hint=f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{arguments}}}]}}",
+                )
+            ]
+        )
+    return model

@@ -1,0 +1,77 @@
+"""`expect:`: what a spec says must be true of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks import cost, graph
+from seqblocks.analysis.lower import Frame
+from seqblocks.analysis.wiring import Shared
+from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
+from seqblocks.graph import Model
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import SpecFile
+from seqblocks.types import Wire
+
+
+def check_expectations(model: Model, file: SpecFile) -> None:
+    """Raises ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output) or SpecError."""
+    expect = file.expect
+    if expect is None or model.overridden:
+        return
+    malformed, broken = Report(), Report()
+    frame = Frame.top(Shared(malformed), file)
+    tolerance = _number(frame, expect, "tolerance", 0.0)
+    if tolerance is not UNKNOWN and not 0 <= tolerance < 1:
+        fault = Fault(
+            "E209", "the tolerance is a share of the figure", expected="0 or more, below 1", found=f"{tolerance:g}",
+            hint="0.01 accepts figures that are off by a hundredth",
+        )
+        frame.fault(fault, expect.entries["tolerance"][1].span)
+        tolerance = UNKNOWN
+    body = model.graph
+    largest = sorted(body.nodes, key=graph.count_node, reverse=True)[:3]
+    parts = "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
+    macs = cost.macs(body, cost.tokens_of(model))
+    figures: tuple[tuple[str, str, float | None, str | None], ...] = (
+        ("params", "E701", graph.count(body), parts),
+        ("state_bytes", "E702", cost.state_bytes(body, "float32"), None),
+        ("flops_per_token", "E703", None if macs is None else 2 * macs, None),
+    )
+    for key, code, found, hint in figures:
+        wanted = _number(frame, expect, key, None)
+        if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
+            continue
+        if found is None or abs(found - wanted) > tolerance * abs(wanted):
+            shown = (
+                "unknown: the sequence length is open" if found is None else f"{found:,.10g} ({found - wanted:+,.10g})"
+            )
+            span = expect.entries[key][1].span
+            broken.add(
+                Diagnostic(
+                    code, f"the spec does not have the {key} it expects", span, f"{wanted:,.10g}", shown, (), hint
+                )
+            )
+    _check_output(frame, expect.get("output"), model.output, broken)
+    malformed.raise_if_any()
+    if broken:
+        raise ExpectationError(broken.diagnostics, broken.dropped)
+
+
+def _number(frame: Frame, expect: Mapping, key: str, default: float | None) -> Any:
+    node = expect.get(key)
+    return default if node is None else frame.number(node)
+
+
+def _check_output(frame: Frame, node: Node | None, wire: Wire | None, broken: Report) -> None:
+    if node is None or wire is None:
+        return
+    if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
+        hint = "output: [batch, 1000]"
+        frame.fault(Fault("E203", "the output is a list of axes", found=kind_of(node), hint=hint), node.span)
+        return
+    axes = [i.value if i.text in map(str, wire.axes) else frame.number(i) for i in node.items if isinstance(i, Scalar)]
+    if UNKNOWN not in axes and tuple(axes) != wire.axes:
+        message = "the spec does not have the output it expects"
+        broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))

@@ -1,0 +1,471 @@
+"""What names stand for at one place of a spec, and how an argument's text becomes its value.
+
+Whether a value is an expression, a word or a flag is decided by the argument's type, never by how it looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass, field
+from typing import Any
+
+from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
+from seqblocks.language import expressions
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
+from seqblocks.language.overrides import CALL, OPTION
+from seqblocks.language.spec import STEP_KEYS, is_name
+from seqblocks.op import FieldKind
+
+# A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
+# tests/torch/test_module.py holds the list against the real thing.
+RESERVED_NAMES = frozenset(
+    (
+        "forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
+        "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
+        "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
+        "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
+        "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
+        "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook",
+        "register_state_dict_pre_hook", "requires_grad_", "set_extra_state", "set_submodule", "share_memory",
+        "state_dict", "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+    )
+)  # fmt: skip
+
+
+MAX_WRITTEN = 4  # notes about where a value was written
+MAX_TRAIL = 8  # notes about the blocks that led to a fault
+
+
+class Names(MappingABC[str, Any]):
+    """Numbers and words by name. `let` entries are computed when first asked for, so their order does not matter."""
+
+    def __init__(self, outer: MappingABC[str, Any] | None = None, values: dict[str, Any] | None = None) -> None:
+        self.outer: MappingABC[str, Any] = outer if outer is not None else {}
+        self.known: dict[str, Any] = values or {}
+        self.pending: dict[str, Callable[[list[str]], Any]] = {}  # each is told the ring of names that it closes
+        self.written: dict[str, tuple[Node, Names]] = {}  # where a value comes from, and what its own names stand for
+        self.spoilt: set[str] = set()  # expressions over names of this scope whose value was at fault
+        self.vague = False  # whether there are names here that could not be read
+        self.of_block = False  # whether these are the arguments and the `let:` of a block
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.pending:
+            self._compute(name)
+        return self.known[name] if name in self.known else self.outer[name]
+
+    def _compute(self, name: str) -> None:
+        # what an entry needs is computed before it, so that a long chain of entries is no deep recursion
+        coming = {name: None}
+        while coming:
+            last = next(reversed(coming))
+            needed = [each for each in _needed(self.written[last][0]) if each in self.pending]
+            first = next((each for each in needed if each not in coming), None)
+            ring = [each for each in needed if each in coming]
+            if first and not ring:
+                coming[first] = None
+                continue
+            names = [*coming] if ring else []
+            compute = self.pending.pop(last)
+            self.known[last] = compute([*names[names.index(ring[0]) :], ring[0]] if ring else [])
+            del coming[last]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.known or name in self.pending or name in self.outer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.known, **self.pending, **dict.fromkeys(self.outer)})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def may_hold(self, name: str) -> bool:
+        """Whether a name that is not known may be one that could not be read, which is told."""
+        here: Any = self
+        while isinstance(here, Names):
+            if here.vague and name.isidentifier():
+                return True
+            here = here.outer
+        return False
+
+    def home(self, names: Iterable[str]) -> Names | None:
+        """The innermost scope that holds one of these names: what is made of them has one value there."""
+        here: Any = self
+        wanted = set(names)
+        while isinstance(here, Names):
+            if not wanted.isdisjoint(here.known) or not wanted.isdisjoint(here.pending):
+                return here
+            here = here.outer
+        return None
+
+    def source(self, name: str) -> tuple[Node, Names] | None:
+        """The text that gave a name its value, and the names that were in scope there."""
+        home = self.home([name])
+        return home.written.get(name) if home else None
+
+    def spoil(self, text: str, names: tuple[str, ...], blamed: bool = True) -> None:
+        """An expression's value was at fault: from here on it is UNKNOWN, and so is what is made of it.
+
+        A bare name leads on to the text behind it, so that a value handed from block to block is at fault once. Which
+        name of a longer expression is to blame, nobody knows: inside a block all of them are UNKNOWN, for the rest of
+        that block hangs on the same arguments; outside it only that very expression is.
+        """
+        coming = [(self, text, names, blamed)]
+        while coming:
+            scope, text, names, blamed = coming.pop()
+            home = scope.home(names)
+            if home is None or text in home.spoilt:
+                continue
+            home.spoilt.add(text)
+            if text.isidentifier():
+                home.known[text] = UNKNOWN
+                node, behind = home.written.get(text, (None, home))
+                if isinstance(node, Scalar) and isinstance(node.value, str) and (blamed or behind is home):
+                    coming.append((behind, node.value, tuple(_names_in(node.value)), blamed))
+            elif home.of_block:
+                coming += [(home, name, (name,), False) for name in names if scope.home([name]) is home]
+
+    def settle(self) -> None:
+        """Compute every `let` entry, so that a fault in one that nobody uses is told too."""
+        for name in list(self.pending):
+            self[name]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Step:
+    """One step, its keys sorted: what every verb has, and the verb's own."""
+
+    verb: str
+    span: Span  # of the verb
+    fields: dict[str, tuple[Span, Node]]
+    common: dict[str, tuple[Span, Node]]
+    alias: Span | None = None  # where it, or its arguments, are repeated with `*anchor`, and written elsewhere
+    torn: bool = False  # whether a comma has cut its keys, which is told
+
+    def key_span(self, key: str) -> Span:
+        entry = self.fields.get(key) or self.common.get(key)
+        return entry[0] if entry else self.span
+
+    def value_span(self, key: str | None) -> Span:
+        entry = (self.fields.get(key) or self.common.get(key)) if key else None
+        return entry[1].span if entry else self.span
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Scope:
+    """The report, the names in scope, and the trail of blocks that led here."""
+
+    report: Report
+    names: Names
+    trail: tuple[Note, ...] = ()
+    looked_up: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by a value's node: names, which are no wires
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault, where: Step | Node | Span | None) -> None:
+        """Report a fault: at the argument it names, with where its value was written and the trail of blocks."""
+        node: Node | None = None
+        span: Span | None
+        if isinstance(where, Step):
+            span = where.value_span(fault.at)
+            node = where.fields[fault.at][1] if fault.at in where.fields else None
+        elif where is None or isinstance(where, Span):
+            span = where
+        else:
+            span, node = where.span, where
+        written = self._written(node) if node else ()
+        trail = self.trail[::-1]
+        if len(trail) > MAX_TRAIL:
+            between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks between")
+            trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
+        self.report.add(fault.dress(span, [*written, *trail]))
+        if isinstance(node, Scalar) and id(node) in self.looked_up:
+            self.names.spoil(node.text, self.looked_up[id(node)])
+
+    def _written(self, node: Node) -> Iterator[Note]:
+        """Where the numbers behind a value stand: entries of `let:`, arguments of a block, and what those name."""
+        each = node.items if isinstance(node, Sequence) else [node]
+        coming = [(name, self.names) for item in each for name in self.looked_up.get(id(item), ())]
+        seen: set[int] = set()
+        while coming and len(seen) < MAX_WRITTEN:
+            name, names = coming.pop(0)
+            found = names.source(name)
+            if found is None or id(found[0]) in seen or names[name] is UNKNOWN:
+                continue
+            text, behind = found
+            seen.add(id(text))
+            shown = f"`{name}` is {_shown(names[name])}"
+            override = text.span.source.name.startswith((OPTION, CALL))  # that is no place in a file
+            yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)
+            if isinstance(text, Scalar) and isinstance(text.value, str):
+                coming += [(other, behind) for other in _names_in(text.value) if other in behind]
+
+    def is_name(self, name: str, span: Span) -> bool:
+        """Whether `name` may be a namespace; told if not."""
+        if name == "input":
+            self.fault(Fault("E311", "'input' is what the steps were given", hint="choose another name"), span)
+            return False
+        if name in RESERVED_NAMES or name.startswith("_"):
+            self.fault(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
+            return False
+        return is_name(self.report, name, span)
+
+    # --- arguments --------------------------------------------------------------------------------------------------
+
+    def number(self, node: Node, whole: bool = False, optional: bool = False) -> Any:
+        """A number or an expression's value; UNKNOWN after a fault."""
+        value = self._number(node, optional)
+        if isinstance(value, float) and not math.isfinite(value):
+            self.fault(Fault("E203", "a finite number is needed here", found=f"{value:g}"), node)
+            return UNKNOWN
+        if isinstance(value, int | float) and abs(value) > MAX_MAGNITUDE:
+            self.fault(Fault("E504", "the number is too large", expected="at most 10^18"), node)
+            return UNKNOWN
+        if whole and isinstance(value, float):
+            if value == int(value):
+                return int(value)
+            hint = "use ceil(…), floor(…) or // for a whole number"
+            self.fault(Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint), node)
+            return UNKNOWN
+        return value
+
+    def _number(self, node: Node, optional: bool) -> Any:
+        match node:
+            case Scalar(value=None) if optional:
+                return None
+            case Scalar(value=bool()):
+                pass
+            case Scalar(value=int() | float() as value):
+                return value
+            case Scalar(value=str(text)):
+                value = self.evaluate(text, node)
+                if value is None and optional:
+                    return None
+                if value is not UNKNOWN and (isinstance(value, bool) or not isinstance(value, int | float)):
+                    found = f"{quote(text)}, which is {_shown(value)}"
+                    self.fault(Fault("E203", "a number is needed here", found=found), node)
+                    return UNKNOWN
+                return value
+        self.fault(Fault("E203", "a number or an expression is needed here", found=kind_of(node)), node.span)
+        return UNKNOWN
+
+    def evaluate(self, text: str, node: Scalar) -> Any:
+        """An expression's value in this scope; UNKNOWN after a fault. A bare name may stand for any kind of value."""
+        try:
+            if text.isidentifier() and text in self.names:
+                self.looked_up[id(node)] = (text,)
+                return self.names[text]
+            expression = expressions.parse(text)
+            names = self.looked_up[id(node)] = tuple(dict.fromkeys(name for name, _ in expression.names))
+            home = self.names.home(names)
+            return UNKNOWN if home and text in home.spoilt else expression.evaluate(self.names)
+        except expressions.NameFault as fault:
+            if self.names.may_hold(fault.name):
+                return UNKNOWN
+            self.fault(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
+        except Fault as fault:
+            self.fault(fault, node)
+        return UNKNOWN
+
+    def argument(self, node: Node, kind: FieldKind) -> Any:
+        """The value of an argument whose field is of `kind`; UNKNOWN after a fault."""
+        match kind.kind:
+            case "number":
+                return self.number(node, kind.whole, kind.optional)
+            case "flag":
+                return self._flag(node, kind)
+            case "word":
+                return self.word(node, kind)
+            case "words":
+                if isinstance(node, Sequence):
+                    each = kind._replace(choices=()) if kind.free else kind
+                    items = [self.word(item, each) for item in node.items]
+                    return UNKNOWN if any(i is UNKNOWN for i in items) else items
+                return self.word(node, kind)
+        return node
+
+    def _flag(self, node: Node, kind: FieldKind) -> Any:
+        if isinstance(node, Scalar):
+            if isinstance(node.value, bool) or (node.value is None and kind.optional):
+                return node.value
+            if isinstance(node.value, str):
+                word = node.text.lower()
+                if word in _TRUTHS and node.text not in self.names:
+                    hint = f"YAML 1.2 knows only true and false: write {_TRUTHS[word]}"
+                    self.fault(Fault("E203", "true or false is needed here", found=kind_of(node), hint=hint), node.span)
+                    return UNKNOWN
+                value = self.evaluate(node.text, node)
+                if isinstance(value, bool) or value is UNKNOWN:
+                    return value
+        self.fault(Fault("E203", "true or false is needed here", found=kind_of(node)), node)
+        return UNKNOWN
+
+    def word(self, node: Node, kind: FieldKind) -> Any:
+        """A legal word, or what a name of this scope stands for."""
+        if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
+            self.fault(Fault("E203", "a word is needed here", expected=_choices(kind), found=kind_of(node)), node.span)
+            return UNKNOWN
+        if node.value is None:
+            return None
+        text = node.text
+        if text in kind.choices:
+            return text
+        if text in self.names:
+            self.looked_up[id(node)] = (text,)
+            value = self.names[text]
+            if value is None and kind.optional:
+                return None
+            if value is UNKNOWN or not kind.choices or value in kind.choices:
+                return value
+            if isinstance(value, list) and kind.kind == "words":
+                return value
+            found = f"{quote(text)}, which is {_shown(value)}"
+            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node)
+            return UNKNOWN
+        if not kind.choices and isinstance(node.value, str):
+            return text
+        if self.names.may_hold(text):
+            return UNKNOWN
+        self.fault(
+            Fault(
+                "E208",
+                f"{quote(text)} is not a legal word here",
+                expected=_choices(kind),
+                hint=did_you_mean(text, [*kind.choices, *self.names]),
+            ),
+            node.span,
+        )
+        return UNKNOWN
+
+    def comma_trap(self, node: Mapping) -> frozenset[str]:
+        """Keys that are the torn halves of a call with a comma inside { }; told once, as what it is."""
+        torn: set[str] = set()
+        keys = list(node)
+        for at, (key, _, value) in enumerate(keys):
+            if not isinstance(value, Scalar) or value.text.count("(") <= value.text.count(")"):
+                continue
+            pieces = [value.text]
+            for other, _, empty in keys[at + 1 :]:
+                if not (isinstance(empty, Scalar) and empty.value is None):
+                    break
+                pieces.append(other)
+                if ")" in other:
+                    break
+            if len(pieces) > 1:
+                text = ", ".join(pieces)
+                message = f"the comma in {quote(text)} ends the value: inside braces, quote a call that has a comma"
+                self.fault(Fault("E110", message, hint=f'{key}: "{text}"'), value.span)
+                torn |= {key, *pieces[1:]}
+        return frozenset(torn)
+
+    def let(self, node: Mapping | None) -> None:
+        """Add `let:` entries to the names of this frame."""
+        if node is None:
+            return
+        torn = self.comma_trap(node)
+        for key, span, value in node:
+            if key in torn:
+                self.names.known[key] = UNKNOWN
+            elif is_name(self.report, key, span, key=True):
+                self.names.pending[key] = self._thunk(span, value)
+                self.names.written[key] = (value, self.names)
+            else:
+                self.names.vague = True
+
+    def _thunk(self, span: Span, node: Node) -> Callable[[list[str]], Any]:
+        def compute(ring: list[str]) -> Any:
+            if not ring:
+                return self.free_value(node)
+            self.fault(Fault("E505", f"let entries need each other: {' -> '.join(ring)}"), span)
+            return UNKNOWN
+
+        return compute
+
+    def free_value(self, node: Node) -> Any:
+        """The value of something whose type nobody declares (`let`, a default): number, word, flag, list."""
+        if isinstance(node, Sequence):
+            return [self.free_value(item) for item in node.items]
+        if isinstance(node, Mapping):
+            return plain(node)
+        assert isinstance(node, Scalar)
+        if not isinstance(node.value, str):
+            return node.value
+        text = node.value
+        if text.isidentifier() and text not in self.names:
+            return text  # a word
+        return self.evaluate(text, node)
+
+    # --- steps
+
+    def read_step(self, item: Node, is_verb: Callable[[str], bool]) -> Step | None:
+        """A document node as a step; None after a fault."""
+        match item:
+            case Scalar(value=str(verb)):
+                return Step(verb, item.span, {}, {})
+            case Mapping(entries=entries) if len(entries) == 1:
+                ((verb, span, node),) = list(item)
+            case Mapping(entries=entries) if entries:
+                verb, span, node = next(iter(item))
+                others = [key for key in entries if key != verb]
+                steps = [other for other in others if is_verb(other)]
+                hint = f"indent {listing(others)} below `{verb}:`" if is_verb(verb) else "one verb a step"
+                if steps and is_verb(verb):
+                    hint = f"put '- ' before {listing(steps)}: that is a step of its own"
+                message = f"a step is one verb with its arguments, not {len(entries)} keys"
+                self.fault(Fault("E204", message, found=listing(entries), hint=hint), entries[others[0]][0])
+                return None
+            case _:
+                self.fault(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
+                return None
+        if isinstance(node, Scalar) and node.value is None:
+            return Step(verb, span, {}, {})
+        if not isinstance(node, Mapping):
+            message = f"the arguments of {quote(verb)} must be a mapping"
+            first = verb.partition(" ")[0]
+            if first != verb and is_verb(first):  # `- embed {features: 64}`
+                fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))
+                self.fault(fault, span.within(0, len(first)))
+                return None
+            text = missing_colon(node.text) if isinstance(node, Scalar) else None
+            fault = Fault("E203", message, found=kind_of(node), hint=text or f"{verb}: {{name: value}}")
+            self.fault(fault, node.span)
+            return None
+        torn = self.comma_trap(node)
+        fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
+        common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
+        inside = next((s for _, s, _ in node), node.span)
+        alias = next((o.span for o, first in ((item, span), (node, inside)) if not o.span.holds(first)), None)
+        return Step(verb, span, fields, common, alias, bool(torn))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{listing(map(_shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return quote(value) if isinstance(value, str) else str(value)[:60]
+
+
+def _names_in(text: str) -> list[str]:
+    try:
+        return [name for name, _ in expressions.parse(text).names]
+    except Fault:
+        return []
+
+
+def _needed(node: Node) -> list[str]:
+    """The names that a value of `let:` is made of, and perhaps words."""
+    if isinstance(node, Sequence):
+        return [name for item in node.items for name in _needed(item)]
+    return _names_in(node.value) if isinstance(node, Scalar) and isinstance(node.value, str) else []
+
+
+_TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
+
+
+def _choices(kind: FieldKind) -> str:
+    return f"one of {listing(kind.choices)}" if kind.choices else "a word"

@@ -1,0 +1,248 @@
+"""`--set dim=384` and `set={...}`: replace values of a document before it is read, addressed by names.
+
+    dim, let.dim                     an entry of the file's own `let:`
+    blocks.vil.heads                 the default of a block's argument (or an entry of its `let:`)
+    blocks.vil.residual.drop_path    an argument of a step, by the namespaces of the steps
+    model.blocks.m.vil.heads         likewise inside the model (here through the word m of a repeat)
+    input.image.size, expect.params  likewise
+
+What is not there already is an error, but for the arguments of a step: one that the step leaves to its default can be
+given, and whether the verb has it is checked as if it stood in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from collections.abc import Mapping as MappingABC
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
+from seqblocks.language import document
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+
+ASKED = "an override replaces what the spec says, or a step's argument"
+USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
+
+OPTION, CALL = "--set ", "set={"  # how an override is shown: as an option of the command, or in a call of Python's
+
+
+class Override(NamedTuple):
+    """A value given from outside, as `path=text`; `node` is what now stands in the document, None if it did before."""
+
+    path: str
+    text: str
+    node: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.text}"
+
+    @property
+    def idle(self) -> str:
+        """What to say of one that changes nothing."""
+        why = "the spec says so already" if self.node is None else "no step uses it"
+        return f"the override {self} changes nothing: {why}"
+
+
+class Slot(NamedTuple):
+    """A place for a value: a key of a mapping. The mapping of a step that is a verb alone has yet to be put in."""
+
+    holder: Mapping
+    key: str
+    items: list[Node] | None = None
+    at: int = 0
+
+    def open(self) -> None:
+        """Put the mapping in."""
+        if self.items is not None:
+            self.items[self.at] = self.holder
+
+
+def as_text(value: Any) -> str:
+    """A Python value as the YAML that means it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(as_text(v) for v in value) + "]"
+    if isinstance(value, MappingABC):
+        return "{" + ", ".join(f"{k}: {as_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, int | float):
+        return repr(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def apply(
+    root: Node, overrides: MappingABC[str, str], report: Report, called: Container[str] = ()
+) -> tuple[Override, ...]:
+    """Apply `path -> YAML text` to a document in place. Returns what came of those that found their place.
+
+    Those in `called` came with a call from Python, and are shown so.
+    """
+    done = []
+    for path, text in overrides.items():
+        shown = f"{CALL}{path!r}: {text}}}" if path in called else f"{OPTION}{path}={text}"
+        value = _parse(text, shown, report)
+        if value is None:
+            continue
+        slot = _find(root, path, shown, report)
+        if slot is None:
+            continue
+        holder, key = slot.holder, slot.key
+        whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
+        span, old = holder.entries.get(key, (whole, None))
+        if old is None or document.plain(old) != document.plain(value):
+            holder.entries[key] = (span, value)
+            done.append(Override(path, text, value))
+        else:
+            done.append(Override(path, text))
+    return tuple(done)
+
+
+def _parse(text: str, shown: str, report: Report) -> Node | None:
+    if not text.strip():
+        report.add(_fault(shown, "the override has no value", hint="--set dim=384"))
+        return None
+    if text.strip() in ("null", "~"):  # a document of nothing is no document
+        report.add(_fault(shown, "an override is a value, and null is none", hint="leave it out for the default"))
+        return None
+    try:
+        node = document.parse(text, shown, report)
+    except RecursionError:
+        node = None
+    if node is None:
+        return None
+    return _moved(node, Source.of(shown, shown), shown.rindex(text))
+
+
+def _moved(node: Node, source: Source, before: int) -> Node:
+    """The same value, standing in the override rather than in line 1 of a text nobody sees."""
+    a = node.span
+    if a.line == a.end_line == 1:
+        span = Span(source, 1, a.column + before, 1, a.end_column + before)
+    else:
+        span = Span(source, 1, 1, 1, len(source.text) + 1)
+    if isinstance(node, Scalar):
+        return replace(node, span=span)
+    if isinstance(node, Sequence):
+        return replace(node, span=span, items=[_moved(item, source, before) for item in node.items])
+    assert isinstance(node, Mapping)
+    entries = {k: (span, _moved(v, source, before)) for k, (_, v) in node.entries.items()}
+    return replace(node, span=span, entries=entries)
+
+
+def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
+    source = Source.of("the call" if shown.startswith(CALL) else "command line", shown)
+    return Diagnostic("E310", message, Span(source, 1, 1, 1, len(shown) + 1), **more)
+
+
+def _find(root: Node, path: str, shown: str, report: Report) -> Slot | None:
+    """The mapping and key that a path names; a path that leads nowhere changes nothing."""
+    parts = path.split(".")
+    if isinstance(root, Mapping) and parts[0] not in root.entries:
+        let = root.get("let")
+        if isinstance(let, Mapping) and parts[0] in let.entries:
+            parts = ["let", *parts]
+        elif isinstance(model := root.get("model"), Mapping) and parts[0] == "input":
+            root = model
+    node: Node = root
+    of_step = False
+    way: list[Slot] = []
+    for depth, part in enumerate(parts):
+        choices = _choices(node)
+        if part not in choices and of_step and depth == len(parts) - 1 and isinstance(node, Mapping):
+            way.append(Slot(node, part))
+            break
+        if part not in choices:
+            where = ".".join(parts[:depth]) or "the spec"
+            known = sorted(choices)
+            if depth == 0:
+                let = root.get("let") if isinstance(root, Mapping) else None
+                known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
+            elsewhere = _elsewhere(root, parts)
+            hint = elsewhere or did_you_mean(part, known) or ASKED
+            if part.isdecimal() and "pattern" in choices:
+                hint = "inside a pattern its word stands in the path, not the layer's number"
+            if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
+                hint = f"{USED}; {elsewhere}" if elsewhere else USED
+            expected = f"one of {listing(known)}" if known else None
+            report.add(_fault(shown, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
+            return None
+        slot = choices[part]
+        way.append(slot)
+        of_step = slot.holder is not node
+        node = slot.holder.entries[slot.key][1]
+    for slot in way:
+        slot.open()
+    return way[-1]
+
+
+def _elsewhere(root: Node, parts: list[str]) -> str | None:
+    """A hint that names the whole path where the end of one is right, or where a layer's number stands in it."""
+    wanted = [part for part in parts if not part.isdecimal()]
+    room = wanted[0] if wanted[:1] in (["model"], ["blocks"]) else None
+    wanted = wanted[1:] if room else wanted
+    paths = list(islice(_paths(root, []), 2000)) if wanted else []
+    for path, of_step in sorted(paths, key=lambda each: each[0][0] != room):
+        found = path if path[-len(wanted) :] == wanted else None
+        if of_step and len(wanted) > 1 and path[1 - len(wanted) :] == wanted[:-1]:
+            found = [*path, wanted[-1]]  # an argument that the step leaves to its default
+        if found:
+            return f"did you mean '{'.'.join(found)}'?"
+    return None
+
+
+def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """All paths below a node, and whether each is a step's; what is near comes first."""
+    below = []
+    for name, slot in _choices(node).items():
+        if before or name in ("let", "blocks", "model"):
+            child = slot.holder.entries[slot.key][1]
+            if name not in ("steps", "branches", "args", "checkpoint"):  # their entries have shorter paths
+                yield [*before, name], slot.holder is not node and not isinstance(child, Sequence)
+                below.append((child, [*before, name]))
+    for child, path in below:
+        yield from _paths(child, path)
+
+
+def _choices(node: Node) -> dict[str, Slot]:
+    """What the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
+    out: dict[str, Slot] = {}
+    if isinstance(node, Mapping):
+        for key, _, value in node:
+            out[key] = Slot(node, key)
+            if key in ("args", "let"):
+                out |= {k: v for k, v in _choices(value).items() if k not in out}
+            elif key in ("steps", "branches"):
+                out |= {k: v for k, v in _steps(value, key == "steps").items() if k not in out}
+    elif isinstance(node, Sequence):
+        out |= _steps(node)
+    return out
+
+
+def _with_arguments(item: Node) -> Node:
+    """A step that is a verb alone, `- silu` or `- silu:`, as `- silu: {}`: what it means, with room for an argument."""
+    match item:
+        case Scalar(value=str(verb)):
+            return Mapping(item.span, 2, 2, {verb: (item.span, Mapping(item.span, 1, 1, {}))})
+        case Mapping(entries=entries) if len(entries) == 1:
+            ((verb, span, arguments),) = list(item)
+            if isinstance(arguments, Scalar) and arguments.value is None:
+                return replace(item, entries={verb: (span, Mapping(arguments.span, 1, 1, {}))})
+    return item
+
+
+def _steps(node: Node, bare: bool = True) -> dict[str, Slot]:
+    out: dict[str, Slot] = {}
+    items = node.items if isinstance(node, Sequence) else []
+    for at, written in enumerate(items):
+        item = _with_arguments(written) if bare else written
+        if isinstance(item, Mapping) and len(item.entries) == 1:
+            ((verb, _, arguments),) = list(item)
+            name = verb
+            for key in ("as", "name"):
+                given = arguments.get(key) if isinstance(arguments, Mapping) else None
+                if isinstance(given, Scalar) and isinstance(given.value, str):
+                    name = given.value
+            out.setdefault(name, Slot(item, verb, items, at))
+    return out

@@ -1,0 +1,459 @@
+"""The typed spec: what a document says, sorted into let, blocks, model, expect; other files brought in by `use`.
+
+Only structure is decided here (known keys, legal names, which file a name comes from). What a step means is settled
+in `lower.py`, once the numbers are known.
+"""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from seqblocks.errors import (
+    ELSEWHERE,
+    Diagnostic,
+    Note,
+    Report,
+    Source,
+    Span,
+    SpecError,
+    UsageError,
+    did_you_mean,
+    hidden,
+    key_hint,
+    listing,
+    missing_colon,
+    quote,
+)
+from seqblocks.language import document
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
+
+VERSION = 1
+ENDINGS = (".yaml", ".yml")
+MAX_USES = 32  # files that use one another: each is read while the one before is open
+FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
+BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
+MODEL_KEYS = ("about", "input", "steps")
+EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "tolerance")
+ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
+_LIKE = {  # what the mappings look like
+    "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
+    "expect": "{params: 1_000}", "let": "{dim: 64}",
+    "model": "{input: {tokens: 256}, steps: […]}",
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Argument:
+    """An argument of a block: its type, and its default node unless it is required."""
+
+    name: str
+    type: str  # one of ARGUMENT_TYPES, or "any" where the default is a list, a mapping or nothing
+    span: Span
+    default: Node | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Block:
+    """A block as defined in some file."""
+
+    name: str
+    span: Span
+    home: SpecFile
+    about: str
+    args: dict[str, Argument]
+    let: Mapping | None
+    steps: Node | None
+    checkpoint: Mapping | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SpecFile:
+    """One file: its own definitions, and what is visible in it."""
+
+    source: Source
+    root: Mapping
+    about: str = ""
+    let: Mapping | None = None
+    blocks: dict[str, Block] = field(default_factory=dict)
+    visible: dict[str, Block] = field(default_factory=dict)
+    model: Mapping | None = None
+    model_span: Span | None = None
+    expect: Mapping | None = None
+    checkpoint: Mapping | None = None
+    lacks: bool = False  # whether some of `use:` could not be read, so that nobody knows what verbs it has
+    lost: set[str] = field(default_factory=set)  # blocks whose definition is at fault
+
+
+# --- where specs are found ------------------------------------------------------------------------------------------
+
+
+def bundled() -> dict[str, Path]:
+    """Bundled specs by name, blocks and models alike."""
+    root = Path(__file__).parents[1] / "specs"
+    return {path.stem: path for folder in ("blocks", "models") for path in sorted((root / folder).glob("*.yaml"))}
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a SPEC or `use:` entry means a file rather than a bundled name."""
+    return name.endswith(ENDINGS) or "/" in name or os.sep in name
+
+
+def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = None) -> str | None:
+    """What is left of an open file as text, or None with a diagnostic; no more is read than a spec may have."""
+    most = 4 * document.MAX_BYTES  # of bytes, so that whatever the characters are, `document.parse` counts them
+    data = file.read(most + 1)
+    if len(data) > most:
+        expected = f"at most {document.MAX_BYTES:,} bytes"
+        report.add(Diagnostic("E104", f"{shown} is too large for a spec", used, expected))
+        return None
+    return document.decode(data, shown, report)
+
+
+def read_text(path: Path, shown: str, report: Report, used: Span | None = None) -> str | None:
+    """A file's text, or None with a diagnostic.
+
+    `used` is the entry of `use:` that names the file, if one does. Then it must be a regular file: a pipe or a device
+    could keep its reader waiting for ever.
+    """
+    try:
+        if used is None:
+            with path.open("rb") as file:
+                return read_stream(file, shown, report)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return read_stream(file, shown, report, used)
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: it is not a regular file", used))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+        there = os.path.lexists(path)  # a link that leads nowhere is there, and no other is meant
+        near = None if there else did_you_mean(path.name, (other.name for other in beside))
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near))
+    except ValueError as error:  # a null byte in the name
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}", used))
+    return None
+
+
+# --- checks that every room of the spec shares -------------------------------------------------------------------
+
+
+def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -> None:
+    """E201 for every key that is not known here."""
+    words = tuple(known)
+    for key, span, _ in node:
+        if key not in words:
+            expected, hint = f"one of {listing(words)}", key_hint(key, words)
+            report.add(Diagnostic("E201", f"unknown key {quote(key)} in {what}", span, expected, hint=hint))
+
+
+def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
+    """Whether `name` may name a thing; E207 or E311 if not. `key`: a value stands behind it."""
+    if keyword.iskeyword(name):
+        message = f"{quote(name)} has a meaning in expressions"
+        report.add(Diagnostic("E311", message, span, hint="choose another name"))
+    elif not _NAME.match(name) or len(name) > 64:
+        expected = "letters, digits and _, not beginning with a digit"
+        hint = missing_colon(name) if key else None
+        report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected, hint=hint))
+    else:
+        return True
+    return False
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a file and, once each, the files it uses."""
+
+    def __init__(
+        self,
+        report: Report,
+        is_builtin: Callable[[str], bool],
+        base: Path | None = None,
+        provided: dict[str, str] | None = None,
+        allowed: Iterable[Path] = (),
+    ) -> None:
+        self.report = report
+        self.is_builtin = is_builtin  # whether a verb is built in, so that no block may have its name
+        self.base = base or Path()
+        self.provided = provided  # texts of used files, in place of the disk
+        self.allowed = tuple(allowed)  # folders whose files may be used, besides the base
+        self.texts: dict[str, str] = {}  # what was read: path relative to the base -> text, bundled files left out
+        self.size = 0  # nodes of the files in use, which count together
+        self.files: dict[str, SpecFile | None] = {}
+        self.open: list[str] = []
+
+    def fault(self, code: str, message: str, span: Span | None, **more: str | None) -> None:
+        self.report.add(Diagnostic(code, message, span, more.get("expected"), more.get("found"), (), more.get("hint")))
+
+    def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
+        """The typed form of a parsed document; relative `use:` entries start from `folder`, itself relative to base."""
+        if root is None:
+            return None
+        if not isinstance(root, Mapping):
+            hint = missing_colon(root.text, FILE_KEYS) if isinstance(root, Scalar) else None
+            hint = hint or f"begin with `seqblocks: {VERSION}`"
+            self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint=hint)
+            return None
+        file = SpecFile(source, root)
+        known_keys(self.report, root, FILE_KEYS, "a spec")
+        self._version(root)
+        file.about = self._text(root, "about")
+        file.let = self._mapping(root, "let")
+        file.lacks = hidden(root.entries, "use", FILE_KEYS) or hidden(root.entries, "blocks", FILE_KEYS)
+        file.expect = self._mapping(root, "expect")
+        if file.expect:
+            known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
+        file.checkpoint = self._mapping(root, "checkpoint")
+        file.model = self._mapping(root, "model")
+        if file.model:
+            file.model_span = root.entries["model"][0]
+            known_keys(self.report, file.model, MODEL_KEYS, "model")
+        self._use(file, folder)
+        for name, span, node in self._mapping(root, "blocks") or ():
+            self._block(file, name, span, node)
+        return file
+
+    def _mapping(self, root: Mapping, key: str) -> Mapping | None:
+        """What stands under a key; None where it is no mapping, which is told, or nothing."""
+        node = root.get(key)
+        if node is None or isinstance(node, Mapping):
+            return node
+        if misread(root, key):
+            hint = missing_colon(node.text) if isinstance(node, Scalar) else None
+            hint = hint or f"{key}: {_LIKE[key]}"
+            self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node), hint=hint)
+        return None
+
+    def _text(self, root: Mapping, key: str) -> str:
+        node = root.get(key)
+        if node is None:
+            return ""
+        if isinstance(node, Scalar):
+            return node.text
+        self.fault("E203", f"{key} must be text", node.span, found=kind_of(node))
+        return ""
+
+    def _version(self, root: Mapping) -> None:
+        node = root.get("seqblocks")
+        if node is None and not hidden(root.entries, "seqblocks", FILE_KEYS):
+            self.fault(
+                "E205",
+                "the spec does not say which version of the language it is written in",
+                Span(root.span.source, root.span.line, root.span.column, root.span.line, root.span.column + 1),
+                hint=f"begin with `seqblocks: {VERSION}`",
+            )
+        elif node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
+            self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
+
+    def _use(self, file: SpecFile, folder: str) -> None:
+        node = file.root.get("use")
+        if node is None:
+            return
+        if not isinstance(node, Sequence):
+            self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint="use: [vil]")
+            return
+        for item in node.items:
+            if not isinstance(item, Scalar) or not isinstance(item.value, str):
+                self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
+                continue
+            other = self._used(item.value, item.span, folder)
+            file.lacks = file.lacks or other is None
+            file.lost |= other.lost if other else set()
+            for name, block in (other.blocks if other else {}).items():
+                clash = file.visible.get(name)
+                if clash and clash is not block:
+                    self.report.add(
+                        Diagnostic(
+                            "E309",
+                            f"block {quote(name)} is defined by two of the files in use",
+                            item.span,
+                            notes=(Note("defined here", clash.span), Note("and here", block.span)),
+                        )
+                    )
+                file.visible[name] = block
+
+    def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
+        own = looks_like_path(name)
+        if own:
+            relative = os.path.normpath(os.path.join(folder, name))
+            path = self.base / relative
+            shown = os.path.normpath(path)
+        else:
+            found = bundled()
+            if name not in found:
+                found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
+                self.fault(
+                    "E306",
+                    f"there is no bundled spec {quote(name)}",
+                    span,
+                    expected=f"one of {listing(found)}",
+                    hint=did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
+                )
+                return None
+            path, shown, relative = found[name], f"<bundled {name}>", str(found[name])
+        key = os.path.abspath(path)
+        if key in self.open:
+            ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
+            self.fault("E307", f"the files use each other: {ring}", span, hint="move what both need to a third file")
+            return None
+        if key not in self.files:
+            self.files[key] = None
+            if len(self.open) > MAX_USES:
+                expected = f"at most {MAX_USES} files that use one another"
+                self.fault("E104", "the files in use are nested too deeply", span, expected=expected)
+                return None
+            text = self._text_in_use(name, relative, path, shown, span) if own else read_text(path, shown, self.report)
+            if text is None:
+                return None
+            if own:
+                self.texts[relative] = text
+            tree = document.parse(text, shown, self.report)
+            self.size += tree.size if tree and own else 0
+            if self.size > document.MAX_NODES:
+                expected = f"at most {document.MAX_NODES:,} nodes in all of them"
+                self.fault("E104", "the files in use are too large together", span, expected=expected)
+                return None
+            self.open.append(key)
+            self.files[key] = self.read(tree, Source.of(shown, text), os.path.dirname(relative))
+            self.open.pop()
+        return self.files[key]
+
+    def _text_in_use(self, name: str, relative: str, path: Path, shown: str, span: Span) -> str | None:
+        """The text of a file in `use:`; None after a fault, and nothing is read that may not be."""
+        if self.provided is not None:
+            if relative not in self.provided:
+                self.fault("E306", f"there is no file {quote(name)} among those that came with the spec", span)
+            return self.provided.get(relative)
+        refused = f"`use` may not read {quote(name)}"
+        try:
+            target = path.resolve()
+            folders = [folder.resolve() for folder in (self.base, *self.allowed)]
+        except (OSError, RuntimeError, ValueError) as error:  # a ring of links, a null byte
+            self.fault("E803", f"{quote(shown)} cannot be read: {error}", span)
+            return None
+        if not (name.endswith(ENDINGS) and target.name.endswith(ENDINGS)):
+            what = "leads to one of another kind" if name.endswith(ENDINGS) else "is of another kind"
+            self.fault("E804", f"{refused}: it {what}", span, expected=f"a file that ends in {' or '.join(ENDINGS)}")
+            return None
+        if not any(target.is_relative_to(folder) for folder in folders):
+            expected = "a file below the folder of the spec"
+            hint = "if you trust the spec, allow the folder: `--allow-use DIR`, in Python `allow_use=`"
+            self.fault("E804", f"{refused}: it lies elsewhere", span, expected=expected, hint=hint)
+            return None
+        if not os.path.lexists(path):
+            near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+            self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}", hint=near)
+            return None
+        return read_text(target, shown, self.report, span)
+
+    def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
+        file.lost.add(name)
+        if not is_name(self.report, name, span):
+            return
+        if self.is_builtin(name):
+            self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
+            return
+        if name in file.visible:
+            clash = file.visible[name]
+            note = Note("the other one stands here", clash.span)
+            self.report.add(Diagnostic("E309", f"block {quote(name)} is already defined", span, notes=(note,)))
+            return
+        if not isinstance(node, Mapping):
+            self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
+            return
+        known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
+        let, given = self._mapping(node, "let"), self._mapping(node, "args")
+        if any(misread(node, key) or hidden(node.entries, key, BLOCK_KEYS) for key in ("let", "args")):
+            return  # what names it has, nobody knows
+        args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
+        if given and not all(map(_NAME.match, given.entries)):
+            return
+        steps = node.get("steps")
+        if steps is None and not hidden(node.entries, "steps", BLOCK_KEYS):
+            self.fault("E202", f"block {name} has no steps", span)
+        names = self._mapping(node, "checkpoint")
+        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names)
+        file.blocks[name] = file.visible[name] = block
+        file.lost.discard(name)
+
+    def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
+        if name in STEP_KEYS:
+            message = f"{quote(name)} means something in every step"
+            self.fault("E311", message, span, hint="give the argument another name")
+            return None
+        if not is_name(self.report, name, span, key=True):
+            return None
+        if not isinstance(node, Scalar) or node.value is None:
+            return Argument(name, "any", span, node)
+        match node.value:
+            case str() if node.value in ARGUMENT_TYPES:
+                return Argument(name, node.value, span, None)
+            case str() if meant := _type_meant(node.value):
+                message = f"{quote(node.value)} is no type of an argument"
+                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default"
+                self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{meant}'?")
+                return Argument(name, meant, span, None)
+            case bool():
+                return Argument(name, "bool", span, node)
+            case int():
+                return Argument(name, "int", span, node)
+            case float():
+                return Argument(name, "float", span, node)
+        return Argument(name, "word", span, node)
+
+
+STEP_KEYS = ("from", "as", "name", "init", "tie")
+
+
+def _type_meant(word: str) -> str | None:
+    """The type of an argument that another language's word is meant for."""
+    words = [word.lower(), *ELSEWHERE.get(word.lower(), ())]
+    return next((each for each in words if each in ARGUMENT_TYPES), None)
+
+
+def misread(root: Mapping, key: str) -> bool:
+    """Whether something stands under a key that is no mapping; nothing is as good as none."""
+    node = root.get(key)
+    return not (node is None or isinstance(node, Mapping) or (isinstance(node, Scalar) and node.value is None))
+
+
+def read_file(reader: Reader, text: str, name: str, edit: Callable[[Node], None]) -> SpecFile | None:
+    """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
+    tree = document.parse(text, name, reader.report)
+    if tree is not None:
+        edit(tree)
+    reader.open.append(os.path.abspath(reader.base / Path(name).name))
+    return reader.read(tree, Source.of(name, text), "")
+
+
+def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
+    """A SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError, UsageError."""
+    if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
+        kind = type(spec).__name__
+        raise UsageError(f"a spec is a path or a bundled name, not {kind}; load_text and build_text take its text")
+    name = os.fspath(spec)
+    report = Report()
+    if looks_like_path(name) or os.path.isfile(name):
+        path, shown = Path(name), name
+    else:
+        found = bundled()
+        if name not in found:
+            hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled ones; a file ends in .yaml"
+            ending = next((end for end in (".yaml", ".yml") if os.path.isfile(name + end)), None)
+            hint = f"did you mean '{name}{ending}'?" if ending else hint
+            raise SpecError([Diagnostic("E803", f"there is no bundled spec {quote(name)}", hint=hint)])
+        path, shown = found[name], f"{name}.yaml"
+    text = read_text(path, shown, report)
+    report.raise_if_any()
+    assert text is not None
+    return text, shown, path.parent

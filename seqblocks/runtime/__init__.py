@@ -1,0 +1,1 @@
+"""The graph as torch modules: building, initialising, calling, fusing."""

@@ -1,0 +1,74 @@
+"""Text -> module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.cost import dtype_named
+from seqblocks.errors import UsageError
+from seqblocks.graph import Model
+from seqblocks.runtime.model import SequenceModel, checked_device
+
+
+def build(
+    spec: str | os.PathLike[str],
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    seed: int | None = 0,
+    allow_use: check.Folders = (),
+) -> SequenceModel:
+    """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
+
+    `allow_use`: folders whose files the spec's `use:` may read, besides its own (see `load_text`).
+    Raises SpecError where the spec is at fault, UnavailableError where the device is, UsageError for other arguments.
+    """
+    return build_model(check.load_model(spec, set, allow_use), device=device, dtype=dtype, seed=seed)
+
+
+def build_text(
+    text: str,
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    seed: int | None = 0,
+    allow_use: check.Folders = (),
+) -> SequenceModel:
+    """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
+    file, model = check.load_text(text, set=set, allow_use=allow_use)
+    return build_model(check.require_model(file, model), device=device, dtype=dtype, seed=seed)
+
+
+def build_model(
+    model: Model, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
+) -> SequenceModel:
+    """Allocate and initialise a proven model.
+
+    dtype: torch's, or its name ("bf16", "float32"). seed: the same one gives the same weights on every device, whatever
+    torch's own generator has drawn; None takes one from that generator, so that torch.manual_seed governs.
+    On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` make it real later.
+    """
+    if not isinstance(model, Model):
+        raise UsageError(f"build_model wants what load_model gives, not {type(model).__name__}; build(…) takes a spec")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise UsageError(f"a seed is a whole number or None, not {seed!r}")
+    kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
+    device = checked_device(device)
+    with torch.device("meta"):
+        module = SequenceModel(model)
+    keep = {item.name for item in graph.parameters(model.graph) if item.parameter.full_precision}
+    for name, parameter in list(module.named_parameters()):
+        wanted = torch.float32 if name in keep and kind.itemsize < 4 else kind
+        holder, _, leaf = name.rpartition(".")
+        fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
+        module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
+    module.reset_parameters(seed)
+    return module
