@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 Style = Callable[[str, str], str]
+Lazy = str | Callable[[], str | None] | None  # text that is costly to make; only a fault that is shown needs it
 MAX_DIAGNOSTICS = 20
+MAX_KNOWN = 2000  # words that a hint looks through
 _WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
 
 
@@ -66,6 +69,11 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, name: str, text: str) -> Source:
         return cls(name, text, tuple(text.splitlines()))
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it is a file of this package that the reader's own files use."""
+        return self.name.startswith("<bundled ")
 
     def line(self, number: int) -> str:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
@@ -203,9 +211,9 @@ class Fault(Exception):
         message: str,
         *,
         at: str | None = None,
-        expected: str | None = None,
+        expected: Lazy = None,
         found: str | None = None,
-        hint: str | None = None,
+        hint: Lazy = None,
         notes: Iterable[Note] = (),
     ) -> None:
         super().__init__(message)
@@ -213,13 +221,22 @@ class Fault(Exception):
         self.expected, self.found, self.hint = expected, found, hint
         self.notes = tuple(notes)
 
+    def again(self) -> Fault:
+        """The same fault, not raised yet."""
+        return Fault(
+            self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
+            notes=self.notes,
+        )  # fmt: skip
+
     def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
         """The diagnostic for this fault at `span`."""
-        return Diagnostic(self.code, self.message, span, self.expected, self.found, (*self.notes, *notes), self.hint)
+        expected = self.expected() if callable(self.expected) else self.expected
+        hint = self.hint() if callable(self.hint) else self.hint
+        return Diagnostic(self.code, self.message, span, expected, self.found, (*self.notes, *notes), hint)
 
 
 class Report:
-    """Collects diagnostics: each place is told once, and the text stays readable however much is wrong."""
+    """Collects diagnostics: each place is reported once, and the text stays readable however much is wrong."""
 
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []
@@ -227,19 +244,36 @@ class Report:
         self._seen: set[tuple[Any, ...]] = set()
 
     def add(self, diagnostic: Diagnostic) -> None:
-        span = diagnostic.span
-        where = (span.source.name, span.line, span.column) if span else None
+        """Report a diagnostic, unless its place has one of this kind or there are too many."""
+        if self.counts(diagnostic.code, diagnostic.message, diagnostic.span):
+            self._keep(diagnostic)
+
+    def fault(
+        self, fault: Fault, span: Span | None, notes: Callable[[], Iterable[Note]] = tuple, inner: Span | None = None
+    ) -> None:
+        """Report a fault at `span`. Its hint and its notes are only made if it is shown.
+
+        `inner`: the line of a bundled block that is at fault, where `span` is the line that uses the block.
+        """
+        if self.counts(fault.code, fault.message, span, inner):
+            self._keep(fault.dress(span, notes()))
+
+    def counts(self, code: str, message: str, *where: Span | None) -> bool:
+        """Whether a fault is to be shown. One that is new is counted, shown or not."""
         # one place and one kind of fault is one fault, even if a block that holds it is used in 48 layers
-        key = (diagnostic.code, where) if where else (diagnostic.code, diagnostic.message)
+        places = tuple((span.source.name, span.line, span.column) for span in where if span)
+        key = (code, places) if places else (code, message)
         if key in self._seen:
-            return
+            return False
         self._seen.add(key)
-        if odd := span and _odd(span):
+        shown = len(self.diagnostics) < MAX_DIAGNOSTICS
+        self.dropped += not shown
+        return shown
+
+    def _keep(self, diagnostic: Diagnostic) -> None:
+        if odd := diagnostic.span and _odd(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
-        if len(self.diagnostics) < MAX_DIAGNOSTICS:
-            self.diagnostics.append(diagnostic)
-        else:
-            self.dropped += 1
+        self.diagnostics.append(diagnostic)
 
     def __bool__(self) -> bool:
         return bool(self.diagnostics)
@@ -328,7 +362,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is meant: close in letters, or what another library's word is here."""
     import difflib  # only a spec with a fault pays for it
 
-    lowered = {w.lower(): w for w in reversed(list(known))}
+    lowered = {w.lower(): w for w in reversed(list(islice(known, MAX_KNOWN)))}
     word = word[:80].lower()
     close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.65)
     alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
@@ -348,9 +382,9 @@ def hidden(there: Collection[str], key: str, known: Iterable[str]) -> bool:
     """Whether what is wanted under a key stands under one that is not known, which is told."""
     if key in there:
         return False
-    words = tuple(known)
+    words = frozenset(known)
     unknown = [word.partition(" ")[0] for word in there if word not in words]
-    return any(nearest(word, words) == key for word in unknown)
+    return len(unknown) > MAX_DIAGNOSTICS or any(nearest(word, words) == key for word in unknown)
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
@@ -376,7 +410,7 @@ def key_hint(key: str, known: Iterable[str]) -> str | None:
 
 def listing(words: Iterable[object], limit: int = 12) -> str:
     """`a, b, c, …` for messages."""
-    texts = [str(w) for w in words]
+    texts = [str(w) for w in islice(words, limit + 1)]
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
 
 

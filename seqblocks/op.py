@@ -317,7 +317,7 @@ def must_divide(value: int, width: int, what: str, of: str, at: str | None = Non
             "E401",
             f"{what} {value} does not divide {of} {width}",
             at=at or what,
-            hint=divisors_near(width, value),
+            hint=lambda: divisors_near(width, value),
         )
     return width // value
 

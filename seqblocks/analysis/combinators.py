@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -181,7 +182,7 @@ class Scan(Combinator):
                     f"no parameter is called {quote(wanted)} inside this scan",
                     at="own",
                     expected=f"one of {listing(names)}" if names else "the steps have no parameters",
-                    hint=did_you_mean(wanted, [*names, *{n.rpartition(".")[0] for n in names}]),
+                    hint=partial(did_you_mean, wanted, [*names, *{n.rpartition(".")[0] for n in names}]),
                 )
             owned |= found
         self._can_own(body, owned, names)
@@ -318,5 +319,5 @@ class Repeat(Combinator):
             if word not in used:
                 span = step.key_span(word)
                 message = f"{quote(word)} is not in the pattern" if self.pattern else f"unknown key {quote(word)}"
-                hint = did_you_mean(word, used or REPEAT_KEYS)
+                hint = partial(did_you_mean, word, used or REPEAT_KEYS)
                 frame.fault(Fault("E603" if self.pattern else "E201", message, found=self.pattern, hint=hint), span)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -150,18 +151,17 @@ class Frame(Wiring):
                 return self._op(step, op, previous, maker)
             if self.home.lacks or step.verb in self.home.lost:  # that it could not be read, is told
                 return None
-            verbs = [*COMBINATORS, *self.home.visible, *builtin_verbs(), *PRIMITIVES]
             failed = tuple(Note(text) for text in load_plugins())
-            hint = _offered(step.verb) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
-            raise Fault(
-                "E301",
-                f"there is no verb {quote(step.verb)}",
-                hint=hint,
-                notes=failed,
-            )
+            message = f"there is no verb {quote(step.verb)}"
+            raise Fault("E301", message, hint=lambda: self._verb_hint(step), notes=failed)
         except Fault as fault:
             self.fault(fault, step)
             return None
+
+    def _verb_hint(self, step: Step) -> str:
+        """What may be meant by an unknown verb."""
+        verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *self.home.visible]
+        return _offered(step.verb) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
 
     def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
         """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""
@@ -257,7 +257,7 @@ class Frame(Wiring):
                     "E201",
                     f"unknown key {quote(key)} in {step.verb}",
                     expected=f"one of {listing(words, 16)}",
-                    hint=key_hint(key, words),
+                    hint=partial(key_hint, key, words),
                 )
                 self.fault(fault, span)
                 sound = False
@@ -392,15 +392,15 @@ class Frame(Wiring):
         written: dict[str, tuple[Node, Names]] = {}
         ports: dict[str, int] = {}
         misspelt = False
+        words = [*block.args, "from", "as", "name"]
         for key, (span, _) in step.fields.items():
             if key not in block.args:
                 misspelt = True
-                words = [*block.args, "from", "as", "name"]
                 fault = Fault(
                     "E201",
                     f"block {block.name} has no argument {quote(key)}",
                     expected=f"one of {listing(words, 16)}",
-                    hint=key_hint(key, words),
+                    hint=partial(key_hint, key, words),
                     notes=[Note("the block is defined here", block.span)],
                 )
                 self.fault(fault, span)

@@ -243,7 +243,7 @@ def _unknown(scope: Scope, entry: Entry, part: str, start: int, names: list[str]
     expected = f"one of {listing(names)}" if names else "nothing more"
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    scope.fault(Fault("E312", message, expected=expected, hint=did_you_mean(part, names)), span)
+    scope.fault(Fault("E312", message, expected=expected, hint=lambda: did_you_mean(part, names)), span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:

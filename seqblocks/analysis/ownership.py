@@ -58,7 +58,7 @@ def _no_parameter(scope: Scope, step: Step, key: str, span: Span, parameters: di
         "E201",
         f"{step.verb} has no parameter {quote(key)} as it is used here",
         expected=f"one of {listing(parameters)}",
-        hint=key_hint(key, parameters),
+        hint=lambda: key_hint(key, parameters),
     )
     scope.fault(fault, span)
 
@@ -117,23 +117,37 @@ def _tie_target(scope: Wiring, target: str, of_step: bool) -> tuple[str, Paramet
     """
     first = target.split(".")[0]
     frame: Wiring | None = scope
-    known: list[str] = []
     while frame:
-        known += [name for name in frame.nodes if name not in known]
         node = frame.nodes.get(first)
         if node:
-            for item in graph.node_parameters(node, first):
-                if item.name == target:
-                    return item.tied or graph.join(*frame.path, item.name), item.parameter
-            names = [item.name for item in graph.node_parameters(node, first)]
-            written = target.rpartition(".")[0] if of_step else target
-            known = list(dict.fromkeys(n.rpartition(".")[0] for n in names)) if of_step else names
-            raise Fault(
-                "E312",
-                f"there is no parameter {quote(target)}",
-                expected=f"one of {listing(names)}" if names else f"{first} has no parameters",
-                hint=did_you_mean(written, [name for name in known if name != written]),
-            )
+            there = scope.shared.parameters_of(node)
+            item = there.get(target[len(first) + 1 :])
+            if item:
+                return item.tied or graph.join(*frame.path, first, item.name), item.parameter
+            raise _not_there(target, [graph.join(first, name) for name in there], of_step)
         frame = frame.outer
-    hint = did_you_mean(first, known) or "tie to a step that stands above"
+
+    def hint() -> str:
+        around: Wiring | None = scope
+        known: dict[str, None] = {}
+        while around:
+            known |= dict.fromkeys(around.nodes)
+            around = around.outer
+        return did_you_mean(first, known) or "tie to a step that stands above"
+
     raise Fault("E312", f"there is no step {quote(first)} to tie to", hint=hint)
+
+
+def _not_there(target: str, names: list[str], of_step: bool) -> Fault:
+    first, written = target.split(".")[0], target.rpartition(".")[0] if of_step else target
+
+    def hint() -> str | None:
+        known = dict.fromkeys(name.rpartition(".")[0] if of_step else name for name in names)
+        return did_you_mean(written, [name for name in known if name != written])
+
+    return Fault(
+        "E312",
+        f"there is no parameter {quote(target)}",
+        expected=f"one of {listing(names)}" if names else f"{first} has no parameters",
+        hint=hint,
+    )

@@ -177,21 +177,51 @@ class Scope:
             span = where
         else:
             span, node = where.span, where
-        written = self._written(node) if node else ()
-        trail = self.trail[::-1]
+        inner = span if span and span.source.bundled else None
+        own = self._own_line(inner, node) if inner else span
+        self.report.fault(fault, own, lambda: self._notes(node, own, inner), inner)
+        if isinstance(node, Scalar) and id(node) in self.looked_up:
+            self.names.spoil(node.text, self.looked_up[id(node)])
+
+    def _own_line(self, inner: Span, node: Node | None) -> Span:
+        """The innermost place of the reader's own files that led to a line of a bundled block.
+
+        It is the argument that gave the value at fault, where it is known to be that one alone, else the step that
+        uses the block.
+        """
+        names, seen = self.names, set[int]()
+        while isinstance(node, Scalar) and isinstance(node.value, str) and id(node) not in seen:
+            seen.add(id(node))
+            found = names.source(node.text)
+            if found is None:
+                break
+            node, names = found
+            if not node.span.source.bundled:
+                if node.span.source.name.startswith((OPTION, CALL)):
+                    break
+                return node.span
+        steps = (note.span for note in reversed(self.trail) if note.span)
+        return next((span for span in steps if not span.source.bundled), inner)
+
+    def _notes(self, node: Node | None, own: Span | None, inner: Span | None) -> list[Note]:
+        """Where the value at fault was written, the line of a bundled block, and the blocks that led there."""
+        trail = tuple(note for note in self.trail[::-1] if not inner or note.span != own)
         if len(trail) > MAX_TRAIL:
             between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks between")
             trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
-        self.report.add(fault.dress(span, [*written, *trail]))
-        if isinstance(node, Scalar) and id(node) in self.looked_up:
-            self.names.spoil(node.text, self.looked_up[id(node)])
+        notes = [*self._written(node)] if node else []
+        if inner and inner != own:
+            line = inner.source.line(inner.line).strip()
+            notes.append(Note(f"the line of the bundled block: `{line[:100]}{'…' if len(line) > 100 else ''}`", inner))
+        return [*notes, *trail]
 
     def _written(self, node: Node) -> Iterator[Note]:
         """Where the numbers behind a value stand: entries of `let:`, arguments of a block, and what those name."""
         each = node.items if isinstance(node, Sequence) else [node]
         coming = [(name, self.names) for item in each for name in self.looked_up.get(id(item), ())]
         seen: set[int] = set()
-        while coming and len(seen) < MAX_WRITTEN:
+        count = 0
+        while coming and count < MAX_WRITTEN and len(seen) < 4 * MAX_WRITTEN:
             name, names = coming.pop(0)
             found = names.source(name)
             if found is None or id(found[0]) in seen or names[name] is UNKNOWN:
@@ -199,8 +229,11 @@ class Scope:
             text, behind = found
             seen.add(id(text))
             shown = f"`{name}` is {_shown(names[name])}"
+            bare = isinstance(text, Scalar) and isinstance(text.value, str) and text.value.isidentifier()
             override = text.span.source.name.startswith((OPTION, CALL))  # that is no place in a file
-            yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)
+            if not (bare and text.span.source.bundled):  # a block that only hands the value on
+                count += 1
+                yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)
             if isinstance(text, Scalar) and isinstance(text.value, str):
                 coming += [(other, behind) for other in _names_in(text.value) if other in behind]
 
@@ -335,7 +368,7 @@ class Scope:
                 "E208",
                 f"{quote(text)} is not a legal word here",
                 expected=_choices(kind),
-                hint=did_you_mean(text, [*kind.choices, *self.names]),
+                hint=lambda: did_you_mean(text, [*kind.choices, *self.names]),
             ),
             node.span,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 from seqblocks import graph
@@ -39,6 +39,13 @@ class Shared:
     ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
     input_features: int = 0
+    named: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = field(default_factory=dict)  # parameters of nodes
+
+    def parameters_of(self, node: graph.Node) -> dict[str, graph.Named]:
+        """The parameters of a node by their names in it; listed once, however many ties look one up."""
+        if id(node) not in self.named:
+            self.named[id(node)] = node, {item.name: item for item in graph.node_parameters(node, "")}
+        return self.named[id(node)][1]
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -195,22 +202,22 @@ class Wiring(Scope):
             return None
         number = self.wires.get(node.value)
         if number is None and not self.vague:
-            names = [name for name in self.wires if name != "input"]
-            hint = did_you_mean(node.value, self.wires) or "name an earlier step's output with `as:`"
-            if node.value in self.coming:
-                hint = "it is named further down, and a step reads only what stands above it"
-            if node.value in self.giving:
-                hint = "it is what this step gives out, and a step reads only what stands above it"
-            self.fault(
-                Fault(
-                    "E302",
-                    f"there is no wire {quote(node.value)} at this point",
-                    expected=f"input, or one of {listing(names)}" if names else "input (no step above is named)",
-                    hint=hint,
-                ),
-                node.span,
-            )
+            self.fault(self._no_wire(node.value), node.span)
         return number
+
+    def _no_wire(self, name: str) -> Fault:
+        hint = None
+        if name in self.giving:
+            hint = "it is what this step gives out, and a step reads only what stands above it"
+        elif name in self.coming:
+            hint = "it is named further down, and a step reads only what stands above it"
+        known = [other for other in islice(self.wires, 14) if other != "input"]
+        return Fault(
+            "E302",
+            f"there is no wire {quote(name)} at this point",
+            expected=f"input, or one of {listing(known)}" if known else "input (no step above is named)",
+            hint=hint or (lambda: did_you_mean(name, self.wires) or "name an earlier step's output with `as:`"),
+        )
 
     def main(self, step: Step, previous: int, maker: graph.Node | None, key: str, joins: bool) -> tuple[int, ...]:
         """What a main port reads: `from:`, the port by name, or the previous step."""
@@ -328,14 +335,14 @@ def named(step: Step) -> list[str]:
 def captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     """Values that a body reads and does not make: everything numbered before its first value."""
     made = set(own)
-    seen: list[int] = []
+    seen: dict[int, None] = {}
     for node in body.nodes:
         wanted = [v for values in node.inputs.values() for v in values]
         wanted += [v for inner in node.bodies.values() for v in inner.captures]
-        seen += [v for v in wanted if v < first and v not in made and v not in seen]
+        seen |= dict.fromkeys(v for v in wanted if v < first and v not in made)
         made.update(node.outputs)
     if body.result < first and body.result not in made:
-        seen.append(body.result)
+        seen[body.result] = None
     return tuple(seen)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Lazy, did_you_mean, listing, quote
 
 MAX_LENGTH = 400
 MAX_NODES = 100
@@ -143,14 +143,18 @@ class Expression(NamedTuple):
 class NameFault(Fault):
     """An unknown name; `offset` is where it stands in the expression's text."""
 
-    def __init__(self, name: str, offset: int, hint: str | None, known: str) -> None:
+    def __init__(self, name: str, offset: int, hint: Lazy, known: Lazy) -> None:
         super().__init__("E303", f"nothing is called {quote(name)} here", hint=hint, expected=known)
         self.name, self.offset = name, offset
 
 
 def unknown_name(name: str, known: Mapping[str, Any], offset: int) -> NameFault:
-    hint = did_you_mean(name, known) or did_you_mean(name, FUNCTIONS)
-    return NameFault(name, offset, hint, f"one of {listing(sorted(known))}" if known else "a number")
+    return NameFault(
+        name,
+        offset,
+        lambda: did_you_mean(name, known) or did_you_mean(name, FUNCTIONS),
+        lambda: f"one of {listing(sorted(known))}" if known else "a number",
+    )
 
 
 def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -184,9 +188,24 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=4096)
 def parse(text: str) -> Expression:
     """The expression in `text`. Raises Fault (E501, E504)."""
+    found = _parsed(text)
+    if isinstance(found, Fault):
+        raise found.again()
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Expression | Fault:
+    """What `parse` gives or raises: a faulty expression in 4,096 layers is parsed once too."""
+    try:
+        return _parse(text)
+    except Fault as fault:
+        return fault.again()
+
+
+def _parse(text: str) -> Expression:
     if len(text) > MAX_LENGTH:
         raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
     tree = syntax_tree(text)
@@ -229,7 +248,7 @@ def _check(node: ast.AST, text: str) -> None:
                     "E303",
                     f"there is no function {quote(name)}",
                     expected=f"one of {listing(FUNCTIONS)}",
-                    hint=did_you_mean(name, FUNCTIONS),
+                    hint=lambda: did_you_mean(name, FUNCTIONS),
                 )
             _, least, most = FUNCTIONS[name]
             if not least <= len(args) <= most:

@@ -12,12 +12,15 @@ import re
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from seqblocks.errors import (
     ELSEWHERE,
     Diagnostic,
+    Fault,
+    Lazy,
     Note,
     Report,
     Source,
@@ -150,8 +153,9 @@ def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -
     words = tuple(known)
     for key, span, _ in node:
         if key not in words:
-            expected, hint = f"one of {listing(words)}", key_hint(key, words)
-            report.add(Diagnostic("E201", f"unknown key {quote(key)} in {what}", span, expected, hint=hint))
+            hint = partial(key_hint, key, words)
+            fault = Fault("E201", f"unknown key {quote(key)} in {what}", expected=f"one of {listing(words)}", hint=hint)
+            report.fault(fault, span)
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
@@ -192,8 +196,11 @@ class Reader:
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
 
-    def fault(self, code: str, message: str, span: Span | None, **more: str | None) -> None:
-        self.report.add(Diagnostic(code, message, span, more.get("expected"), more.get("found"), (), more.get("hint")))
+    def fault(
+        self, code: str, message: str, span: Span | None, expected: Lazy = None, found: str | None = None,
+        hint: Lazy = None,
+    ) -> None:  # fmt: skip
+        self.report.fault(Fault(code, message, expected=expected, found=found, hint=hint), span)
 
     def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
         """The typed form of a parsed document; relative `use:` entries start from `folder`, itself relative to base."""
@@ -297,7 +304,7 @@ class Reader:
                     f"there is no bundled spec {quote(name)}",
                     span,
                     expected=f"one of {listing(found)}",
-                    hint=did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
+                    hint=lambda: did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
                 )
                 return None
             path, shown, relative = found[name], f"<bundled {name}>", str(found[name])
@@ -351,8 +358,13 @@ class Reader:
             self.fault("E804", f"{refused}: it lies elsewhere", span, expected=expected, hint=hint)
             return None
         if not os.path.lexists(path):
-            near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-            self.fault("E306", f"there is no file {quote(name)}", span, found=f"looked at {shown}", hint=near)
+            self.fault(
+                "E306",
+                f"there is no file {quote(name)}",
+                span,
+                found=f"looked at {shown}",
+                hint=lambda: did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml"))),
+            )
             return None
         return read_text(target, shown, self.report, span)
 
