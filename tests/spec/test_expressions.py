@@ -101,7 +101,7 @@ def test_an_unknown_name_says_where_it_stands() -> None:
     with pytest.raises(Fault) as caught:
         value("2 * (dim + dmi)")
     assert caught.value.offset == 11  # type: ignore[attr-defined]
-    assert caught.value.hint == "did you mean 'dim'?"
+    assert caught.value.dress(None).hint == "did you mean 'dim'?"
 
 
 numbers = st.integers(-50, 50)
