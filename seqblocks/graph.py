@@ -20,12 +20,12 @@ from seqblocks.types import Wire
 
 
 class Entry(NamedTuple):
-    """One entry of a `checkpoint:` map: a name of ours, and an official name or the recipe to make ours of several."""
+    """One entry of a `checkpoint:` map: our name, and the alternatives for it: official names, or recipes of some."""
 
     ours: str
     span: Span
-    theirs: str | dict[str, Any]
-    node: Any  # of the value, in the document
+    theirs: tuple[str | dict[str, Any], ...]
+    node: tuple[Any, ...]  # of each alternative, in the document
 
 
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
@@ -83,6 +83,7 @@ class Graph:
     result: int
     captures: tuple[int, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
+    checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
 
 
 class Recipe(NamedTuple):

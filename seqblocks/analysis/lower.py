@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from seqblocks import graph
 from seqblocks.analysis.combinators import COMBINATORS, Combinator
 from seqblocks.analysis.inputs import read_input
-from seqblocks.analysis.maps import check_map, read_map
+from seqblocks.analysis.maps import check_map, has_sizes, read_map
 from seqblocks.analysis.ownership import initialised, ties
 from seqblocks.analysis.scope import Names, Step
 from seqblocks.analysis.wiring import Shared, Wiring, captures, named, namespace_of
@@ -344,7 +344,7 @@ class Frame(Wiring):
         body, result = self.call(
             block, x, values, ports, namespace_of(step)[0], Note(f"in block {block.name}, used", step.span), written
         )
-        return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=self.shared.maps[id(block)])
+        return self.node(step, "block", inputs, result, bodies={"": body}, checkpoint=body.checkpoint)
 
     def call(
         self, block: Block, x: int, values: dict[str, Any], ports: dict[str, int], graph_path: str, came: Note,
@@ -375,10 +375,11 @@ class Frame(Wiring):
         shared.deepest = inner.depth
         body = inner.lower_steps(block.steps, entered, inside)
         inner.settle(block.let)
-        if id(block) not in shared.maps:
+        if id(block) not in shared.maps or has_sizes(shared.maps[id(block)]):
             shared.maps[id(block)] = read_map(inner, block.checkpoint)
+        body.checkpoint = shared.maps[id(block)]
         if not shared.report and self.types[x]:  # nobody knows what a block that nothing uses will hold
-            shared.checks.append((inner, shared.maps[id(block)], body, bool(block.args) or shared.overridden))
+            shared.checks.append((inner, body.checkpoint, body, bool(block.args) or shared.overridden))
         if not shared.report and shared.ties == ties:  # a tie holds the names of the layer it was made for
             shared.bodies[key] = (body, shared.steps - steps, shared.deepest - self.depth)
         shared.deepest = max(shared.deepest, deepest)

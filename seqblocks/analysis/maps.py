@@ -1,26 +1,34 @@
-"""`checkpoint:` maps: read, held against the graph, and followed from a name of ours to the official one.
+"""`checkpoint:` maps: reading them, checking them against the graph, and translating our names into official ones.
 
-A map's keys are names of ours (a parameter, or the namespace of a step: then everything below it), its values the
-official names. `{layer}` in a key matches an index; in a value it stands in an expression: `blocks.{layer // 2}`.
-A block's map covers the names inside it, so a model only maps where its blocks stand.
+A map's keys are our names (a parameter, or a namespace: then everything below it), its values the official names.
+`{layer}` in a key matches an index; a value may use it in an expression: `blocks.{layer // 2}`. A list of values gives
+alternatives, for releases with several layouts: the first one that a file holds is read.
+
+A block's map covers the names inside the block, wherever the block is used. The longest matching key of the enclosing
+map translates the part of a name that it matches; what follows is translated by the maps of the blocks it passes
+through. A key of the enclosing map that reaches into a block takes precedence over the block's map, for what it matches.
 
     head: classifier                             rename
+    embed: [wte, backbone.embeddings]            alternatives
     qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
     q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts that an official tensor joins or stacks,
                                                  or holds flat; `axis: 1`: parts of each of its rows
     q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
     w: {transpose: v}                            last two axes swapped; the last of ours may be one there
     w: {reshape: v}                              the same numbers in our shape
+    w: {rearrange: v, pattern: "(head part d) gate -> gate (part head d)", head: heads, part: 3}
+                                                 axes split, permuted and joined, in einops' notation
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import chain
-from typing import Any, get_args
+from itertools import chain, product
+from typing import Any, NamedTuple, get_args
 
 from seqblocks import graph
 from seqblocks.analysis.combinators import Order
@@ -34,11 +42,12 @@ from seqblocks.parameters import Parameter
 
 RECIPES: dict[str, tuple[str, ...]] = {  # and what goes with each
     "concat": ("axis",), "stack": ("axis",), "split": ("parts", "part", "axis"), "slice": ("start", "axis"),
-    "transpose": (), "reshape": (), "real": (), "imag": (),
+    "transpose": (), "reshape": (), "real": (), "imag": (), "rearrange": ("pattern",),
 }  # fmt: skip
 OPTIONAL = ("axis", "start")
 SEVERAL = ("concat", "stack")
 ORDERS = get_args(Order)
+MAX_ALTERNATIVES = 16
 _HOLE = re.compile(r"\{([^}]*)\}")
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -63,17 +72,28 @@ def _entry(scope: Scope, key: str, span: Span, node: Node) -> Entry | None:
     if len(set(indices)) < len(indices):
         scope.fault(Fault("E210", f"{quote(key)} has one index twice"), span)
         return None
-    if isinstance(node, Mapping):
-        recipe = _recipe(scope, node, indices)
-        return Entry(key, span, recipe, node) if recipe else None
-    name = _name(scope, node, indices)
-    return Entry(key, span, name, node) if name is not None else None
+    nodes = node.items if isinstance(node, Sequence) else [node]
+    if not 0 < len(nodes) <= MAX_ALTERNATIVES:
+        fault = Fault("E203", f"a list holds 1 to {MAX_ALTERNATIVES} alternative official names", found=str(len(nodes)))
+        scope.fault(fault, node.span)
+        return None
+    theirs = [
+        _recipe(scope, item, indices) if isinstance(item, Mapping) else _name(scope, item, indices) for item in nodes
+    ]
+    return None if None in theirs else Entry(key, span, tuple(theirs), tuple(nodes))
+
+
+def has_sizes(table: Iterable[Entry]) -> bool:
+    """Whether a map depends on the arguments of its block: the sizes of a `rearrange` may."""
+    return any(isinstance(theirs, dict) and "sizes" in theirs for entry in table for theirs in entry.theirs)
 
 
 def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] | None:
     kinds = [key for key in RECIPES if key in node.entries]
     words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *chain(*RECIPES.values()))
     words = tuple(dict.fromkeys(words))
+    if kinds == ["rearrange"]:
+        return _rearrangement(scope, node, indices)
     if len(words) > 1:
         known_keys(scope.report, node, words, "a checkpoint map's recipe")
     else:
@@ -89,6 +109,33 @@ def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] |
     tensors = _tensors(scope, kinds[0], node.entries[kinds[0]][1], indices)
     numbers = _numbers(scope, kinds[0], node, words)
     return None if tensors is None or numbers is None else {kinds[0]: tensors, **numbers}
+
+
+def _rearrangement(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] | None:
+    """{rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}: the sizes are expressions over the names of the scope."""
+    name = _name(scope, node.entries["rearrange"][1], indices)
+    pattern = node.get("pattern")
+    if pattern is None:
+        known_keys(scope.report, node, ("rearrange", "pattern"), "a checkpoint map's recipe")
+        if not hidden(node.entries, "pattern", ("rearrange", "pattern")):
+            hint = 'pattern: "(head part d) gate -> gate (part head d)"'
+            scope.fault(Fault("E202", "rearrange needs 'pattern'", hint=hint), node.span)
+        return None
+    try:
+        if not isinstance(pattern, Scalar) or not isinstance(pattern.value, str):
+            raise Fault("E203", "a pattern is text", found=kind_of(pattern), hint='"row column -> column row"')
+        axes = {axis for group in read_pattern(pattern.value)[0] for axis in group}
+    except Fault as fault:
+        scope.fault(fault, pattern.span)
+        return None
+    sizes: dict[str, int] = {}
+    known_keys(scope.report, node, ("rearrange", "pattern", *sorted(axes)), "a checkpoint map's recipe")
+    for key, _, value in node:
+        if key in axes:
+            sizes[key] = scope.number(value, whole=True)
+            if isinstance(sizes[key], int) and sizes[key] < 1:
+                scope.fault(Fault("E209", f"the size of {key} is out of range", expected="1 or more"), value)
+    return None if name is None else {"rearrange": name, "pattern": pattern.value, "sizes": sizes}
 
 
 def _numbers(scope: Scope, kind: str, node: Mapping, words: tuple[str, ...]) -> dict[str, int] | None:
@@ -160,14 +207,15 @@ def _name(scope: Scope, node: Node, indices: list[str]) -> str | None:
 # --- against the graph ----------------------------------------------------------------------------------------------
 
 
-def check_map(scope: Scope, table: Iterable[Entry], body: Graph, open: bool) -> None:
-    """Tell of keys that name nothing in `body`, and of axes that the parameters they name do not have.
+def check_map(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
+    """Report keys that name nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
     `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
     may name a parameter, a layer or a direction that this one lacks.
     """
     parted = not open and any(node.directions for node in graph.walk(body))
     names = [item.name.split(".") for item in graph.parameters(body)] if parted else []
+    sound = True
     for entry in table:
         places: list[Any] = [body]
         start = 0
@@ -176,12 +224,50 @@ def check_map(scope: Scope, table: Iterable[Entry], body: Graph, open: bool) -> 
             if not found:
                 if not (open and any(isinstance(place, graph.Node) and place.op for place in places)):
                     _unknown(scope, entry, part, start, _names(places))
+                    sound = False
                 break
             places, start = found, start + len(part) + 1
         else:
             _check_axis(scope, entry, places)
+            _check_layout(scope, entry, places)
             if parted and any(_parameters(place) for place in places):
-                _check_owner(scope, entry, names)
+                sound &= _check_owner(scope, entry, names)
+    if sound:
+        _check_use(scope, table, body, open)
+
+
+def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
+    """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes."""
+    plain = all(len(entry.theirs) == 1 and isinstance(entry.theirs[0], str) for entry in table)
+    translator = Translator()
+    tree = translator.tree(table)
+    if plain and (open or not tree.overlaps()):
+        return
+    instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # what takes what an entry matches too
+    used: set[int] = set()
+    for item in graph.parameters(body):
+        parts = item.name.split(".")
+        first, *others = tree.matches(parts) or [None]
+        if first is None:
+            continue
+        used.add(id(first.entry))
+        for other in others:
+            instead[id(other.entry)][id(first.entry)] = first.entry
+        if first.count < len(parts) and not plain:
+            try:
+                after = translator.after(body, parts, first.count)
+            except Fault:  # of a block's own map, where it is reported
+                continue
+            try:
+                first.followed_by(after)
+            except Fault as fault:
+                fault.found = item.name
+                scope.fault(fault, first.entry.span)
+    for entry in () if open else table:
+        if id(entry) not in used and (others := instead[id(entry)]):
+            what = f"{quote(entry.ours)} never applies: other keys of this map cover everything that it matches"
+            notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
+            scope.fault(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)
 
 
 def _below(places: list[Any], part: str, open: bool) -> list[Any]:
@@ -225,16 +311,17 @@ def _inside(place: Any) -> dict[str, Any]:
     return out
 
 
-def _check_owner(scope: Scope, entry: Entry, names: list[list[str]]) -> None:
-    """Tell of a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
+def _check_owner(scope: Scope, entry: Entry, names: list[list[str]]) -> bool:
+    """Report a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
     start = 0
     for at, part in enumerate(entry.ours.split(".")):
         known = [name for name in names if len(name) > at]
         names = [name for name in known if _pattern(part).fullmatch(name[at])]
         if not names:
             _unknown(scope, entry, part, start, list(dict.fromkeys(name[at] for name in known)))
-            return
+            return False
         start += len(part) + 1
+    return True
 
 
 def _unknown(scope: Scope, entry: Entry, part: str, start: int, names: list[str]) -> None:
@@ -255,22 +342,42 @@ def _parameters(place: Any) -> list[tuple[str, Parameter]]:
 
 
 def _check_axis(scope: Scope, entry: Entry, places: list[Any]) -> None:
-    """An axis is one of ours; where tensors are split, it may be one behind them too."""
-    if isinstance(entry.theirs, str) or "axis" not in entry.theirs:
-        return
-    axis, split = entry.theirs["axis"], "split" in entry.theirs
-    assert isinstance(entry.node, Mapping)
-    for place in places:
-        for below, parameter in _parameters(place):
-            name = graph.join(entry.ours, below)
-            rank = len(parameter.shape)
-            low, high = (0, rank) if split else (-rank, rank - 1)
-            if not low <= axis <= high:
-                expected = f"from {low} to {high}"
-                what = f"{name} has {rank} ax{'i' if rank == 1 else 'e'}s: {list(parameter.shape)}"
-                fault = Fault("E209", "there is no such axis", expected=expected, found=f"{axis}; {what}")
-                scope.fault(fault, entry.node.get("axis"))
+    """An axis is one of ours; where tensors are split, it may be one after them too. Patterns fit our shapes."""
+    for theirs, node in zip(entry.theirs, entry.node, strict=True):
+        if isinstance(theirs, str) or not ("axis" in theirs or "pattern" in theirs):
+            continue
+        for name, parameter in ((n, p) for place in places for n, p in _parameters(place)):
+            fault = _misfit(graph.join(entry.ours, name), parameter.shape, theirs)
+            if fault:
+                scope.fault(fault, node.get(fault.at))
                 return
+
+
+def _misfit(name: str, shape: tuple[int, ...], theirs: dict[str, Any]) -> Fault | None:
+    """Why a recipe cannot make a tensor of this shape."""
+    rank = len(shape)
+    what = f"{name} has {rank} ax{'i' if rank == 1 else 'e'}s: {list(shape)}"
+    if "pattern" in theirs:
+        try:
+            rearranged(theirs["pattern"], theirs["sizes"], shape)
+        except ValueError as error:
+            return Fault("E209", "the pattern does not end in our shape", at="pattern", found=f"{error}; {what}")
+        return None
+    axis, split = theirs["axis"], "split" in theirs
+    low, high = (0, rank) if split else (-rank, rank - 1)
+    if low <= axis <= high:
+        return None
+    return Fault("E209", "there is no such axis", at="axis", expected=f"from {low} to {high}", found=f"{axis}; {what}")
+
+
+def _check_layout(scope: Scope, entry: Entry, places: list[Any]) -> None:
+    """A `kernel` of flax or Keras is [in, out] and our matrices are [out, in]: a square one would fit as it is."""
+    matrix = any(isinstance(place, Parameter) and len(place.shape) == 2 for place in places)
+    for theirs, node in zip(entry.theirs, entry.node, strict=True):
+        if matrix and isinstance(theirs, str) and theirs.rpartition(".")[2] == "kernel":
+            what = f"{quote(theirs)} is [in, out] by its name, and {entry.ours} is [out, in]"
+            hint = f"{{transpose: {theirs}}}; or {{reshape: {theirs}}}, if it is [out, in] after all"
+            scope.fault(Fault("E314", what, hint=hint), node.span)
 
 
 @lru_cache(maxsize=1024)
@@ -279,67 +386,200 @@ def _pattern(ours: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
 
 
+# --- patterns of `rearrange` ----------------------------------------------------------------------------------------
+
+Groups = tuple[tuple[str, ...], ...]  # axes, in the groups that are one axis of a tensor
+
+
+@lru_cache(maxsize=256)
+def read_pattern(text: str) -> tuple[Groups, Groups]:
+    """Both sides of an einops pattern without `...`, `_` and new or lost axes. Raises Fault E209."""
+    sides = []
+    for side in text.split("->"):
+        groups: list[tuple[str, ...]] = []
+        inside: list[str] | None = None
+        for token in re.findall(r"[^\W\d]\w*|\S", side):
+            if token == "(" and inside is None:
+                inside = []
+            elif token == ")" and inside is not None:
+                groups.append(tuple(inside))
+                inside = None
+            elif token == "1" and inside is None:
+                groups.append(())
+            elif token.isidentifier() and token != "_":
+                groups.append((token,)) if inside is None else inside.append(token)
+            else:
+                raise Fault("E209", f"{quote(token)} has no place in a pattern", expected="names and parentheses")
+        if inside is not None:
+            raise Fault("E209", "a parenthesis of the pattern is open")
+        sides.append(tuple(groups))
+    if len(sides) != 2:
+        raise Fault("E209", "a pattern has two sides", expected='"row column -> column row"', found=quote(text))
+    left, right = (sorted(chain(*side)) for side in sides)
+    if left != right or len(set(left)) < len(left):
+        odd = [axis for axis in dict.fromkeys((*left, *right)) if not left.count(axis) == right.count(axis) == 1]
+        raise Fault("E209", "each axis is on both sides of the pattern, once", found=listing(odd))
+    return sides[0], sides[1]
+
+
+def rearranged(pattern: str, sizes: dict[str, int], shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, int]]:
+    """The official shape that a pattern turns into ours, and the size of every axis. ValueError if there is none."""
+    left, right = read_pattern(pattern)
+    if len(right) != len(shape):
+        raise ValueError(f"the pattern ends in {len(right)} axes")
+    known: dict[str, int] = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    for group, size in zip(right, shape, strict=True):
+        open_axes = [axis for axis in group if axis not in known]
+        rest, over = divmod(size, math.prod(known[axis] for axis in group if axis in known))
+        if len(open_axes) > 1:
+            raise ValueError(f"the sizes of {listing(open_axes)} are not given")
+        if over or (rest != 1 and not open_axes):
+            raise ValueError(f"({' '.join(group) or 1}) is not {size}")
+        known |= dict.fromkeys(open_axes, rest)
+    return tuple(math.prod(known[axis] for axis in group) for group in left), known
+
+
 # --- from our names to theirs ---------------------------------------------------------------------------------------
 
 
 def official_name(model: Model, name: str) -> Any:
-    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}."""
-    return _translated(model.graph, name, model.checkpoint)
+    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
 
-
-def _translated(body: Graph, name: str, table: tuple[Entry, ...]) -> Any:
-    ours, theirs, values = _matching(name, table)
-    rest = name[len(ours) :].lstrip(".") if ours else name
-    inner = _block_at(body, ours) if ours else None
-    if rest and inner is not None and inner.checkpoint:
-        rest = _translated(inner.bodies[""], rest, inner.checkpoint)
-    if not ours:
-        return rest
-    try:
-        return _placed(theirs, values, rest)
-    except Fault as fault:  # an expression that has no value for these indices
-        raise RunError(f"the checkpoint map has no name for {name}: {fault.message}") from None
-
-
-def _matching(name: str, table: tuple[Entry, ...]) -> tuple[str, Any, dict[str, int]]:
-    """The longest entry that is a prefix of `name`: the matched part, the official side, the indices.
-
-    Of two, the one with a fixed part where the other has an index; the order of the entries decides nothing.
+    Where the map gives alternatives, the first. Raises RunError where an index has no name.
     """
-    best: tuple[str, Any, dict[str, int]] = ("", None, {})
-    rank: tuple[Any, ...] = (0,)
-    for entry in table:
-        match = _pattern(entry.ours).match(name)
-        if match and name[match.end() :][:1] in ("", "."):
-            own = (match.end(), ["{" not in part for part in entry.ours.split(".")], entry.ours)
-            if own > rank:
-                best, rank = (match[0], entry.theirs, {k: int(v) for k, v in match.groupdict().items()}), own
-    return best
+    return Translator().official(model, name)[0]
 
 
-def _block_at(body: Graph, path: str) -> graph.Node | None:
-    """The block whose namespace is `path`, if that is one."""
-    for node in body.nodes:
-        for label, inner in node.bodies.items():
-            prefix = graph.join(node.name, label)
-            if prefix == path:
-                return node if node.kind == "block" else None
-            if path.startswith(prefix + "."):
-                rest = path[len(prefix) + 1 :]
-                order, _, below = rest.partition(".")
-                return _block_at(inner, below if node.owned and order in node.directions else rest)
-    return None
+class _Match(NamedTuple):
+    """An entry that matches the first `count` parts of a name."""
+
+    count: int
+    fixed: tuple[bool, ...]
+    entry: Entry
+    values: dict[str, int]
+
+    def followed_by(self, after: list[Any]) -> list[Any]:
+        """The entry's alternatives, each followed by each of these. Raises Fault."""
+        pairs = list(product(self.entry.theirs, after))
+        if len(pairs) > MAX_ALTERNATIVES:
+            raise Fault("E314", f"a parameter has more than {MAX_ALTERNATIVES} alternative names")
+        return [_placed(theirs, self.values, rest) for theirs, rest in pairs]
+
+
+class _Tree:
+    """A map's entries by the parts of their keys."""
+
+    def __init__(self) -> None:
+        self.fixed: dict[str, _Tree] = {}
+        self.patterns: dict[str, _Tree] = {}
+        self.entry: Entry | None = None
+
+    @classmethod
+    def of(cls, table: Iterable[Entry]) -> _Tree:
+        root = cls()
+        for entry in table:
+            at = root
+            for part in entry.ours.split("."):
+                at = (at.patterns if "{" in part else at.fixed).setdefault(part, cls())
+            at.entry = entry
+        return root
+
+    def overlaps(self) -> bool:
+        """Whether two entries may match one name."""
+        below = [*self.fixed.values(), *self.patterns.values()]
+        here = (self.entry and below) or (self.patterns and len(below) > 1)
+        return bool(here) or any(each.overlaps() for each in below)
+
+    def matches(self, parts: list[str]) -> list[_Match]:
+        """The entries that match the beginning of a name, the one that counts first.
+
+        That is the longest; of two, the one with a fixed part where the other has an index.
+        """
+        found: list[_Match] = []
+        self._match(parts, 0, (), {}, found)
+        return sorted(found, key=lambda match: (match.count, match.fixed, match.entry.ours), reverse=True)
+
+    def _match(
+        self, parts: list[str], at: int, fixed: tuple[bool, ...], values: dict[str, int], found: list[_Match]
+    ) -> None:
+        if self.entry:
+            found.append(_Match(at, fixed, self.entry, values))
+        if at == len(parts):
+            return
+        if part := self.fixed.get(parts[at]):
+            part._match(parts, at + 1, (*fixed, True), values, found)
+        for key, below in self.patterns.items():
+            if match := _pattern(key).fullmatch(parts[at]):
+                more = {index: int(text) for index, text in match.groupdict().items()}
+                below._match(parts, at + 1, (*fixed, False), values | more, found)
+
+
+class Translator:
+    """Translates our names. Keeps what it learns of maps and bodies, so one serves all names of a model."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, _Tree] = {}
+        self._nodes: dict[int, dict[str, graph.Node]] = {}
+
+    def official(self, model: Model, name: str) -> list[Any]:
+        """The alternatives for a parameter, each an official name or a recipe. Raises RunError."""
+        try:
+            return self._translated(model.graph, name.split("."), model.checkpoint)
+        except Fault as fault:  # an expression that has no value for these indices
+            raise RunError(f"the checkpoint map has no name for {name}: {fault.message}") from None
+
+    def tree(self, table: tuple[Entry, ...]) -> _Tree:
+        if id(table) not in self._trees:
+            self._trees[id(table)] = _Tree.of(table)
+        return self._trees[id(table)]
+
+    def _translated(self, body: Graph, parts: list[str], table: tuple[Entry, ...]) -> list[Any]:
+        found = self.tree(table).matches(parts)
+        if not found:
+            return self.after(body, parts, 0)
+        return found[0].followed_by(self.after(body, parts, found[0].count))
+
+    def after(self, body: Graph, parts: list[str], count: int) -> list[Any]:
+        """What follows the first `count` parts of a name: as it is, up to the next block, whose map has the rest."""
+        node, end = self._block(body, parts, count)
+        if node is None:
+            return [".".join(parts[count:])]
+        inside = self._translated(node.bodies[""], parts[end:], node.checkpoint)
+        return [_placed(".".join(parts[count:end]), {}, rest) for rest in inside]
+
+    def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
+        """The first block on a name's way whose own name ends at or after part `count`, and where it ends."""
+        at = 0
+        while at < len(parts):
+            if id(body) not in self._nodes:
+                self._nodes[id(body)] = {node.name: node for node in body.nodes}
+            node = self._nodes[id(body)].get(parts[at])
+            at += 1
+            if node is None or not node.bodies or at == len(parts):
+                return None, at
+            if node.kind == "block" and at >= count:
+                return node, at
+            if parts[at] in node.directions:
+                at += 1
+            if "" in node.bodies:
+                body = node.bodies[""]
+            elif at < len(parts) and parts[at] in node.bodies:
+                body = node.bodies[parts[at]]
+                at += 1
+            else:
+                return None, at
+        return None, at
 
 
 def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
-    """The official side with its indices filled in and the rest of the name appended."""
+    """The official side with its indices filled in and the rest of the name appended. Raises Fault."""
 
     def fill(text: str, tail: str) -> str:
         return graph.join(_HOLE.sub(lambda m: str(parse(m[1]).evaluate(values)), text), tail)
 
     if isinstance(rest, dict):
         if not isinstance(theirs, str):
-            raise RunError("a checkpoint map cannot build one tensor out of another's parts")
+            raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for the same parameter")
         return {k: _each_name(k, v, lambda text: fill(theirs, text)) for k, v in rest.items()}
     if isinstance(theirs, dict):
         return {k: _each_name(k, v, lambda text: fill(text, rest)) for k, v in theirs.items()}

@@ -216,6 +216,15 @@ CODES: dict[str, Code] = {
         "- linear: {features: 8, as: [a, b]}\n- silu",
         "- linear: {features: 8, as: [a, b]}\n- silu: {from: a}",
     ),
+    "E314": Code(
+        "a map entry that cannot apply",
+        "An entry of `checkpoint:` would never be read, or would read a tensor wrongly: longer keys take all that it "
+        "matches, a recipe meets a recipe of a block's own map, or a matrix called `kernel` is not transposed.",
+        HEAD + "model: {input: {features: 8}, steps: [linear: {features: 8}]}\n"
+        "checkpoint: {linear: a, linear.weight: b, linear.bias: c}\n",
+        HEAD + "model: {input: {features: 8}, steps: [linear: {features: 8}]}\n"
+        "checkpoint: {linear: a, linear.bias: c}\n",
+    ),
     # shapes
     "E401": Code(
         "does not divide",

@@ -91,7 +91,8 @@ def _top() -> dict[str, Schema]:
         },
         "steps": STEPS,
     }
-    official = {"anyOf": [{"type": "string"}, *(_recipe(kind, more) for kind, more in RECIPES.items())]}
+    one = [{"type": "string"}, *(_recipe(kind, more) for kind, more in RECIPES.items())]
+    official = {"anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
     names: Schema = {
         "description": "our names -> those of an official release", "type": "object", "additionalProperties": official,
     }  # fmt: skip
@@ -131,6 +132,9 @@ def _top() -> dict[str, Schema]:
 def _recipe(kind: str, more: tuple[str, ...]) -> Schema:
     """An official tensor, or several, made into ours."""
     string, integer = {"type": "string"}, {"type": "integer"}
+    if kind == "rearrange":
+        sizes = {"type": ["number", "string"], "description": "the size of an axis of the pattern"}
+        return {**_object({kind: string, "pattern": string}, [kind, "pattern"]), "additionalProperties": sizes}
     source: Schema = {"type": "array", "items": string, "minItems": 1} if kind in SEVERAL else string
     needed = [key for key in more if key not in OPTIONAL]
     return _object({kind: source, **dict.fromkeys(more, integer)}, [kind, *needed])

@@ -373,13 +373,15 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
 
 
 def test_the_order_of_keys_decides_nothing() -> None:
-    steps = "[{repeat: {name: layers, times: 2, steps: [linear: {features: 4}]}}]"
+    steps = "[{repeat: {name: layers, times: 3, steps: [linear: {features: 4}, rms_norm, head_norm: {heads: 2}]}}]"
     keys = ['"layers.{layer}.linear": "l.{layer}"', "layers.0.linear: first", "layers.1: second", "layers: all"]
     for order in (keys, keys[::-1]):
         text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\ncheckpoint: {{{', '.join(order)}}}"
         model = seqblocks.build_text(text).graph
         assert official_name(model, "layers.0.linear.weight") == "first.weight"
         assert official_name(model, "layers.1.linear.weight") == "l.1.weight"
+        assert official_name(model, "layers.1.rms_norm.weight") == "second.rms_norm.weight"
+        assert official_name(model, "layers.2.rms_norm.weight") == "all.2.rms_norm.weight"
 
 
 def test_an_index_may_have_no_name() -> None:
