@@ -6,7 +6,7 @@ alternatives, for releases with several layouts: the first one that a file holds
 
 A block's map covers the names inside the block, wherever the block is used. The longest matching key of the enclosing
 map translates the part of a name that it matches; what follows is translated by the maps of the blocks it passes
-through. A key of the enclosing map that reaches into a block takes precedence over the block's map, for what it matches.
+through. A key of the enclosing map that reaches into a block takes precedence over the block's map for what it matches.
 
     head: classifier                             rename
     embed: [wte, backbone.embeddings]            alternatives
@@ -80,7 +80,8 @@ def _entry(scope: Scope, key: str, span: Span, node: Node) -> Entry | None:
     theirs = [
         _recipe(scope, item, indices) if isinstance(item, Mapping) else _name(scope, item, indices) for item in nodes
     ]
-    return None if None in theirs else Entry(key, span, tuple(theirs), tuple(nodes))
+    found = tuple(each for each in theirs if each is not None)
+    return Entry(key, span, found, tuple(nodes)) if len(found) == len(nodes) else None
 
 
 def has_sizes(table: Iterable[Entry]) -> bool:
@@ -247,15 +248,16 @@ def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) 
     used: set[int] = set()
     for item in graph.parameters(body):
         parts = item.name.split(".")
-        first, *others = tree.matches(parts) or [None]
-        if first is None:
+        found = tree.matches(parts)
+        if not found:
             continue
+        first = found[0]
         used.add(id(first.entry))
-        for other in others:
+        for other in found[1:]:
             instead[id(other.entry)][id(first.entry)] = first.entry
-        if first.count < len(parts) and not plain:
+        if first.length < len(parts) and not plain:
             try:
-                after = translator.after(body, parts, first.count)
+                after = translator.after(body, parts, first.length)
             except Fault:  # of a block's own map, where it is reported
                 continue
             try:
@@ -264,7 +266,8 @@ def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) 
                 fault.found = item.name
                 scope.fault(fault, first.entry.span)
     for entry in () if open else table:
-        if id(entry) not in used and (others := instead[id(entry)]):
+        others = instead[id(entry)]
+        if id(entry) not in used and others:
             what = f"{quote(entry.ours)} never applies: other keys of this map cover everything that it matches"
             notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
             scope.fault(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)
@@ -451,9 +454,9 @@ def official_name(model: Model, name: str) -> Any:
 
 
 class _Match(NamedTuple):
-    """An entry that matches the first `count` parts of a name."""
+    """An entry that matches the first `length` parts of a name."""
 
-    count: int
+    length: int
     fixed: tuple[bool, ...]
     entry: Entry
     values: dict[str, int]
@@ -497,7 +500,7 @@ class _Tree:
         """
         found: list[_Match] = []
         self._match(parts, 0, (), {}, found)
-        return sorted(found, key=lambda match: (match.count, match.fixed, match.entry.ours), reverse=True)
+        return sorted(found, key=lambda match: (match.length, match.fixed, match.entry.ours), reverse=True)
 
     def _match(
         self, parts: list[str], at: int, fixed: tuple[bool, ...], values: dict[str, int], found: list[_Match]
@@ -537,7 +540,7 @@ class Translator:
         found = self.tree(table).matches(parts)
         if not found:
             return self.after(body, parts, 0)
-        return found[0].followed_by(self.after(body, parts, found[0].count))
+        return found[0].followed_by(self.after(body, parts, found[0].length))
 
     def after(self, body: Graph, parts: list[str], count: int) -> list[Any]:
         """What follows the first `count` parts of a name: as it is, up to the next block, whose map has the rest."""
@@ -579,7 +582,7 @@ def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
 
     if isinstance(rest, dict):
         if not isinstance(theirs, str):
-            raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for the same parameter")
+            raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for a parameter")
         return {k: _each_name(k, v, lambda text: fill(theirs, text)) for k, v in rest.items()}
     if isinstance(theirs, dict):
         return {k: _each_name(k, v, lambda text: fill(text, rest)) for k, v in theirs.items()}
