@@ -1,5 +1,5 @@
 """`python -m seqblocks.cli`."""
 
-from seqblocks.cli.main import entry
+from seqblocks.cli import entry
 
 entry()

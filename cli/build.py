@@ -12,7 +12,7 @@ from seqblocks.analysis.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import dtype_named, params_bytes
-from seqblocks.errors import SpecError, UnavailableError, UsageError
+from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
 from seqblocks.graph import Model
 from seqblocks.report.summary import summarise
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         show.summary(summary, options)
     elif not options.quiet:
         size = output.bytes_of(summary.params_bytes)
-        output.write(f"{model.name}: built, {built:,} parameters, {dtype} on {options.device}, {size}")
+        output.write(f"{visible(model.name)}: built, {built:,} parameters, {dtype} on {options.device}, {size}")
     return 0
 
 

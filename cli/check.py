@@ -11,7 +11,7 @@ from seqblocks import graph
 from seqblocks._version import __version__
 from seqblocks.analysis import check
 from seqblocks.cli import output
-from seqblocks.errors import SpecError, UsageError
+from seqblocks.errors import SpecError, UsageError, visible
 from seqblocks.graph import Model
 from seqblocks.language.spec import SpecFile, locate
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         records.append({"spec": spec, "ok": True, **_facts(file, model)})
         if options.format == "text" and not options.quiet:
-            output.write(f"{spec}: ok, {_told(file, model)}")
+            output.write(f"{visible(spec)}: ok, {_told(file, model)}")
     if options.format == "json":
         output.dump({"version": __version__, "ok": status == 0, "specs": records})
     return status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -15,19 +14,18 @@ from types import ModuleType
 
 from seqblocks import op
 from seqblocks.cli import output
-from seqblocks.errors import SeqblocksError, UsageError, did_you_mean
+from seqblocks.errors import SeqblocksError, UsageError, did_you_mean, visible
 
 
 def run(options: argparse.Namespace) -> None:
     """Import what `--import` names, in that order. Raises UsageError: what failed, where, and what to do."""
     for name in options.imports:
         before = dict(op.PRIMITIVES)
-        with contextlib.redirect_stdout(sys.stderr):  # results alone go to standard output
-            module = _module(name)
+        module = _module(name)
         # one that was imported before (by another of these, or as a plug-in) has its primitives already
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
-            output.notes([f'--import {name}: no primitive is defined there (with @primitive("verb"))'], options)
+            output.notes([f'--import {visible(name)}: no primitive is defined there (with @primitive("verb"))'], options)
 
 
 def _module(name: str) -> ModuleType:
@@ -38,23 +36,25 @@ def _module(name: str) -> ModuleType:
         return _from_file(name) if is_file else importlib.import_module(name)
     except SeqblocksError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and op.interrupts_raise():
+            raise
         if not is_file and _not_found(error, name):
-            raise UsageError(f"--import {name}: there is no such module; {_instead(name)}") from None
+            raise UsageError(f"--import {visible(name)}: there is no such module; {_instead(name)}") from None
         at = f" at {where}" if (where := place(error)) else ""
         hint = "mend it there; --traceback shows how Python came to it"
         if isinstance(error, ModuleNotFoundError):
             hint = "what a module imports must be installed, or lie beside it"
         elif is_file and "relative import" in str(error):
             hint = f"a module of a package is named by its dots: --import {'.'.join(Path(name).with_suffix('').parts)}"
-        raise UsageError(f"--import {name} failed{at}: {said(error)}\n{hint}") from error
+        raise UsageError(f"--import {visible(name)} failed{at}: {op.one_line(error)}\n{hint}") from error
 
 
 def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
-        raise UsageError(f"--import {name}: there is no such file; {near or f'looked at {path}'}")
+        raise UsageError(f"--import {visible(name)}: there is no such file; {near or f'looked at {visible(str(path))}'}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
     if found and Path(found.origin or "").resolve() != path:  # called like another module, whose place it must not take
@@ -87,19 +87,11 @@ def _instead(name: str) -> str:
     return "it is looked for in the current folder and among what is installed; a file is named by its path, my_ops.py"
 
 
-def said(error: BaseException) -> str:
-    """An exception in one line."""
-    if isinstance(error, SystemExit):
-        return "the module ends the program, and should only define primitives"
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0][:200]}"
-
-
 def failed_primitive(error: BaseException) -> str | None:
     """What to say of an error that a primitive from elsewhere has raised; None if it is no such error."""
     theirs = {cls.__module__.split(".")[0] for cls in op.PRIMITIVES.values()} - {"seqblocks"}
     where = place(error, theirs) if theirs else None
-    return where and f"a primitive failed at {where}: {said(error)}\nmend it there; --traceback shows how it was called"
+    return where and f"a primitive failed at {where}: {op.one_line(error)}\nmend it there; --traceback shows how it was called"
 
 
 def place(error: BaseException, modules: Collection[str] = ()) -> str | None:
@@ -121,4 +113,4 @@ def place(error: BaseException, modules: Collection[str] = ()) -> str | None:
 
 def _shown(file: str) -> str:
     path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    return visible(str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from seqblocks import graph
+from seqblocks import graph, op
 from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, did_you_mean, listing
@@ -43,6 +43,7 @@ def ops(options: argparse.Namespace) -> int:
     if colons or (source and looks_like_path(source)):
         return _blocks_of(source, name, options)
     verbs = reference.verbs()
+    output.notes([*op.load_plugins()], options)
     if options.name is None:
         if options.format == "json":
             output.dump({name: reference.facts(verb) for name, verb in verbs.items()})

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import gc
 import os
 import re
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from seqblocks._version import __version__
-from seqblocks.errors import SeqblocksError, SpecError, UnavailableError, UsageError, did_you_mean
+from seqblocks.cli import INTERRUPTED, output
+from seqblocks.cli import entry as entry  # scripts of earlier installations look for it here
+from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean, quote, visible
 
 VERBS = {
     "build": "prove a spec, build it, and show what it is made of",
@@ -29,9 +31,7 @@ VERBS = {
     "explain": "all about an error code, or which kernels a spec would run and why",
 }
 INTERNAL = 70
-INTERRUPTED = 130
 BROKEN_PIPE = 141
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +43,10 @@ class _Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else None
         raise UsageError(f"{message}{': ' + hint if hint else ''}\n{self.format_usage().rstrip()}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Help and version go where results go; argparse drops an error there."""
+        output.write(message.rstrip("\n"), None if file in (None, sys.stdout) else file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse has it, but what is not known is told here, where the options of the verb are at hand."""
@@ -159,22 +163,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _known_verb(words)
         options = parser().parse_args(words)
-    except UsageError as error:
-        return _told(error, None)
+    except (UsageError, output.Unwritable) as error:
+        return _report(error, None)
+    except BrokenPipeError:
+        return _broken_pipe()
     except SystemExit as stop:  # --help and --version
         return int(stop.code or 0)
     try:
         return _run(options)
     except SeqblocksError as error:
-        return _told(error, options)
+        return _report(error, options)
+    except BrokenPipeError:
+        return _broken_pipe()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        _silence(sys.stdout)
-        return BROKEN_PIPE
-    except OSError as error:
-        return _unwritable(error) if error.errno in FULL else _internal(error, options)
-    except Exception as error:
+    except BaseException as error:  # SystemExit too: a primitive that ends the program must not end it well
         return _internal(error, options)
 
 
@@ -222,54 +225,48 @@ def _known_verb(words: Sequence[str]) -> None:
         raise UsageError(f"there is no verb '{verb}': {hint}")
 
 
-def _told(error: SeqblocksError, options: Any) -> int:
-    from seqblocks.cli import output
-
+def _report(error: SeqblocksError, options: Any) -> int:
+    """Say what is wrong; returns the exit status."""
     if options is not None and options.traceback:
-        import traceback
-
-        traceback.print_exception(error, file=sys.stderr)
+        _traceback(error)
     if isinstance(error, SpecError):
         output.diagnostics(error, options)
     else:
-        output.problem(str(error), options)
+        output.problem(str(error), None if isinstance(error, output.Unwritable) else options)
     return error.exit_status
 
 
-def _internal(error: Exception, options: argparse.Namespace) -> int:
+def _internal(error: BaseException, options: argparse.Namespace) -> int:
     if options.traceback:
-        import traceback
-
-        traceback.print_exception(error, file=sys.stderr)
-    from seqblocks.cli import imports, output
+        _traceback(error)
+    from seqblocks.cli import imports
 
     theirs = imports.failed_primitive(error)
     if theirs:
         output.problem(theirs, options)
         return UsageError.exit_status
-    kind = type(error).__name__
-    print(
-        f"seqblocks: internal error ({kind}: {error}).\n"
+    output.problem(
+        f"internal error ({type(error).__name__}: {error}).\n"
         f"This is a fault of seqblocks {__version__}, not of yours. Please report it with the spec and the command;\n"
         "--traceback shows where it happened.",
-        file=sys.stderr,
+        options,
     )
     return INTERNAL
 
 
-def _unwritable(error: OSError) -> int:
-    """The disk is full, or something like it."""
-    _silence(sys.stdout)
-    return _told(UnavailableError(f"the result cannot be written: {error.strerror}"), None)
+def _traceback(error: BaseException) -> None:
+    import traceback
+
+    output.write("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
 
 
-def _silence(stream: Any) -> None:
-    """Let nothing more be written to a pipe that nobody reads, or to a full disk."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _broken_pipe() -> int:
+    output.silence(output.stdout())
+    return BROKEN_PIPE
 
 
-def entry() -> NoReturn:
-    """The installed command: `main` in a process of its own.
+def process() -> NoReturn:
+    """`main` in a process of its own, which it ends.
 
     Collecting garbage and taking modules apart at exit would take a quarter of the time of `check`.
     """
@@ -278,18 +275,34 @@ def entry() -> NoReturn:
         stream or open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
+    _results_apart()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, on import; nothing here needs it
     if "build" in sys.argv[1:2]:
         gc.enable()
     status = main()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        output.stdout().flush()
     except BrokenPipeError:
         status = BROKEN_PIPE
     except OSError as error:
-        status = _unwritable(error)
+        output.silence(output.stdout())
+        status = _report(output.Unwritable(error), None)
+    with contextlib.suppress(OSError):  # remarks that nobody can read change nothing
+        sys.stderr.flush()
     if sys.gettrace() is None:
         os._exit(status)
     sys.exit(status)
+
+
+def _results_apart() -> None:
+    """Keep standard output for results: what plug-ins and their children print there goes to standard error."""
+    try:
+        results = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # a stream is closed, or there are none
+        return
+    output.results = open(  # noqa: SIM115  # for as long as the process lives
+        results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=-1
+    )
+    sys.stdout = sys.stderr

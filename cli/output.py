@@ -6,7 +6,10 @@ import os
 import sys
 from typing import Any, TextIO
 
-from seqblocks.errors import Diagnostic, SpecError, Style, render_all
+from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, render_all, visible
+
+results: TextIO | None = None
+"""Where results go in a process of our own; None: to `sys.stdout`. Only this module writes there."""
 
 _CODES = {
     "error": "1;31",
@@ -36,14 +39,46 @@ def style(stream: TextIO, choice: str) -> Style:
     return lambda role, text: f"\x1b[{_CODES[role]}m{text}\x1b[0m"
 
 
+class Unwritable(UnavailableError):
+    """Results cannot be written: the disk is full, or something like it."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the result cannot be written: {error.strerror or error}")
+
+
+def stdout() -> TextIO:
+    """The stream of the results."""
+    return results or sys.stdout
+
+
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Print, whatever the stream's encoding can hold."""
-    stream = stream or sys.stdout
+    """Print, whatever the stream's encoding can hold. Raises Unwritable where that is a result and cannot be."""
+    stream = stream or stdout()
     try:
-        print(text, file=stream)
+        stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence(stream)
+        if stream is stdout():
+            raise Unwritable(error) from error
+        # remarks that nobody can read change nothing: the exit status says what happened
+
+
+_ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "─": "-"})
+
+
+def _encodable(text: str, encoding: str) -> str:
+    try:
+        text.encode(encoding)
     except UnicodeEncodeError:
-        encoding = stream.encoding or "ascii"
-        print(text.encode(encoding, "replace").decode(encoding), file=stream)
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+    return text
+
+
+def silence(stream: TextIO) -> None:
+    """Let nothing more be written to a pipe that nobody reads, or to a full disk."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def dump(data: Any) -> None:
@@ -79,13 +114,16 @@ def failed(error: SpecError) -> dict[str, Any]:
     }
 
 
+def _escape(text: str, more: str = "") -> str:
+    """Text as a workflow command takes it."""
+    text = "\n".join(map(visible, text.split("\n")))
+    for char in "%\n" + more:
+        text = text.replace(char, f"%{ord(char):02X}")
+    return text
+
+
 def annotation(diagnostic: Diagnostic) -> str:
     """A workflow command that marks the line in a review."""
-
-    def escape(text: str, more: str = "") -> str:
-        for char in "%\r\n" + more:
-            text = text.replace(char, f"%{ord(char):02X}")
-        return text
 
     where = ""
     span = diagnostic.span
@@ -93,29 +131,36 @@ def annotation(diagnostic: Diagnostic) -> str:
         own = [note.span for note in diagnostic.notes if note.span and not note.span.source.name.startswith("<")]
         span = own[-1] if own else None
     if span:
-        file = escape(span.source.name, ":,")
+        file = _escape(span.source.name, ":,")
         where = f"file={file},line={span.line},col={span.column},endLine={span.end_line},endColumn={span.end_column},"
     parts = [diagnostic.message, diagnostic.expected and f"expected: {diagnostic.expected}"]
     parts += [diagnostic.found and f"found: {diagnostic.found}", diagnostic.hint and f"hint: {diagnostic.hint}"]
-    return f"::error {where}title={diagnostic.code}::{escape('; '.join(p for p in parts if p))}"
+    return f"::error {where}title={diagnostic.code}::{_escape('; '.join(p for p in parts if p))}"
 
 
 def notes(texts: list[str], options: Any) -> None:
     """Remarks on what is not at fault; in JSON they stand among the results."""
     for text in texts if options.format != "json" else ():
         if options.format == "github":
-            write(f"::notice ::{text}")
+            write(f"::notice ::{_escape(text)}")
         else:
-            write(f"{style(sys.stderr, options.color)('note', 'note')}: {text}", sys.stderr)
+            write(f"{style(sys.stderr, options.color)('note', 'note')}: {_lines(text)}", sys.stderr)
 
 
 def problem(message: str, options: Any) -> None:
     """An error that is not a spec's."""
     if options is not None and options.format == "json":
         dump({"ok": False, "error": message})
+    elif options is not None and options.format == "github":
+        write(f"::error ::{_escape(message)}")
     else:
         choice = options.color if options else "auto"
-        write(f"{style(sys.stderr, choice)('error', 'error')}: {message}", sys.stderr)
+        write(f"{style(sys.stderr, choice)('error', 'error')}: {_lines(message)}", sys.stderr)
+
+
+def _lines(text: str) -> str:
+    """Text without anything that a terminal would obey, but for the ends of its lines."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def count(value: float) -> str:
@@ -123,14 +168,14 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
-def short(value: float) -> str:
-    """1.23 M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
+def short(value: float, unit: str = "") -> str:
+    """Three digits with a prefix: 1.23 M, 1.23 MMACs, 980 MACs."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:  # three digits of it are 1.00 of this size
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
 
 
 def bytes_of(value: float) -> str:
     """24.4 MB."""
-    return f"{short(value)}B" if value >= 1000 else f"{value:.0f} B"
+    return short(value, "B") if value >= 1000 else f"{value:.0f} B"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import wrap
@@ -14,27 +13,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from seqblocks.cli import output
+from seqblocks.errors import visible
 from seqblocks.report.summary import Row, Summary
 
 
-class _Console(Console):
-    """Rich's, but what a closed pipe means is said in one place."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def console(options: argparse.Namespace) -> Console:
-    """Standard output, coloured as asked."""
-    colour = output.coloured(sys.stdout, options.color)
-    return _Console(no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
+    """Rich's for standard output, coloured as asked."""
+    stream = output.stdout()
+    colour = output.coloured(stream, options.color)
+    return Console(file=stream, no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
 
 
 def summary(found: Summary, options: argparse.Namespace) -> None:
     """Print the table and the totals."""
     out = console(options)
+    with out.capture() as text:
+        _print(found, options, out)
+    output.write(text.get().rstrip("\n"))
+
+
+def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
     plain = not (out.encoding or "").lower().startswith("utf")
-    out.print(f"[bold]{escape(found.name)}[/]  {_text(found.input)} {_arrow(plain)} {_text(found.output)}")
+    out.print(f"[bold]{_text(found.name)}[/]  {_text(found.input)} {_arrow(plain)} {_text(found.output)}")
     out.print(_table(found, out.width, plain))
     for label, value in _totals(found, options):
         first, *more = wrap(value, max(out.width - LABEL, 20), break_long_words=False, break_on_hyphens=False)
@@ -122,15 +122,16 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
     yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
     tokens = found.tokens or options.length
     if found.counted_per != "token" and found.input_macs is not None:
-        one, all = output.short(found.input_macs), output.short(options.batch * found.input_macs)
-        each = f"{one}MACs = {output.short(2 * found.input_macs)}FLOPs per {found.counted_per} ({tokens:,} tokens)"
-        yield "cost", each + (f"; {all}MACs for {options.batch}" if options.batch > 1 else "")
+        one, all = output.short(found.input_macs, "MACs"), output.short(options.batch * found.input_macs, "MACs")
+        flops = output.short(2 * found.input_macs, "FLOPs")
+        each = f"{one} = {flops} per {found.counted_per} ({tokens:,} tokens)"
+        yield "cost", each + (f"; {all} for {options.batch}" if options.batch > 1 else "")
     elif found.macs_per_token is None:
         yield "cost", "MACs per token depend on the length of the sequence: give --length"
     else:
         each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
         if tokens and found.input_macs is not None:
-            each += f"; {output.short(options.batch * found.input_macs)}MACs for {options.batch} x {tokens:,} tokens"
+            each += f"; {output.short(options.batch * found.input_macs, 'MACs')} for {options.batch} x {tokens:,} tokens"
         yield "cost", each
     if found.state and found.streams is None:
         total = options.batch * found.state_bytes
@@ -187,4 +188,4 @@ def _arrow(plain: bool) -> str:
 
 
 def _text(value: str) -> str:
-    return escape(value)
+    return escape(visible(value))

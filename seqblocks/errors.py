@@ -145,16 +145,16 @@ class Diagnostic(NamedTuple):
 
     def render(self, style: Style = lambda role, text: text) -> str:
         """The diagnostic as text: header, source line with a caret, remarks. `style(role, text)` may colour it."""
-        out = [style("error", f"error[{self.code}]") + style("message", f": {self.message}")]
+        out = [style("error", f"error[{self.code}]") + style("message", f": {visible(self.message)}")]
         gutter = " "
         if self.span:
             gutter = " " * len(str(self.span.line))
-            out.append(f"{gutter}{style('gutter', '-->')} {self.span}")
+            out.append(f"{gutter}{style('gutter', '-->')} {visible(str(self.span))}")
             out += _excerpt(self.span, gutter, style)
         remarks = [("expected", self.expected), ("found", self.found)]
         remarks += [("note", str(note)) for note in self.notes]
         remarks += [("hint", self.hint)]
-        out += [f"{gutter} {style('gutter', '=')} {style(label, label)}: {text}" for label, text in remarks if text]
+        out += [f"{gutter} {style('gutter', '=')} {style(label, label)}: {visible(text)}" for label, text in remarks if text]
         return "\n".join(out)
 
 
@@ -412,6 +412,13 @@ def listing(words: Iterable[object], limit: int = 12) -> str:
     """`a, b, c, …` for messages."""
     texts = [str(w) for w in islice(words, limit + 1)]
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
+
+
+def visible(text: str) -> str:
+    r"""Text in one line that a terminal only shows: what is not printable as an escape, `\x1b`, `\n`, `\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def quote(text: str, limit: int = 60) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import signal
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -202,9 +203,24 @@ def load_plugins() -> tuple[str, ...]:
     for entry in entry_points(group=PLUGIN_GROUP):
         try:
             entry.load()
-        except Exception as error:  # a broken plug-in must not take every spec down with it
-            failed.append(f"plug-in '{entry.name}' ({entry.value}) did not load: {error}")
+        except BaseException as error:  # a broken plug-in must not take every spec down with it, SystemExit included
+            if isinstance(error, KeyboardInterrupt) and interrupts_raise():
+                raise
+            failed.append(f"plug-in '{entry.name}' ({entry.value}) did not load: {one_line(error)}")
     return tuple(failed)
+
+
+def interrupts_raise() -> bool:
+    """Whether a KeyboardInterrupt may be the user's own: on the command line an interrupt ends the process instead."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of somebody else's code as one line of at most 200 characters."""
+    if isinstance(error, SystemExit):
+        return "the module ends the program, and should only define primitives"
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0][:200]}"
 
 
 def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:

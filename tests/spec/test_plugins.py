@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from seqblocks import graph, op
 from seqblocks.analysis import check
 
+ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = '''
 from seqblocks import Op, primitive
 from seqblocks.op import argument
@@ -70,6 +72,56 @@ def test_a_broken_plugin_is_named_and_harms_nobody_else(monkeypatch: pytest.Monk
     op.load_plugins.cache_clear()
 
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise SystemExit(0)", "the module ends the program, and should only define primitives"),
+        ("raise SystemExit", "the module ends the program, and should only define primitives"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt: no message"),
+        ("raise GeneratorExit('stop')", "GeneratorExit: stop"),
+        ("class Odd(BaseException): pass\nraise Odd('one\\ntwo\\x1b[2J')", "Odd: one"),
+        ("raise Odd", "NameError: name 'Odd' is not defined"),
+    ],
+)
+def test_an_installed_plugin_that_ends_the_program(code: str, told: str, run_cli: Run, tmp_path: Path) -> None:
+    """It is named as a note, the status is that of the spec, and what it prints stays out of the results."""
+    noise = "import os\nprint('printed')\nos.write(1, b'written\\n')\nos.system('echo called')\n"
+    (tmp_path / "ending.py").write_text(noise + code + "\n")
+    info = tmp_path / "ending-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ending\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[seqblocks.ops]\nending = ending\n")
+    (tmp_path / "bad.yaml").write_text("seqblocks: 1\nmodel: {input: {features: 5}, steps: [nonesuch]}\n")
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = run_cli("check", "bad.yaml", "--format", "json", cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    (fault,) = json.loads(done.stdout)["specs"][0]["diagnostics"]
+    assert [note["text"] for note in fault["notes"]] == [f"plug-in 'ending' (ending) did not load: {told}"]
+    assert sorted(done.stderr.split()) == ["called", "printed", "written"]
+    done = run_cli("check", "bad.yaml", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"= note: plug-in 'ending' (ending) did not load: {told}\n" in done.stderr
+    done = run_cli("ops", "silu", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "silu (primitive)")
+    assert f"note: plug-in 'ending' (ending) did not load: {told}\n" in done.stderr
+
+
+def test_an_interrupt_of_the_users_own_is_no_failed_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(EntryPoint):
+        def load(self) -> None:
+            raise KeyboardInterrupt
+
+    entry = Interrupted("slow", "slow", op.PLUGIN_GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    op.load_plugins.cache_clear()
+    with pytest.raises(KeyboardInterrupt):
+        op.load_plugins()
+    op.load_plugins.cache_clear()
+
+
 def test_a_verb_can_be_taken_once() -> None:
     op.load_builtin()
     with pytest.raises(ValueError, match="'silu' is taken by"):
@@ -115,7 +167,6 @@ def test_a_primitive_is_an_op_and_has_a_name() -> None:
 
 # --- seqblocks VERB --import MODULE
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 DECORATOR = '@primitive("plugged_scale")\n'
 
 
@@ -158,6 +209,8 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
         ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nmend it there"),
         ("mine", "primitive('silu')(Op)\n", "failed at mine.py:8: ValueError: the verb 'silu' is built in"),
         ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module ends the program"),
+        ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nmend it there"),
+        ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nmend it there"),
         ("mine.py", "from . import x\n", "at mine.py:8: ImportError: attempted relative import with no known parent"),
         ("mine.py", "from . import x\n", "a module of a package is named by its dots: --import mine\n"),
         ("mine", "raise ValueError('a' * 999)\n", "at mine.py:8: ValueError: " + 200 * "a" + "\n"),
@@ -194,6 +247,7 @@ def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> Non
         ("def state(self, x): return []", "mine.Scale.state must give a dict of name: State(sizes), not []"),
         ("def state(self, x): return {'s': Parameter((1,), 0)}", "mine.Scale.state must give a dict of name: State"),
         ("def macs(self, x): pass", "mine.Scale.macs must give a number, not None"),
+        ("def macs(self, x): exit(0)", "error: a primitive failed at mine.py:11: the module ends the program"),
     ],
 )
 def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Path) -> None:
