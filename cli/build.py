@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         file, found = load(options.spec, options, image)
     except SpecError as error:
         if image and any(d.code == "E310" and "'image'" in d.message for d in error.diagnostics):
-            raise UsageError(f"--image-size is for images, and {options.spec} reads none") from None
+            raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none") from None
         raise
     model = require_model(file, found)
     summary = summarise(model, dtype, options.length, options.depth)

@@ -32,7 +32,7 @@ def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = N
     changes = {**overrides(options), **(more or {})}
     file, model = _load(spec, options, changes)
     if model is not None and not options.quiet:
-        output.notes([f"{spec}: {override.idle}" for override in model.idle], options)
+        output.notes([f"{visible(spec)}: {override.idle}" for override in model.idle], options)
     return file, model
 
 

@@ -11,7 +11,7 @@ from seqblocks.analysis.check import require_model
 from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UnavailableError, UsageError, did_you_mean
+from seqblocks.errors import UnavailableError, UsageError, did_you_mean, visible
 
 if TYPE_CHECKING:
     from seqblocks.runtime.plan import Step
@@ -42,7 +42,7 @@ def kernels(options: argparse.Namespace) -> int:
     dtype = dtype_named(options.dtype, "--dtype")
     arch = "sm_90" if options.arch is None else options.arch
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch, re.ASCII):
-        raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {arch}")
+        raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {arch!r}")
     model = require_model(*load(options.what, options))
     try:
         import torch
@@ -53,7 +53,7 @@ def kernels(options: argparse.Namespace) -> int:
 
     device = _device(torch, options.device or ("cpu" if options.arch is None else "cuda"))
     if options.arch and device != "cuda":
-        raise UsageError(f"--arch {arch} is of a GPU, and --device {options.device} is none")
+        raise UsageError(f"--arch {arch} is of a GPU, and --device {device} is none")
     steps = plan(model, device, getattr(torch, dtype), arch)
     stuck = [step for step in steps if step.form is None]
     if options.format == "json":
@@ -62,7 +62,7 @@ def kernels(options: argparse.Namespace) -> int:
         output.dump(facts | {"notes": [override.idle for override in model.idle]})
     elif not options.quiet:
         where = f"{device} ({arch})" if device == "cuda" else device
-        output.write(f"{model.name} on {where} in {dtype}: what {requested()} would run")
+        output.write(f"{visible(model.name)} on {where} in {dtype}: what {requested()} would run")
         _table(steps, requested())
     return UnavailableError.exit_status if stuck else 0
 
@@ -71,7 +71,7 @@ def _device(torch: Any, name: str) -> str:
     try:
         return str(torch.device(name).type)
     except RuntimeError:
-        raise UsageError(f"--device {name} is not a device: cpu, cuda, mps, …") from None
+        raise UsageError(f"--device {visible(name)} is not a device: cpu, cuda, mps, …") from None
 
 
 def _table(steps: list[Step], backend: str) -> None:

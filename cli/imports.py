@@ -20,12 +20,13 @@ from seqblocks.errors import SeqblocksError, UsageError, did_you_mean, visible
 def run(options: argparse.Namespace) -> None:
     """Import what `--import` names, in that order. Raises UsageError: what failed, where, and what to do."""
     for name in options.imports:
+        shown = visible(name)
         before = dict(op.PRIMITIVES)
         module = _module(name)
         # one that was imported before (by another of these, or as a plug-in) has its primitives already
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
-            output.notes([f'--import {visible(name)}: no primitive is defined there (with @primitive("verb"))'], options)
+            output.notes([f'--import {shown}: no primitive is defined there (with @primitive("verb"))'], options)
 
 
 def _module(name: str) -> ModuleType:
@@ -54,7 +55,8 @@ def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
-        raise UsageError(f"--import {visible(name)}: there is no such file; {near or f'looked at {visible(str(path))}'}")
+        where = near or f"looked at {visible(str(path))}"
+        raise UsageError(f"--import {visible(name)}: there is no such file; {where}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
     if found and Path(found.origin or "").resolve() != path:  # called like another module, whose place it must not take
@@ -91,7 +93,8 @@ def failed_primitive(error: BaseException) -> str | None:
     """What to say of an error that a primitive from elsewhere has raised; None if it is no such error."""
     theirs = {cls.__module__.split(".")[0] for cls in op.PRIMITIVES.values()} - {"seqblocks"}
     where = place(error, theirs) if theirs else None
-    return where and f"a primitive failed at {where}: {op.one_line(error)}\nmend it there; --traceback shows how it was called"
+    hint = "mend it there; --traceback shows how it was called"
+    return where and f"a primitive failed at {where}: {op.one_line(error)}\n{hint}"
 
 
 def place(error: BaseException, modules: Collection[str] = ()) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from seqblocks import graph, op
 from seqblocks.analysis import check
 from seqblocks.cli import output
-from seqblocks.errors import UsageError, did_you_mean, listing
+from seqblocks.errors import UsageError, did_you_mean, listing, quote, visible
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, bundled, looks_like_path
 
@@ -60,7 +60,7 @@ def ops(options: argparse.Namespace) -> int:
         blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
         lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
         hint = did_you_mean(options.name, [*verbs, *blocks]) or lists
-        raise UsageError(f"there is no verb '{options.name}': {hint}")
+        raise UsageError(f"there is no verb {quote(options.name)}: {hint}")
     verb = verbs[options.name]
     if options.format == "json":
         output.dump(reference.facts(verb))
@@ -73,12 +73,12 @@ def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
     """`my.yaml` lists the blocks of a spec, `my.yaml::block` tells all about one."""
     blocks = check.load(source, allow_use=options.allow_use)[0].blocks
     if not blocks:
-        raise UsageError(f"{source} defines no blocks")
+        raise UsageError(f"{visible(source)} defines no blocks")
     use = source if source in bundled() or "/" in source else f"./{source}"
     if name:
         if name not in blocks:
             hint = did_you_mean(name, blocks) or f"its blocks are {listing(blocks)}"
-            raise UsageError(f"{source} defines no block '{name}': {hint}")
+            raise UsageError(f"{visible(source)} defines no block {quote(name)}: {hint}")
         _show_block(blocks[name], use, options)
     elif options.format == "json":
         output.dump({each.name: _facts(each, use) for each in blocks.values()})

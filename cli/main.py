@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli import entry as entry  # scripts of earlier installations look for it here
-from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean, quote, visible
+from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean, visible
 
 VERBS = {
     "build": "prove a spec, build it, and show what it is made of",
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else None
-        raise UsageError(f"{message}{': ' + hint if hint else ''}\n{self.format_usage().rstrip()}")
+        raise UsageError(f"{visible(message)}{': ' + hint if hint else ''}\n{self.format_usage().rstrip()}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Help and version go where results go; argparse drops an error there."""
@@ -66,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
     def _unknown(self, verb: str, word: str) -> str:
         helps = f"`seqblocks {verb} --help` tells what {verb} takes"
         if not word.startswith("-"):
-            return f"there is a word too many: '{word}'; {helps}"
-        name = word.partition("=")[0]
+            return f"there is a word too many: '{visible(word)}'; {helps}"
+        name = visible(word.partition("=")[0])
         letters = [known for known in self.names() if known.startswith(f"-{name}")] if len(name) == 2 else []
         hint = f"did you mean '{letters[0]}'?" if len(letters) == 1 else _near(name, self.names())
         others = [other for other, parser in self.verbs.items() if name in parser.names()]
@@ -214,15 +214,15 @@ def _near(option: str, known: Iterable[str]) -> str | None:
 def _known_verb(words: Sequence[str]) -> None:
     dashes = next((w for w in words if w.startswith(("–", "—", "−"))), None)
     if dashes:
-        raise UsageError(f"'{dashes}' begins with another dash; an option begins with two of these: --")
+        raise UsageError(f"'{visible(dashes)}' begins with another dash; an option begins with two of these: --")
     first = words[0] if words else ""
     if first.startswith("-") and not any(own.startswith(first) for own in ("-h", "--help", "--version")):
         hint = _near(first, ("--help", "--version")) or "options come behind the verb, as in `seqblocks list -q`"
-        raise UsageError(f"{first} is no option of seqblocks itself: {hint}")
+        raise UsageError(f"{visible(first)} is no option of seqblocks itself: {hint}")
     verb = next((w for w in words if not w.startswith("-")), None)
     if verb is not None and verb not in VERBS:
         hint = did_you_mean(verb, VERBS) or f"the verbs are {', '.join(VERBS)}"
-        raise UsageError(f"there is no verb '{verb}': {hint}")
+        raise UsageError(f"there is no verb '{visible(verb)}': {hint}")
 
 
 def _report(error: SeqblocksError, options: Any) -> int:

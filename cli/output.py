@@ -51,9 +51,14 @@ def stdout() -> TextIO:
     return results or sys.stdout
 
 
-def write(text: str, stream: TextIO | None = None) -> None:
-    """Print, whatever the stream's encoding can hold. Raises Unwritable where that is a result and cannot be."""
+def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
+    """Print a line or several, whatever the stream's encoding can hold.
+
+    raw: the text is our own, styled perhaps; otherwise what a terminal would obey is shown as an escape. Raises
+    Unwritable where the stream is that of the results.
+    """
     stream = stream or stdout()
+    text = text if raw else inert(text)
     try:
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
     except BrokenPipeError:
@@ -76,6 +81,11 @@ def _encodable(text: str, encoding: str) -> str:
     return text
 
 
+def inert(text: str) -> str:
+    """Text without anything that a terminal would obey, but for the ends of its lines."""
+    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
+
+
 def silence(stream: TextIO) -> None:
     """Let nothing more be written to a pipe that nobody reads, or to a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -85,7 +95,7 @@ def dump(data: Any) -> None:
     """One JSON document on stdout."""
     import json
 
-    write(json.dumps(data, indent=2))
+    write(json.dumps(data, indent=2), raw=True)
 
 
 def diagnostics(error: SpecError, options: Any) -> None:
@@ -98,7 +108,7 @@ def diagnostics(error: SpecError, options: Any) -> None:
             write(annotation(diagnostic))
     else:
         choice = options.color if options else "auto"
-        write(render_all(error.diagnostics, error.dropped, style(sys.stderr, choice)), sys.stderr)
+        write(render_all(error.diagnostics, error.dropped, style(sys.stderr, choice)), sys.stderr, raw=True)
 
 
 def failed(error: SpecError) -> dict[str, Any]:
@@ -116,7 +126,7 @@ def failed(error: SpecError) -> dict[str, Any]:
 
 def _escape(text: str, more: str = "") -> str:
     """Text as a workflow command takes it."""
-    text = "\n".join(map(visible, text.split("\n")))
+    text = inert(text)
     for char in "%\n" + more:
         text = text.replace(char, f"%{ord(char):02X}")
     return text
@@ -144,7 +154,7 @@ def notes(texts: list[str], options: Any) -> None:
         if options.format == "github":
             write(f"::notice ::{_escape(text)}")
         else:
-            write(f"{style(sys.stderr, options.color)('note', 'note')}: {_lines(text)}", sys.stderr)
+            write(f"{style(sys.stderr, options.color)('note', 'note')}: {inert(text)}", sys.stderr, raw=True)
 
 
 def problem(message: str, options: Any) -> None:
@@ -155,12 +165,7 @@ def problem(message: str, options: Any) -> None:
         write(f"::error ::{_escape(message)}")
     else:
         choice = options.color if options else "auto"
-        write(f"{style(sys.stderr, choice)('error', 'error')}: {_lines(message)}", sys.stderr)
-
-
-def _lines(text: str) -> str:
-    """Text without anything that a terminal would obey, but for the ends of its lines."""
-    return "\n".join(map(visible, text.split("\n")))
+        write(f"{style(sys.stderr, choice)('error', 'error')}: {inert(message)}", sys.stderr, raw=True)
 
 
 def count(value: float) -> str:

@@ -29,7 +29,7 @@ def summary(found: Summary, options: argparse.Namespace) -> None:
     out = console(options)
     with out.capture() as text:
         _print(found, options, out)
-    output.write(text.get().rstrip("\n"))
+    output.write(text.get().rstrip("\n"), raw=True)
 
 
 def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
@@ -131,7 +131,8 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
     else:
         each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
         if tokens and found.input_macs is not None:
-            each += f"; {output.short(options.batch * found.input_macs, 'MACs')} for {options.batch} x {tokens:,} tokens"
+            all = output.short(options.batch * found.input_macs, "MACs")
+            each += f"; {all} for {options.batch} x {tokens:,} tokens"
         yield "cost", each
     if found.state and found.streams is None:
         total = options.batch * found.state_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.errors import UsageError, did_you_mean, listing
+from seqblocks.errors import UsageError, did_you_mean, listing, visible
 from seqblocks.graph import Graph, Model
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
@@ -18,7 +18,7 @@ def dtype_named(text: str, what: str) -> str:
     name = SHORT.get(name, name)
     if name not in DTYPES:
         hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"
-        raise UsageError(f"{what} {text} is not a dtype of a model: {hint}")
+        raise UsageError(f"{what} {visible(text)} is not a dtype of a model: {hint}")
     return name
 
 

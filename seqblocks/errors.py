@@ -154,7 +154,8 @@ class Diagnostic(NamedTuple):
         remarks = [("expected", self.expected), ("found", self.found)]
         remarks += [("note", str(note)) for note in self.notes]
         remarks += [("hint", self.hint)]
-        out += [f"{gutter} {style('gutter', '=')} {style(label, label)}: {visible(text)}" for label, text in remarks if text]
+        marks = style("gutter", "=")
+        out += [f"{gutter} {marks} {style(label, label)}: {visible(text)}" for label, text in remarks if text]
         return "\n".join(out)
 
 

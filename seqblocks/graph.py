@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from seqblocks.errors import Span
+from seqblocks.errors import Span, visible
 from seqblocks.language.overrides import Override
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
@@ -223,7 +223,7 @@ def _verify(model: Model, graph: Graph, known: set[int]) -> None:
 
 def show(model: Model) -> str:
     """The graph as text, one line a node; the golden form that reviews read."""
-    head = f"{model.name}: %{model.graph.input} {model.input.kind} {model.input}"
+    head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
     return "\n".join([head, *_show(model, model.graph, 1)])
 
 

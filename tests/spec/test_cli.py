@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from seqblocks.cli import main as room
+from seqblocks.cli import output
 from seqblocks.language.codes import CODES
 from seqblocks.language.spec import bundled
+from tests.processes import interrupted
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GOOD = "seqblocks: 1\nlet: {dim: 8}\nmodel: {input: {features: dim}, steps: [{linear: {features: 4}}]}\n"
@@ -233,6 +235,91 @@ def test_ascii_terminals(run_cli: Run, folder: Path) -> None:
     assert "E201" in done.stderr
 
 
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.mark.parametrize("words", ["--help", *(f"{verb} --help" for verb in room.VERBS), "list", "ops"])
+def test_help_and_results_in_ascii(words: str, run_cli: Run) -> None:
+    done = run_cli(*words.split(), env=ASCII)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert len(done.stdout.splitlines()) > 5
+
+
+ODD = "a\x1b]0;title\x07\n::error::b\u202e\x9b2J"
+SHOWN = r"a\x1b]0;title\x07\n::error::b\u202e\x9b2J"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="such names are not legal elsewhere")
+@pytest.mark.parametrize("form", ["text", "json", "github"])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("check {}.yaml", GOOD),
+        ("check {}.yaml", BAD),
+        ("check {}.yaml --set dim=8", GOOD),
+        ("check {}.yaml --set dmi=9", GOOD),
+        ("check {}", None),
+        ("check {}.yaml", None),
+        ("check good.yaml --set {}", GOOD),
+        ("check good.yaml --set {}=3", GOOD),
+        ("check good.yaml --{}", GOOD),
+        ("check good.yaml --import {}", GOOD),
+        ("check good.yaml --import {}.py", GOOD),
+        ("list {}", None),
+        ("{}", None),
+        ("ops {}", None),
+        ("ops {}.yaml::b", "seqblocks: 1\nblocks: {a: {steps: [silu]}}\n"),
+        ("ops {}.yaml::a", "seqblocks: 1\nblocks: {a: {about: \"x\\e[2J\", steps: [silu]}}\n"),
+        ("ops {}.yaml", GOOD),
+        ("show {}.yaml", GOOD),
+        ("schema --for {}.yaml", BAD),
+        ("explain {}.yaml --arch {}", GOOD),
+        ("build good.yaml --dtype {}", GOOD),
+        ("build good.yaml --batch {}", GOOD),
+        ("build good.yaml --image-size {}", GOOD),
+    ],
+)
+def test_text_of_others_does_not_steer_a_terminal(
+    words: str, text: str | None, form: str, run_cli: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    if text is not None and text != BAD:
+        (tmp_path / f"{ODD}.yaml").write_text(text)
+    elif text is not None:
+        (tmp_path / f"{ODD}.yaml").write_text(text.replace("linaer", f'"{SHOWN}"'))
+    given = [word.replace("{}", ODD) for word in words.split(" ")]
+    done = run_cli(*given, "--format", form, cwd=tmp_path)
+    printed = done.stdout + done.stderr
+    assert done.returncode in (0, 1, 2)
+    assert printed or (form == "github" and text == GOOD)
+    assert not [c for c in printed if c != "\n" and not c.isprintable()]
+    assert not any(line.startswith("::error::b") for line in printed.splitlines())
+
+
+def test_a_workflow_command_is_escaped(run_cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "a,b:c%.yaml").write_text(BAD)
+    done = run_cli("check", "a,b:c%.yaml", "--format", "github", cwd=tmp_path)
+    assert done.stdout.startswith("::error file=a%2Cb%3Ac%25.yaml,line=3,")
+    (tmp_path / "100%.yaml").write_text(GOOD)
+    done = run_cli("check", "100%.yaml", "--set", "dim=8", "--format", "github", cwd=tmp_path)
+    assert done.stdout.startswith("::notice ::100%25.yaml: the override dim=8")
+    done = run_cli("check", "good.yaml", "--set", "50%", "--format", "github", cwd=tmp_path)
+    assert done.stdout == "::error ::--set takes PATH=VALUE, for instance --set dim=384, not '50%25'\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 MACs"), (7, "7 MACs"), (999, "999 MACs"), (999.7, "1 kMACs"), (1000, "1 kMACs"), (1234, "1.23 kMACs"),
+        (999_499, "999 kMACs"), (999_500, "1 MMACs"), (2.5e9, "2.5 GMACs"), (999.6e9, "1 TMACs"),
+    ],
+)  # fmt: skip
+def test_three_digits_with_a_prefix(value: float, text: str) -> None:
+    assert output.short(value, "MACs") == text
+    assert output.short(value) == text.removesuffix("MACs").rstrip()
+
+
 def test_traceback_on_request(run_cli: Run, folder: Path) -> None:
     assert (
         "Traceback"
@@ -255,17 +342,29 @@ def test_an_internal_error_asks_for_a_report(
     assert "Traceback" not in told
 
 
-def test_a_broken_pipe_and_ctrl_c_end_quietly(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    command = f'"{sys.executable}" -m seqblocks.cli schema | head -c 10'
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, shell=True, cwd=root, env=env, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+@pytest.mark.skipif(os.name != "posix", reason="shells of other systems break pipes in other ways")
+@pytest.mark.parametrize("words", ["schema", "--help", "list", "check vil_tiny vil_small", "show vil_tiny"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_broken_pipe_ends_quietly(words: str, unbuffered: str, root: Path) -> None:
+    script = f'"$PYTHON" -m seqblocks.cli {words}; echo "status $?" >&2'
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHON": sys.executable, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()  # type: ignore[union-attr]  # nobody reads, from the first byte on
+        assert child.stderr.read() == b"status 141\n"  # type: ignore[union-attr]
 
+
+def test_ctrl_c_within_main(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(options: Any) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "_run", interrupted)
     assert room.main(["list"]) == 130
+
+
+def test_an_interrupt_at_any_moment_ends_quietly(root: Path) -> None:
+    ended = [interrupted(root, 0.02 * n, "check", "vil_tiny", "mamba_small", "xlstm_125m_7_1") for n in range(8)]
+    assert ended[0] == (130, "")
+    assert {done for done in ended} <= {(130, ""), (0, "")}  # a late one finds that all is done
 
 
 def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root: Path) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import interrupted
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -145,6 +147,14 @@ def test_what_is_absent_is_said(run_cli: Run) -> None:
     huge = run_cli("build", "vil_small_block", "--set", "dim=400_000")
     assert huge.returncode == 4
     assert "--device meta" in huge.stderr
+
+
+@pytest.mark.parametrize("moments", [4, pytest.param(50, marks=pytest.mark.long)])
+def test_an_interrupt_at_any_moment_of_a_build_ends_quietly(moments: int, root: Path) -> None:
+    """While torch is imported, which turns a KeyboardInterrupt into errors of its own, too."""
+    ended = [interrupted(root, 3 / moments * n, "build", "vil_digits", "--summary") for n in range(moments)]
+    assert ended[0] == (130, "")
+    assert set(ended) <= {(130, ""), (0, "")}  # a late one finds that all is done
 
 
 SEVEN_BILLION = """

@@ -1,0 +1,57 @@
+"""Processes of the tests: they are interrupted as a terminal would, and none outlives its test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# A child inherits that interrupts are ignored: a shell sets that for what it runs in the background. Python then never
+# raises KeyboardInterrupt, and a test that interrupts its child would wait for ever.
+LISTENING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+_INTERRUPTED = f"""
+{LISTENING}
+import os, sys, threading, time
+def interrupt(seconds):
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        time.sleep(0.0005)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, args=[float(sys.argv.pop(1))], daemon=True).start()
+from seqblocks.cli import entry
+entry()
+"""
+
+
+def interrupted(root: Path, after: float, *words: str) -> tuple[int, str]:
+    """Exit status and standard error of `seqblocks WORDS` that is interrupted so many seconds after it took over.
+
+    Before that Python itself starts, which no program has a say in.
+    """
+    command = [sys.executable, "-c", _INTERRUPTED, str(after), *words]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+@contextlib.contextmanager
+def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A child that can be interrupted, and whose process and pipes are gone when the test is, however that ends."""
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts, **options
+    )
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
