@@ -364,7 +364,7 @@ def test_ctrl_c_within_main(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_at_any_moment_ends_quietly(root: Path) -> None:
     ended = [interrupted(root, 0.02 * n, "check", "vil_tiny", "mamba_small", "xlstm_125m_7_1") for n in range(8)]
     assert ended[0] == (130, "")
-    assert {done for done in ended} <= {(130, ""), (0, "")}  # a late one finds that all is done
+    assert set(ended) <= {(130, ""), (0, "")}  # a late one finds that all is done
 
 
 def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root: Path) -> None:
