@@ -37,14 +37,15 @@ from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent, log_input_gate
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
-# a log f below it counts as this: nothing gets through either way, unless log i is as far down
-LEAST = {torch.float32: -1e3, torch.float64: -1e5}
+# A log f below it counts as this, so that sums are finite: nothing gets through either way while |log i| and |m| are
+# less than a million.
+LEAST = -1e6
 
 
 class Gates(NamedTuple):
     """The gates of every token, ready for use: [B, H, S], tokens as they lie in memory."""
 
-    e: Tensor
+    e: Tensor  # in float64, as x
     x: Tensor
     u: Tensor
     floor: Tensor
@@ -57,7 +58,7 @@ class Scan(NamedTuple):
     source: Tensor  # the s that gives max e_s
     carried: Tensor  # p_t wins the maximum, not e_s
     unbroken: Tensor | None  # [B, K, L, 1]: no reset in the chunk so far
-    sees: Tensor | None  # [B, K, L, L]: s <= t with no reset between, as numbers
+    segment: Tensor | None  # [B, K, L]: resets met so far in the chunk
 
 
 # ------------------------------------------------------------------------------------------------ gates
@@ -88,12 +89,13 @@ def _by_head(x: Tensor, S: int, reverse: bool) -> Tensor:
 def _prepare(
     i: Tensor, f: Tensor, m: Tensor | None, resets: Tensor | None, L: int, reverse: bool, input_gate: str,
 ) -> tuple[Gates, Scan, Tensor]:
-    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token."""
+    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64."""
     B, S, H = i.shape
-    log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
-    # a gate that lets nothing through must not be infinite: sums over a chunk are subtracted
-    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST[f.dtype]), L, reverse)
-    segment = unbroken = sees = None
+    exact = exact_dtype(f)
+    # finite, so that differences are: a weight of e^-1e38 is as good as none
+    log_i = _to_scan(log_input_gate(i, input_gate).clamp(min=-1e38).to(exact), L, reverse)
+    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST).to(exact), L, reverse)
+    segment = unbroken = None
     if resets is None:
         b = log_f.cumsum(2)
         e = log_i - b
@@ -101,16 +103,14 @@ def _prepare(
     else:
         segment = _to_scan(resets, L, reverse).cumsum(2)
         unbroken = (segment == 0).unsqueeze(-1)
-        may = (segment.unsqueeze(3) == segment.unsqueeze(2)).tril()
-        sees = may.to(f.dtype)
-        b = sees @ log_f  # sums each segment by itself; a difference of two long sums would lose digits
+        b = _sum_within(segment, log_f)
         e = log_i - b
-        best, source = e.unsqueeze(2).masked_fill(~may.unsqueeze(-1), -torch.inf).max(3)
+        best, source = _max_within(segment, e)
     exponential = input_gate == "exp"
 
     # the stabiliser from chunk to chunk; the last chunk may be short
     last = (S - 1) % L
-    m = f.new_zeros(B, H) if m is None else m
+    m = b.new_zeros(B, H) if m is None else m.to(exact)
     starts = []
     for c in range(e.shape[1]):
         starts.append(m)
@@ -118,18 +118,49 @@ def _prepare(
         if not exponential:
             m = torch.zeros_like(m)
             continue
-        p_last = m if unbroken is None else m * unbroken[:, c, t]
+        p_last = m if unbroken is None else torch.where(unbroken[:, c, t], m, 0.0)
         m = b[:, c, t] + torch.maximum(best[:, c, t], p_last)
     start = torch.stack(starts, 1).unsqueeze(2)
     p = start.expand_as(b) if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
-    u = _exp_(p - x)
+    u = _exp_((p - x).to(f.dtype))
     if unbroken is not None:
-        u = u * unbroken
-    floor = torch.exp((-b - x).clamp(max=largest_exponent(f.dtype))) if exponential else torch.ones_like(b)
+        u = torch.where(unbroken, u, 0.0)
+    floor = torch.ones_like(u)
+    if exponential:
+        floor = torch.exp((-b - x).to(f.dtype).clamp(max=largest_exponent(f.dtype)))
     e, x, u, floor = (_by_head(y, S, reverse) for y in (e, x, u, floor))
     gates = Gates(e, x, u, floor, None if segment is None else _to_memory(segment, S, reverse))
-    return gates, Scan(source, p > best, unbroken, sees), m
+    return gates, Scan(source, p > best, unbroken, segment), m
+
+
+def exact_dtype(f: Tensor) -> torch.dtype:
+    """The dtype of sums of log f: float64, on devices that have it. See the top of the file."""
+    return f.dtype if f.device.type == "mps" else torch.float64
+
+
+def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
+    """Running sums of x [B, K, L, H], those of each segment [B, K, L] by themselves: nothing cancels."""
+    x = x.clone()
+    step = 1
+    while step < x.shape[2]:
+        same = (segment[:, :, step:] == segment[:, :, :-step]).unsqueeze(-1)
+        x[:, :, step:] += torch.where(same, x[:, :, :-step], 0.0)
+        step *= 2
+    return x
+
+
+def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Running maxima of x [B, K, L, H] and where they were reached, those of each segment [B, K, L] by themselves."""
+    best, source = x.clone(), torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1).expand_as(x).clone()
+    step = 1
+    while step < x.shape[2]:
+        same = (segment[:, :, step:] == segment[:, :, :-step]).unsqueeze(-1)
+        earlier = same & (best[:, :, :-step] > best[:, :, step:])
+        source[:, :, step:] = torch.where(earlier, source[:, :, :-step], source[:, :, step:])
+        best[:, :, step:] = torch.where(earlier, best[:, :, :-step], best[:, :, step:])
+        step *= 2
+    return best, source
 
 
 def _prepare_backward(
@@ -146,7 +177,7 @@ def _prepare_backward(
         de = de.scatter_add(2, scan.source, dx.masked_fill(scan.carried, 0.0))
     else:
         db = db - dx
-    whole = dp if scan.unbroken is None else dp * scan.unbroken
+    whole = dp if scan.unbroken is None else torch.where(scan.unbroken, dp, 0.0)
     dstart = whole.sum(2)
     dm = torch.zeros_like(dstart[:, 0]) if dm is None else dm
     for c in reversed(range(K)):
@@ -155,14 +186,14 @@ def _prepare_backward(
             carried = scan.carried[:, c, t]
             db[:, c, t] += dm
             de[:, c].scatter_add_(1, scan.source[:, c, t : t + 1], dm.masked_fill(carried, 0.0).unsqueeze(1))
-            through = dm * carried
             if scan.unbroken is not None:
-                through = through * scan.unbroken[:, c, t]
-            dm = dstart[:, c] + through
+                carried = carried & scan.unbroken[:, c, t]
+            dm = dstart[:, c] + torch.where(carried, dm, 0.0)
         else:
             dm = dstart[:, c]
     db = db - de
-    dlog_f = db.flip(2).cumsum(2).flip(2) if scan.sees is None else scan.sees.transpose(2, 3) @ db
+    db = db.flip(2)
+    dlog_f = (db.cumsum(2) if scan.segment is None else _sum_within(scan.segment.flip(2), db)).flip(2)
     di = _to_memory(de, S, reverse)
     if input_gate != "exp":
         di = di * torch.sigmoid(-i)
@@ -222,17 +253,16 @@ class ChunkGates(NamedTuple):
 
 
 def _chunk_gates(
-    gates: Gates, group: tuple[int, int], first: int, end: int, last: int, hidden: Tensor
+    gates: Gates, group: tuple[int, int], first: int, end: int, last: int, reverse: bool
 ) -> ChunkGates:
-    """hidden [L, L]: what the triangle hides, for whole chunks."""
     e, x, u, floor = (g[group[0] : group[1], :, first:end] for g in gates[:4])
     n = end - first
-    D = e.unsqueeze(2) - x.unsqueeze(3)
-    D.masked_fill_(hidden[:n, :n], -torch.inf)
+    D = _exp_((e.unsqueeze(2) - x.unsqueeze(3)).to(u.dtype))
+    D = D.triu_() if reverse else D.tril_()  # what lies beyond may be infinite: assigned, not multiplied
     if gates.segment is not None:
         s = gates.segment[group[0] : group[1], None, first:end]
-        D.masked_fill_(s.unsqueeze(2) != s.unsqueeze(3), -torch.inf)
-    D = _exp_(D).flatten(0, 1)
+        D.masked_fill_(s.unsqueeze(2) != s.unsqueeze(3), 0.0)
+    D = D.flatten(0, 1)
     u, floor = (g.reshape(-1, n, 1) for g in (u, floor))
     return ChunkGates(D, u, floor, D[:, last].unsqueeze(2), u[:, last : last + 1])
 
@@ -245,11 +275,6 @@ def _exp_(x: Tensor) -> Tensor:
     """
     least = -60.0 if x.dtype == torch.float32 else -600.0
     return F.threshold(x, least, -torch.inf, inplace=True).exp_()
-
-
-def _triangle(L: int, reverse: bool, like: Tensor) -> Tensor:
-    full = torch.ones(L, L, dtype=torch.bool, device=like.device)
-    return full.tril(-1) if reverse else full.triu(1)
 
 
 def _advance(
@@ -281,7 +306,6 @@ def _mlstm(
     with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, _, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
-        hidden = _triangle(plan.L, reverse, q)
         scale = DK**-0.5
         for group in plan.groups:
             rows = slice(*group)
@@ -289,7 +313,7 @@ def _mlstm(
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
             for c, (first, end, last) in enumerate(plan.chunks):
                 qc, kc, vc = (_rows(y, group, first, end, dtype) for y in (q, k, v))
-                g = _chunk_gates(gates, group, first, end, last, hidden)
+                g = _chunk_gates(gates, group, first, end, last, reverse)
                 W = torch.baddbmm(g.D, qc, kc.transpose(1, 2), beta=0, alpha=scale).mul_(g.D)
                 den = W.sum(2, keepdim=True)
                 if C is None or n is None:
@@ -454,14 +478,13 @@ def _mlstm_backward(
     with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, scan, _ = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
-        hidden = _triangle(plan.L, reverse, q)
         scale = DK**-0.5
         exponential = input_gate == "exp"
         de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
         for group in plan.groups:
             rows = slice(*group)
             N = (group[1] - group[0]) * H
-            parts = [_chunk_gates(gates, group, *chunk, hidden) for chunk in plan.chunks]
+            parts = [_chunk_gates(gates, group, *chunk, reverse) for chunk in plan.chunks]
             C = None if C0 is None else C0[rows].flatten(0, 1)
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
             states = [(C, n)]
