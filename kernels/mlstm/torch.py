@@ -20,6 +20,9 @@ in the order of the scan. All of it per head:
 and the state after the chunk is row L of the same: C' = u_L C + sum_s D_Ls k_s v_s^T, m' = m_L.
 A sigmoid input gate has m = 0, that is x_t = -b_t, and the floor 1.
 
+b, e, p and x, a number a token, are float64 whatever the inputs are: what is left of a difference of two e is rounded
+at 2^-53 of the sum, not at 2^-24. D and all that is as large is made of differences, in the dtype of the state.
+
 The scan may run right to left. Heavy tensors are then read as they lie; only gate vectors, which are small, are
 turned, and D is the transposed triangle.
 """
@@ -140,27 +143,24 @@ def exact_dtype(f: Tensor) -> torch.dtype:
 
 
 def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
-    """Running sums of x [B, K, L, H], those of each segment [B, K, L] by themselves: nothing cancels."""
-    x = x.clone()
-    step = 1
-    while step < x.shape[2]:
-        same = (segment[:, :, step:] == segment[:, :, :-step]).unsqueeze(-1)
-        x[:, :, step:] += torch.where(same, x[:, :, :-step], 0.0)
-        step *= 2
-    return x
+    """Running sums of x [B, K, L, H] in float64, those of each segment [B, K, L] by themselves."""
+    sums = x.cumsum(2)
+    starts = torch.ones_like(segment, dtype=torch.bool)
+    starts[:, :, 1:] = segment[:, :, 1:] != segment[:, :, :-1]
+    first = torch.where(starts, torch.arange(x.shape[2], device=x.device), 0).cummax(2).values.unsqueeze(-1)
+    return sums - (sums - x).gather(2, first.expand_as(x))
 
 
 def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Running maxima of x [B, K, L, H] and where they were reached, those of each segment [B, K, L] by themselves."""
-    best, source = x.clone(), torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1).expand_as(x).clone()
-    step = 1
+    best, step = x.clone(), 1
+    segment = segment.unsqueeze(-1)
     while step < x.shape[2]:
-        same = (segment[:, :, step:] == segment[:, :, :-step]).unsqueeze(-1)
-        earlier = same & (best[:, :, :-step] > best[:, :, step:])
-        source[:, :, step:] = torch.where(earlier, source[:, :, :-step], source[:, :, step:])
-        best[:, :, step:] = torch.where(earlier, best[:, :, :-step], best[:, :, step:])
+        earlier = torch.where(segment[:, :, step:] == segment[:, :, :-step], best[:, :, :-step], -torch.inf)
+        torch.maximum(best[:, :, step:], earlier, out=best[:, :, step:])
         step *= 2
-    return best, source
+    places = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1)
+    return best, torch.where(x == best, places, 0).cummax(2).values
 
 
 def _prepare_backward(
@@ -191,9 +191,9 @@ def _prepare_backward(
             dm = dstart[:, c] + torch.where(carried, dm, 0.0)
         else:
             dm = dstart[:, c]
-    db = db - de
-    db = db.flip(2)
-    dlog_f = (db.cumsum(2) if scan.segment is None else _sum_within(scan.segment.flip(2), db)).flip(2)
+    through = (db - de).flip(2).to(exact_dtype(f))
+    through = through.cumsum(2) if scan.segment is None else _sum_within(scan.segment.flip(2), through)
+    dlog_f = through.flip(2).to(f.dtype)
     di = _to_memory(de, S, reverse)
     if input_gate != "exp":
         di = di * torch.sigmoid(-i)
@@ -332,7 +332,16 @@ def _mlstm(
                 n_out[rows] = n.view(-1, H, DK)
         if return_state:
             m_out.copy_(m)
+            _rescale(C_out, n_out, m)
     return h, C_out, n_out, m_out
+
+
+def _rescale(C: Tensor, n: Tensor, m: Tensor) -> None:
+    """C and n of the float64 stabiliser m, in place to those of m as the state holds it: rounded to their dtype."""
+    if C.dtype != m.dtype:
+        by = torch.exp(m - m.to(C.dtype)).to(C.dtype)
+        C.mul_(by[..., None, None])
+        n.mul_(by[..., None])
 
 
 def _empty_state(q: Tensor, v: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -477,7 +486,10 @@ def _mlstm_backward(
         return dq, dk, dv, torch.zeros_like(i), torch.zeros_like(f), state[0], state[1], state[2]
     with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
-        gates, scan, _ = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
+        gates, scan, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
+        if dC_out is not None and dn_out is not None:
+            dC_out, dn_out = dC_out.clone(), dn_out.clone()
+            _rescale(dC_out, dn_out, m)
         scale = DK**-0.5
         exponential = input_gate == "exp"
         de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
