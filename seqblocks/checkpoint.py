@@ -504,6 +504,11 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
             if isinstance(value, Mapping) and any(isinstance(inner, Tensor) for inner in value.values()):
                 raise UsageError(f"the weights are one level down: load_official(model, tensors[{key!r}])")
     _held(model, more=True)
+    _copy(model, _collected(model.graph, tensors))
+
+
+def _collected(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters, made of official tensors as the maps say. RunError unless all of both have their place."""
     out: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, items in _sources(model, tensors).items():
@@ -515,10 +520,10 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     spare = [name for name in tensors if name not in used]
     if spare:
         raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
-    _copy(model, out)
+    return out
 
 
-def _sources(model: SequenceModel, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Any]]]:
+def _sources(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Any]]]:
     """What each parameter is made from: the first of its alternatives that the file holds. RunError if there is none.
 
     By the name of the parameter; those tied to it come with it, as far as the file has them.
@@ -527,10 +532,10 @@ def _sources(model: SequenceModel, tensors: Mapping[str, Tensor]) -> dict[str, l
     found: dict[str, list[tuple[graph.Named, Any]]] = {}
     missing: list[tuple[graph.Named, list[Any]]] = []
     ties: dict[str, list[graph.Named]] = {}
-    for item in graph.parameters(model.graph.graph):
+    for item in graph.parameters(model.graph):
         ties.setdefault(item.tied or item.name, []).append(item)
     for name, items in ties.items():
-        sources = [(item, translator.official(model.graph, item.name)) for item in items]
+        sources = [(item, translator.official(model, item.name)) for item in items]
         there = [(item, next(filter(partial(_holds, tensors), each), None)) for item, each in sources]
         found[name] = [(item, source) for item, source in there if source is not None]
         if not found[name]:
@@ -571,13 +576,13 @@ def _meant(official: str, shape: tuple[int, ...] | None, free: Mapping[str, Any]
 
     best: tuple[tuple[bool, int, float], str | None] = ((False, 0, 0.0), None)
     parts = official.split(".")[::-1]
+    free = {name: size for name, size in free.items() if numbers(name) == numbers(official)}
+    alone = sum(shape is not None and size is not None and tuple(size) == shape for size in free.values()) == 1
     for name, size in free.items():
-        if numbers(name) != numbers(official):
-            continue
         alike = SequenceMatcher(None, official, name).ratio()
         ends = next((at for at, (a, b) in enumerate(zip(parts, name.split(".")[::-1], strict=False)) if a != b), 1)
         fits = shape is not None and size is not None and tuple(size) == shape
-        if (fits and (ends or alike > 0.4)) or ends > 1 or alike >= 0.65:
+        if (fits and (ends or alike > 0.4 or alone)) or ends > 1 or alike >= 0.65:
             best = max(best, ((fits, ends, alike), name), key=lambda pair: pair[0])
     return best[1]
 

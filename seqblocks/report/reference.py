@@ -226,24 +226,33 @@ default 0). A spec that breaks its own expectation ends with exit status 3.
 
 Maps names of ours to those of an official release, so that `seqblocks.checkpoint.load_official` can read its weights. A key
 is a parameter or a namespace (then everything below it), `{layer}` matches an index and may be used in an expression on the
-other side. A block's map covers the names inside it. A key that names nothing is a fault, but for what a block's arguments or
-an override may have left out: a parameter, a layer, a direction. Of two keys the longer one counts, and of two as long a
-fixed part (`layers.0`) before an index (`layers.{layer}`). Official names are words: `"0"`, not `0`.
+other side. A key that names nothing is an error, unless a block's arguments or an override may have left it out (a parameter,
+a layer, a direction). Of two keys the longer one counts, and of two equally long ones a fixed part (`layers.0`) before an index
+(`layers.{layer}`). Official names are words: `"0"`, not `0`.
+
+A block's map covers the names inside the block, wherever the block is used: in a `residual`, a `scan`, a `repeat` or another
+block. The longest matching key of the enclosing map translates the part of a name that it matches; the rest is translated by the
+maps of the blocks it passes through. A key of the enclosing map that reaches into a block takes precedence over the block's own
+map, for what it matches. An entry that can never apply is an error (E314).
 
 ```yaml
 checkpoint:
   patch_embed: patch_embed.proj
+  embed: [embedding, backbone.embeddings]               # alternatives: the first one that the file holds
   blocks.{layer}.vil: blocks.{layer}
   qkv.weight: {concat: [q.weight, k.weight, v.weight], axis: 0}
   kv.weight: {split: fused.weight, parts: 2, part: 1}   # the second of two equal parts
   o.weight: {slice: fused.weight, start: 192}           # as many rows as ours has, from there on
   out.weight: {transpose: out.weight}
   table: {reshape: pos_embed}
+  gate.weight: {rearrange: gate.kernel, pattern: "(head part width) gate -> gate (part head width)", head: heads, part: 3}
   A_real: {real: A}                                     # of a complex tensor; imag likewise
 ```
 
 An official tensor has the very shape that ours implies: parts of a `split` are joined or stacked along the axis, or all flat, and
-only `reshape` reshapes. What is tied may be in the release once, by either name, or twice.
+only `reshape` reshapes. The sizes of a `rearrange` (einops' notation) are numbers or expressions over the block's arguments; one
+size per group may be left open. A matrix called `kernel` is [in, out], as flax and Keras have it, and must be transposed. What is
+tied may be in the release once, by either name, or twice.
 """
 
 

@@ -224,6 +224,137 @@ def test_official_layouts_are_read_through_the_map() -> None:
     assert official_name(model.graph, "layers.2.qkv.out.weight") == {"transpose": "pairs.1.0.final"}
 
 
+NESTED = """
+seqblocks: 1
+blocks:
+  cell:
+    steps: [linear: {features: 4, bias: false, name: first}, linear: {features: 4, bias: false, name: out}]
+    checkpoint: {first: inside, out.weight: {split: fused, parts: 2, part: 1}}
+  plain:
+    steps: [cell]
+  around:
+    steps: [residual: {name: r, steps: [rms_norm: {name: norm}, cell: {name: c}]}]
+    checkpoint: {r: ""}
+model:
+  input: {features: 4}
+  steps:
+    - cell
+    - residual: {steps: [around: {name: a}]}
+    - scan: {order: [forward, reverse], own: all, merge: sum, steps: [cell: {name: s}]}
+    - parallel: {merge: sum, branches: [left: [plain: {name: p}], right: [{cell: {name: p}}, {linear: {features: 4}}]]}
+    - repeat: {name: layers, times: 2, steps: [around: {name: a}]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "official"),
+    [
+        ("cell.first.weight", "", "cell.inside.weight"),
+        ("residual.a.r.norm.weight", "", "residual.a.norm.weight"),
+        ("residual.a.r.c.first.weight", "", "residual.a.c.inside.weight"),
+        ("residual.a.r.c.out.weight", "", {"split": "residual.a.c.fused", "parts": 2, "part": 1}),
+        ("scan.forward.s.first.weight", "", "scan.forward.s.inside.weight"),
+        ("scan.reverse.s.first.weight", "scan.reverse: back", "back.s.inside.weight"),
+        ("parallel.left.p.cell.first.weight", "", "parallel.left.p.cell.inside.weight"),
+        ("parallel.left.p.cell.first.weight", "parallel.left: one", "one.p.cell.inside.weight"),
+        ("parallel.right.p.first.weight", "parallel: two", "two.right.p.inside.weight"),
+        ("parallel.right.linear.weight", "parallel: two", "two.right.linear.weight"),
+        ("layers.1.a.r.c.first.weight", '"layers.{i}.a": "l.{i}"', "l.1.c.inside.weight"),
+        ("layers.1.a.r.c.first.weight", '"layers.{i}": "l.{i}"', "l.1.a.c.inside.weight"),
+        # a key that reaches into a block decides for what it matches
+        ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r": "l.{i}"', "l.1.c.inside.weight"),
+        ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r.c.first": "l.{i}"', "l.1.weight"),
+        # and for nothing else
+        ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r.c.out": "l.{i}"', "layers.1.a.c.inside.weight"),
+        ("layers.0.a.r.c.out.weight", '"layers.{i}.a.r.c.first": "l.{i}"',
+         {"split": "layers.0.a.c.fused", "parts": 2, "part": 1}),
+    ],
+)  # fmt: skip
+def test_a_nested_map_applies_wherever_its_block_stands(name: str, table: str, official: Any) -> None:
+    model = seqblocks.build_text(f"{NESTED}checkpoint: {{{table}}}")
+    assert name in model.state_dict()
+    assert official_name(model.graph, name) == official
+
+
+def test_a_map_may_name_alternatives() -> None:
+    text = """
+seqblocks: 1
+blocks:
+  pair:
+    steps: [linear: {features: 4, bias: false, name: one}, linear: {features: 4, bias: false, name: two}]
+    checkpoint:
+      one: [w1, first]
+      two.weight: [w2.weight, {slice: fused, start: 4}]
+model: {input: {features: 4}, steps: [pair]}
+checkpoint: {pair: [old, new.pair]}
+"""
+    model = seqblocks.build_text(text)
+    one, two = torch.randn(4, 4), torch.randn(4, 4)
+    files = [
+        {"old.w1.weight": one, "old.w2.weight": two},
+        {"new.pair.first.weight": one, "new.pair.fused": torch.cat([one, two])},
+        {"old.first.weight": one, "new.pair.w2.weight": two},
+    ]
+    for tensors in files:
+        model.reset_parameters()
+        load_official(model, tensors)
+        assert torch.equal(model.pair.one.weight, one)
+        assert torch.equal(model.pair.two.weight, two)
+    assert official_name(model.graph, "pair.one.weight") == "old.w1.weight", "the first alternative"
+    told = r"have no old\.w2\.weight or old\.fused or new\.pair\.w2\.weight or new\.pair\.fused, which pair\.two\."
+    with pytest.raises(seqblocks.RunError, match=told):
+        load_official(model, {"old.w1.weight": one})
+    with pytest.raises(seqblocks.RunError, match=r"hold more than the spec maps: new\.pair\.first\.weight"):
+        load_official(model, {**files[0], "new.pair.first.weight": one})
+
+
+MAMBA = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {tokens: 9}, steps: [STEPS]}\n"
+STEPS = "embed: {features: 8}, repeat: {name: layers, times: 2, steps: [mamba_block: {dim: 8}]}"
+
+
+def mamba_weights() -> dict[str | None, Tensor]:
+    model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
+    return {official_name(model.graph, name): tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        # the right layer under another prefix, not another layer under the same
+        ({"layers.1.mamba_block.mixer.D": "model.layers.1.mixer.D"},
+         r"no layers\.1\.mamba_block\.mixer\.D, which .*\. Did you mean model\.layers\.1\.mixer\.D\?$"),
+        # nothing of that layer is left: no other layer is offered
+        ({"layers.1.mamba_block.mixer.D": None}, r"ssm\.D is made from\.$"),
+        ({"embed.weight": "backbone.embeddings.weight"},
+         r"Did you mean backbone\.embeddings\.weight\? In `checkpoint:` that is `embed: backbone\.embeddings`$"),
+        ({"embed.weight": "wte"}, r"Did you mean wte\? In `checkpoint:` that is `embed\.weight: wte`$"),
+        ({name: None for name in mamba_weights() if name and ".1." in name},
+         r"no layers\.1\.mamba_block\.norm\.weight, .* \(9 more parameters miss their tensors\)\."),
+    ],
+)  # fmt: skip
+def test_a_missing_tensor_gets_the_hint_it_deserves(change: dict[str, str | None], told: str) -> None:
+    model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
+    weights = {change.get(name, name): tensor for name, tensor in mamba_weights().items()}
+    weights.pop(None, None)
+    with pytest.raises(seqblocks.RunError, match=told):
+        load_official(model, weights)
+    load_official(model, mamba_weights())
+
+
+def test_positions_of_another_grid_name_what_sets_them() -> None:
+    steps = "patch_embed: {patch: 4, STRIDE features: 8}, position_embed"
+    text = f"seqblocks: 1\nmodel: {{input: {{image: {{size: 16}}}}, steps: [{steps}]}}"
+    coarse = seqblocks.build_text(text.replace("STRIDE ", ""))
+    fine = seqblocks.build_text(text.replace("STRIDE", "stride: 2,"))
+    told = r"position_embed\.weight is \[1, 4, 4, 8\], and \[1, 7, 7, 8\] here \(position_embed, <text>:2:\d+\)"
+    with pytest.raises(seqblocks.RunError, match=told + r"\. `position_embed: \{rows: 4, columns: 4\}` takes these"):
+        load_official(fine, coarse.state_dict())
+    fits = seqblocks.build_text(
+        text.replace("STRIDE", "stride: 2,").replace("position_embed]", "position_embed: {rows: 4, columns: 4}]")
+    )
+    load_official(fits, coarse.state_dict())
+
+
 def test_what_is_tied_may_be_there_once_or_twice() -> None:
     steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
     text = f"seqblocks: 1\nmodel: {{input: {{tokens: 7}}, steps: {steps}}}\ncheckpoint: {{embed: wte, unembed: head}}"

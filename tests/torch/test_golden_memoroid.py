@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import seqblocks
+from seqblocks.checkpoint import load_official
 from seqblocks.kernels import (
     MLSTMElement,
     associative_scan,
@@ -189,6 +190,40 @@ def test_the_layer_as_a_spec(case: str) -> None:
             assert error <= 1e-10 * max(1.0, np.abs(wanted).max()), key
     end = carry(data, "carry_out", torch.float64)
     torch.testing.assert_close(last[name]["cell"]["C"], end.C, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "_T1" in c])
+def test_official_kernels_are_read_through_the_map(case: str) -> None:
+    """Gates whose q, k and v are taken head by head, and kernels [in, out]: each weight as `ours` makes it by hand."""
+    data, w, heads = load(case)
+    name = "memoroid_layer" if "seed" in case else "memoroid_xlstm_layer"
+    width, hidden = data["x"].shape[2], w["v.weight"].shape[0] * (w["v.weight"].shape[1] if "head" in case else 1)
+    text = (
+        f"seqblocks: 1\nuse: [memoroid]\ncheckpoint: {{{name}: cell}}\n"
+        f"model: {{input: {{features: {width}}}, steps: [{name}: {{dim: {width}, hidden: {hidden}, heads: {heads}}}]}}"
+    )
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    official = {f"cell.{k[2:]}": torch.from_numpy(data[k]) for k in data.files if k.startswith("w.")}
+    load_official(model, official)
+    assert {f"{name}.{k}" for k in w} == set(model.state_dict())
+    for key, value in w.items():
+        assert torch.equal(model.state_dict()[f"{name}.{key}"], value), key
+    for key in official:
+        if key.endswith(("i.kernel", "f.kernel", "gate.kernel")):
+            with pytest.raises(seqblocks.RunError, match=r"ought to be \[36, 3\], and is \[3, 36\]"):
+                load_official(model, {**official, key: official[key].T})
+
+
+def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
+    """A square one would fit as it is: its name says that it is [in, out]."""
+    model = "{input: {features: 4}, steps: [linear: {features: 4}]}"
+    text = f"seqblocks: 1\nmodel: {model}\ncheckpoint: {{linear.weight: RECIPE}}"
+    with pytest.raises(seqblocks.SpecError, match=r"E314\].*'q\.kernel' is \[in, out\] by its name") as caught:
+        seqblocks.build_text(text.replace("RECIPE", "q.kernel"))
+    hint = "{transpose: q.kernel}; or {reshape: q.kernel}, if it is [out, in] after all"
+    assert caught.value.diagnostics[0].hint == hint
+    for recipe in ("{transpose: q.kernel}", "{reshape: q.kernel}"):
+        seqblocks.build_text(text.replace("RECIPE", recipe))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "head" in c])

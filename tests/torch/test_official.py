@@ -1,0 +1,145 @@
+"""Every bundled `checkpoint:` map against names, shapes and numbers of the releases it is for (tests/golden/hub)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks import checkpoint, graph
+from seqblocks.analysis import check
+from seqblocks.checkpoint import load_official
+from seqblocks.language.spec import bundled
+
+FOLDER = Path(__file__).parent.parent / "golden" / "hub"
+
+
+def official_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names and shapes by `model layout`."""
+    out: dict[str, dict[str, tuple[int, ...]]] = {}
+    for line in (FOLDER / "official_names.txt").read_text().splitlines():
+        if line.startswith("# "):
+            here = out.setdefault(line[2:], {})
+            continue
+        name, *sizes = line.split()
+        before, _, rest = name.partition("{")
+        runs, _, after = rest.partition("}")
+        layers: list[Any] = []
+        for run in filter(None, runs.split(",")):
+            first, _, last = run.partition("-")
+            layers += range(int(first), int(last or first) + 1)
+        here |= {f"{before}{layer}{after}": tuple(map(int, sizes)) for layer in layers or [""]}
+    return out
+
+
+SHAPES = official_shapes()
+
+
+def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
+    """Tensors of one number each; a tied head is the embedding's own."""
+    out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
+    if case.startswith("mamba"):
+        out["lm_head.weight"] = out[next(name for name in out if "embedding" in name)]
+    return out
+
+
+def test_every_bundled_map_has_its_official_names() -> None:
+    models = {name: check.load_model(name) for name, path in bundled().items() if path.parent.name == "models"}
+    assert {name.split()[0] for name in SHAPES} == {name for name, model in models.items() if model.checkpoint}
+
+
+@pytest.mark.parametrize("case", sorted(SHAPES))
+def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str) -> None:
+    """Tensors without memory, each of one number of its own, so that it shows which one a parameter was made of."""
+    model = check.load_model(case.split()[0])
+    shapes = SHAPES[case]
+    numbers = {name: float(at) for at, name in enumerate(shapes)}
+    tensors = without_memory(case, numbers)
+    tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
+    made = checkpoint._collected(model, tensors)
+    checkpoint._fit(model, made)
+    # as many tensors as parameters, but for the head that is tied and for what the sLSTM holds in one
+    together = sum(name.endswith("slstm_cell._bias_") for name in shapes)
+    assert len(made) == len(shapes) - len(tied) + 3 * together
+    sources: dict[float, list[str]] = {}
+    for name, tensor in made.items():
+        sources.setdefault(tensor.flatten()[0].item(), []).append(name)
+    for names in sources.values():
+        assert len(names) == 1 or all(re.search(r"\.cell\.[ifzo]_bias$", name) for name in names), names
+
+
+@pytest.mark.parametrize("case", sorted(SHAPES))
+def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> None:
+    model = check.load_model(case.split()[0])
+    tensors = without_memory(case, dict.fromkeys(SHAPES[case], 0.0))
+    victim = next(name for name in tensors if name.endswith(("mixer.D", "igate.bias", "igate_preact.bias")))
+    with pytest.raises(seqblocks.RunError, match=f"have no {re.escape(victim)}, which"):
+        checkpoint._collected(model, {name: t for name, t in tensors.items() if name != victim})
+    with pytest.raises(seqblocks.RunError, match="hold more than the spec maps: more"):
+        checkpoint._collected(model, {**tensors, "more": torch.zeros(1)})
+    wrong = checkpoint._collected(model, {**tensors, victim: torch.zeros(3)})
+    with pytest.raises(seqblocks.RunError, match=r" is \[3\], and \["):
+        checkpoint._fit(model, wrong)
+
+
+def mamba_of(config: dict[str, Any]) -> Any:
+    """The bundled model with the numbers of a configuration of transformers."""
+    block, rank = "model.layers.mamba_block.", config["time_step_rank"]
+    text, _, _ = check.locate("mamba_130m")
+    changes: dict[str, Any] = {
+        "dim": config["hidden_size"], "depth": config["num_hidden_layers"], "vocabulary": config["vocab_size"],
+        f"{block}state": config["state_size"], f"{block}expand": config["expand"], f"{block}rank": rank,
+        f"{block}kernel": config["conv_kernel"], f"{block}bias": config["use_bias"],
+        f"{block}conv_bias": config["use_conv_bias"], f"{block}eps": config["layer_norm_epsilon"],
+        "model.norm_f.eps": config["layer_norm_epsilon"],
+    }  # fmt: skip
+    if not config["tie_word_embeddings"]:
+        text = text.replace("unembed: {bias: false, tie: embed}", "unembed: {bias: false}")
+    return seqblocks.build_text(text, set=changes).eval()
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Both sum in float32, in another order: four roundings of 1.2e-7 for each of 17 tokens, of the largest logit."""
+    assert (found - wanted).abs().max() <= 17 * 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["transformers", "mamba_ssm"])
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_the_bundled_mamba_gives_the_logits_of_transformers(variant: str, layout: str) -> None:
+    with np.load(FOLDER / f"mamba_{variant}.npz") as file:
+        data = dict(file)
+    model = mamba_of(json.loads(str(data["meta"]))["config"])
+    tensors = {key[2:]: torch.from_numpy(data[key]) for key in data if key.startswith("w/")}
+    if layout == "mamba_ssm":
+        tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
+    if variant == "tied":
+        del tensors["lm_head.weight"]  # as a safetensors file has it
+    load_official(model, tensors)
+    with torch.no_grad():
+        close(model(torch.from_numpy(data["in/input_ids"])), torch.from_numpy(data["out/logits"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("biases", [True, False])
+def test_live_models_of_transformers_give_the_same_logits(tied: bool, biases: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="of the `peers` extra")
+    torch.manual_seed(3)
+    options = {"use_bias": biases, "use_conv_bias": not biases, "tie_word_embeddings": tied}
+    config = transformers.MambaConfig(vocab_size=40, hidden_size=20, num_hidden_layers=3, **options)
+    peer = transformers.MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = mamba_of(config.to_dict())
+    load_official(model, peer.state_dict())
+    ids = torch.randint(0, 40, (2, 17))
+    with torch.no_grad():
+        close(model(ids), peer(ids).logits)
