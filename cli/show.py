@@ -138,10 +138,17 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
         total = options.batch * found.state_bytes
         many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""
         yield "state", f"{found.state:,} numbers, {output.bytes_of(found.state_bytes)} per sequence{many}"
+    if found.lookahead is not None:
+        many = "every later token" if found.lookahead == "all" else f"{_tokens(found.lookahead)} ahead"
+        yield "causal", f"no: an output sees {many}, from {found.future} on" if found.lookahead else "yes"
     how = "step by step" if found.frame_size == 1 else f"{found.frame_size} tokens at a time"
     yield "streaming", f"yes, {how}" if found.streams is None else f"no: {found.streams}"
     for note in found.notes:
         yield "note", note
+
+
+def _tokens(count: int | str) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def _flat(rows: list[Row], depth: int) -> Iterator[tuple[Row, int]]:

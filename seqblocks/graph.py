@@ -84,6 +84,7 @@ class Graph:
     captures: tuple[int, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
+    lost: bool = False  # whether there are steps that could not be lowered
 
 
 class Recipe(NamedTuple):
@@ -186,7 +187,7 @@ def walk(graph: Graph) -> Iterator[Node]:
 def stream_obstacle(graph: Graph) -> tuple[Node, str] | None:
     """The first node that cannot run step by step, and why; None if the graph can stream."""
     for node in walk(graph):
-        why = node.op.cannot_stream() if node.op else None
+        why = node.op.cannot_stream(*node.wires) if node.op else None
         if node.kind == "scan" and node.arguments.orders != ("forward",):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:

@@ -15,6 +15,7 @@ cost, and how it computes. The validator reads the declarations without torch; `
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import re
 import signal
@@ -105,6 +106,13 @@ class Op(BaseModel):
         """Multiply-accumulates for one output position (one token; one whole input if the output is a vector)."""
         return 0
 
+    def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
+        """How many tokens of the model's input later an output may depend on than what it reads (inf: all of them).
+
+        An output token stands where the first input token that it stands for stands. Default: by `reads`.
+        """
+        return math.inf if self.reads == "all" else 0
+
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
         """The kernel that `forward` calls, and what it tells `dispatch.choose` besides device, dtype, resets, order."""
         return None
@@ -116,8 +124,8 @@ class Op(BaseModel):
         """
         raise TypeError(f"{type(self).__name__} does not compute")
 
-    def cannot_stream(self) -> str | None:
-        """Why it cannot run step by step, or None."""
+    def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
+        """Why it cannot run step by step on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
 
@@ -363,3 +371,16 @@ def must_match(name: str, found: Wire, width: int, because: str) -> None:
             found=f"{found.features}",
             notes=[note] if note else [],
         )
+
+
+def ids_are_no_numbers(wire: Wire, done: str, name: str) -> Fault:
+    """The fault of splitting, joining or adding token numbers: they have no features, and stand for words."""
+    note = wire.whence(name)
+    return Fault(
+        "E403",
+        f"token numbers cannot be {done}",
+        expected="features, as embed gives them",
+        found=f"{wire}",
+        notes=[note] if note else [],
+        hint="look the tokens up first, with embed",
+    )

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from seqblocks.errors import Fault, did_you_mean, listing, quote
 from seqblocks.language.expressions import UNKNOWN, Expression, parse, syntax_tree
 
+SMALLEST, LARGEST = 1e-18, 1e18  # of an initialiser's numbers that are not 0: draws are then finite in float32
+
 
 class Init(NamedTuple):
     """An initialiser by name with its numbers, for instance `normal(0, 0.1)`."""
@@ -75,7 +77,9 @@ INITIALISERS: dict[str, Initialiser] = {
     "constant": Initialiser((("value", None),), "all equal to value"),
     "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution", ("std >= 0",)),
     "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high", ("low <= high",)),
-    "trunc_normal": Initialiser((("std", 0.02),), "normal(0, std), redrawn beyond two absolute units", ("std >= 0",)),
+    "trunc_normal": Initialiser(
+        (("std", 0.02),), "normal(0, std), redrawn beyond two absolute units", ("std > 0", "std <= 1e6")
+    ),
     "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the last axis"),
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
     "xavier_uniform": Initialiser((), "Glorot & Bengio 2010, on the matrix [first axis, the rest]"),
@@ -92,6 +96,7 @@ INITIALISERS: dict[str, Initialiser] = {
     "powerlaw": Initialiser(
         (("position", 0.0),),
         "5 - 12 (j / (n - 1))^(0.3 + 1.3 position) over the last axis j < n; position: the block's, from 0 to 1",
+        ("position >= 0",),
     ),
     "wang": Initialiser(
         (("width", None), ("blocks", None)), "normal(0, 2 / (blocks sqrt(width)))", ("width > 0", "blocks > 0")
@@ -127,6 +132,10 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
         values[key] = _evaluate(number, names)
     if any(value is UNKNOWN for value in values.values()):
         return None
+    for key, value in values.items():
+        if value and not SMALLEST <= abs(value) <= LARGEST:
+            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
+            raise Fault("E209", f"{key} of {name} is out of range", expected=expected, found=f"{value:g}")
     for law in known.holds:
         if not parse(law).evaluate(values):
             found = ", ".join(f"{key}: {value:g}" for key, value in values.items())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.graph import Graph, Model
+from seqblocks.graph import Graph, Model, walk
 from seqblocks.parameters import State
 
 States = dict[str, Any]
@@ -30,7 +30,10 @@ def declared(body: Graph) -> States:
 
 
 def new_state(body: Graph, batch: int, device: Any, dtype: torch.dtype) -> States:
-    """The state before the first token. Float states are at least float32; float64 models carry float64."""
+    """The state before the first token. Float states are at least float32; float64 models carry float64.
+
+    Raises RunError where the device has no room for it.
+    """
 
     def fresh(state: State) -> Tensor:
         if state.dtype == "int64":
@@ -41,7 +44,11 @@ def new_state(body: Graph, batch: int, device: Any, dtype: torch.dtype) -> State
             kind = torch.float64 if dtype == torch.float64 else torch.float32
         return torch.full((batch, *state.shape), state.fill, dtype=kind, device=device)
 
-    return _filled(declared(body), fresh)
+    try:
+        return _filled(declared(body), fresh)
+    except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises of sizes that it cannot allocate
+        numbers = batch * sum(state.numel for node in walk(body) for state in node.state.values())
+        raise RunError(f"{device} has no room for the state of {batch:,} sequences, {numbers:,} numbers") from error
 
 
 def _filled(tree: States, make: Callable[[Any], Any]) -> States:

@@ -2,6 +2,8 @@
 
     whole sequence = any split into chunks with carried state = step by step, in value and in gradient;
     with resets = each piece on its own.
+
+And what a spec declares as checks: the shapes of every step, and how far an output looks ahead.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqblocks.analysis import lookahead
 from seqblocks.errors import RunError, UsageError
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.module import Primitive
@@ -30,7 +33,7 @@ def check_law(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Assert `check_shapes` and the law for a model that streams (RunError for another).
+    """Assert `check_shapes`, `check_lookahead` and the law for a model that streams (RunError for another).
 
     `tolerance` is relative to the largest value. Without one: 1e-9 for a float64 model, the one to check
     with, and half the digits of its dtype for another.
@@ -52,11 +55,10 @@ def check_law(
     if model.graph.input.kind == "image":
         raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
     check_shapes(model, seq=seq, batch=batch, seed=seed)
+    check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
     frame = model.frame_size
     x = random_input(model, batch, seq * frame, seed)
-    if tolerance is None:
-        dtype = dtype_of(model)
-        tolerance = 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
+    tolerance = _tolerance(model) if tolerance is None else tolerance
     marks = torch.zeros(batch, seq * frame, dtype=torch.bool, device=x.device)
     for row, at in resets:
         marks[row, at * frame] = True
@@ -74,8 +76,45 @@ def check_law(
         _close_tree(f"{name}: state", state, last, tolerance)
         for index, (a, b) in enumerate(zip(_gradients(model, found, x), _gradients(model, whole, x), strict=True)):
             _close(f"{name}: gradient {index}", a, b, tolerance)
-    if resets and whole.ndim == 3:
+    if resets and _has_tokens(model):
         _close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+
+
+def check_lookahead(
+    model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0, tolerance: float | None = None
+) -> None:
+    """Assert that no output changes with tokens further ahead of it than the model declares (`lookahead.find`).
+
+    seq: of frames, as in `check_law`, where the spec leaves the length open. Nothing is to be checked of a model that
+    reads images, gives a vector, or declares that it sees the whole sequence. Tokens from several positions on are
+    drawn anew; the outputs that stand too early to see them must stay, up to `tolerance` of the largest value.
+    """
+    ahead = lookahead.find(model.graph)
+    if ahead is None or ahead.tokens == lookahead.WHOLE:
+        return
+    tolerance = _tolerance(model) if tolerance is None else tolerance
+    length = model.graph.input.length
+    seq = length if isinstance(length, int) else seq * model.frame_size
+    every = model.graph.output.every if model.graph.output else 1
+    with torch.no_grad():
+        x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
+        before = model(x)
+        first = int(ahead.tokens) + 1  # what comes before it every output may see
+        for start in sorted({first + (seq - 1 - first) * part // 6 for part in range(7)} if first < seq else ()):
+            kept = -(-(start - int(ahead.tokens)) // every)  # of the outputs: those before start - lookahead
+            after = model(torch.cat([x[:, :start], other[:, start:]], 1))
+            what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
+            _close(what, after[:, :kept], before[:, :kept], tolerance)
+
+
+def _tolerance(model: SequenceModel) -> float:
+    dtype = dtype_of(model)
+    return 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
+
+
+def _has_tokens(model: SequenceModel) -> bool:
+    """Whether its output has something for each token (or window): neither a vector nor an image."""
+    return model.graph.output is not None and model.graph.output.kind in ("sequence", "tokens")
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
@@ -125,7 +164,7 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     wire = model.graph.input
-    some = next(model.parameters(), torch.empty(0, device="cpu"))
+    some = model._some()
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)
     shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)
@@ -134,8 +173,8 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
 
 
 def dtype_of(model: SequenceModel) -> torch.dtype:
-    """What a model computes in; one without parameters is tried in float64."""
-    return model._own_dtype() if next(model.parameters(), None) is not None else torch.float64
+    """What a model computes in."""
+    return model._own_dtype()
 
 
 def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor | None) -> tuple[Tensor, Any]:
@@ -144,7 +183,7 @@ def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor
         here = None if marks is None else marks[:, a:b]
         y, state = model(x[:, a:b], state=state, return_state=True, resets=here)
         parts.append(y)
-    return _joined(parts), state
+    return _joined(model, parts), state
 
 
 def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
@@ -152,12 +191,12 @@ def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
     one = model.frame_size == 1
     for t in range(0, x.shape[1], model.frame_size):
         y, state = model.step(x[:, t] if one else x[:, t : t + model.frame_size], state)
-        parts.append(y.unsqueeze(1) if one and model.graph.output and model.graph.output.kind == "sequence" else y)
-    return _joined(parts), state
+        parts.append(y.unsqueeze(1) if one and _has_tokens(model) else y)
+    return _joined(model, parts), state
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 1) if parts[0].ndim == 3 else parts[-1]  # a pooled model answers for the last token
+def _joined(model: SequenceModel, parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1) if _has_tokens(model) else parts[-1]  # a pooled model answers for the last token
 
 
 def _pieces(model: SequenceModel, x: Tensor, marks: Tensor) -> Tensor:
@@ -170,6 +209,8 @@ def _pieces(model: SequenceModel, x: Tensor, marks: Tensor) -> Tensor:
 
 
 def _gradients(model: SequenceModel, y: Tensor, x: Tensor) -> list[Tensor]:
+    if not y.requires_grad:  # token numbers
+        return []
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
     wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
     found = torch.autograd.grad((y * weights).sum(), wanted, retain_graph=True, allow_unused=True)

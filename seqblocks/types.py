@@ -49,6 +49,23 @@ class Wire:
             case "vector":
                 return ("batch", self.features)
 
+    @property
+    def places(self) -> tuple[Size, ...]:
+        """The sizes that wires must share to be joined, added or read together: all but batch and features."""
+        match self.kind:
+            case "image":
+                return self.axes[2:]
+            case "vector":
+                return ()
+            case _:
+                return self.axes[1:2]
+
+    @property
+    def feature_axis(self) -> int:
+        """Where a tensor of this kind has its features: what is split and joined. Token numbers have none (E403)."""
+        assert self.kind != "tokens"
+        return 1 if self.kind == "image" else -1
+
     def __str__(self) -> str:
         return show_axes(self.axes)
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from seqblocks import graph
 from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
-from seqblocks.op import argument, must_have_grid
+from seqblocks.op import argument, ids_are_no_numbers, must_have_grid
 from seqblocks.types import Wire
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class Residual(Combinator):
         body = frame.body(self.steps, x)
         node = frame.node(step, "residual", {"x": (x,)}, frame.types[x], bodies={"": body}, arguments=self)
         before, after = frame.types[x], frame.types[body.result]
-        if before and after and before.axes != after.axes:
+        if before and after and before.kind == after.kind == "tokens":
+            raise ids_are_no_numbers(before, "added", "the input")
+        if before and after and (before.kind, before.axes) != (after.kind, after.axes):
             same_kind = before.kind == after.kind and before.length == after.length
             notes = [n for n in (before.whence("the input"), after.whence("the result")) if n]
             hint = f"end the branch with `proj_down: {{features: {before.features}}}`"
@@ -135,6 +137,7 @@ class Scan(Combinator):
                 expected=f"{wire.with_features(result.features)}",
                 found=str(result),
             )
+        self._check_captures(frame, wire, body)
         if result and self.merge == "concat":
             result = result.with_features(result.features * len(self.orders))
         owned = self._owned(body)
@@ -165,6 +168,25 @@ class Scan(Combinator):
             must_have_grid(wire, f"order {over_grid[0]}", at="order", instead="forward or reverse")
         if self.own not in ("none", []) and len(self.orders) < 2:
             raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
+
+    def _check_captures(self, frame: Frame, wire: Wire | None, body: graph.Graph) -> None:
+        """What a scan by columns re-orders besides its input are tokens of the same image. Raises Fault."""
+        by_columns = [order for order in self.orders if order.startswith("columns")]
+        for value in body.captures if by_columns and wire else ():
+            other = frame.types[value]
+            alike = other and (other.grid, other.places) == (wire.grid, wire.places)
+            if other and other.kind in ("sequence", "tokens") and not alike:
+                label = frame.shared.labels[value]
+                note = other.whence(f"`{label}`")
+                raise Fault(
+                    "E407",
+                    f"order {by_columns[0]} re-orders every sequence that its steps read, "
+                    f"and {quote(label)} does not have the rows and columns of its input",
+                    at="order",
+                    expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
+                    found=f"{other}, {_rows_by_columns(other)}",
+                    notes=[note] if note else [],
+                )
 
     def _owned(self, body: graph.Graph) -> frozenset[str]:
         names = [item.name for item in graph.parameters(body)]
@@ -201,6 +223,10 @@ class Scan(Combinator):
                 raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")
 
 
+def _rows_by_columns(wire: Wire) -> str:
+    return f"{wire.grid[0]} rows of {wire.grid[1]}" if wire.grid else "without rows and columns"
+
+
 @combinator("parallel")
 class Parallel(Combinator):
     """Give the same input to several branches and merge their results."""
@@ -226,9 +252,12 @@ class Parallel(Combinator):
         if not known or len(known) < len(results):
             return frame.node(step, "parallel", {"x": (x,)}, None, bodies=bodies, arguments=self)
         name, merged = known[0]
+        if merged.kind == "tokens" and len(known) > 1:
+            done = {"concat": "joined", "product": "multiplied"}.get(self.merge, "added")
+            raise ids_are_no_numbers(merged, done, name)
         for other, wire in known[1:]:
             joined = wire.with_features(merged.features) if self.merge == "concat" else wire
-            if joined.axes != merged.axes:
+            if (joined.kind, joined.axes) != (merged.kind, merged.axes):
                 raise Fault(
                     "E406",
                     f"branches {quote(name)} and {quote(other)} cannot be merged by {self.merge}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks import cost, graph
+from seqblocks.analysis import lookahead
 from seqblocks.analysis.lower import Frame
 from seqblocks.analysis.wiring import Shared
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
@@ -16,7 +17,8 @@ from seqblocks.types import Wire
 
 
 def check_expectations(model: Model, file: SpecFile) -> None:
-    """Raises ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output) or SpecError."""
+    """Raises ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead) or
+    SpecError."""
     expect = file.expect
     if expect is None or model.overridden:
         return
@@ -54,6 +56,7 @@ def check_expectations(model: Model, file: SpecFile) -> None:
                 )
             )
     _check_output(frame, expect.get("output"), model.output, broken)
+    _check_lookahead(frame, expect.get("lookahead"), model, broken)
     malformed.raise_if_any()
     if broken:
         raise ExpectationError(broken.diagnostics, broken.dropped)
@@ -75,3 +78,20 @@ def _check_output(frame: Frame, node: Node | None, wire: Wire | None, broken: Re
     if UNKNOWN not in axes and tuple(axes) != wire.axes:
         message = "the spec does not have the output it expects"
         broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))
+
+
+def _check_lookahead(frame: Frame, node: Node | None, model: Model, broken: Report) -> None:
+    if node is None:
+        return
+    wanted: Any = "all" if isinstance(node, Scalar) and node.value == "all" else frame.number(node, whole=True)
+    ahead = lookahead.find(model)
+    if wanted is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == wanted):
+        return
+    hint = None
+    if ahead is None:
+        found = "none: " + ("the input is an image" if model.input.kind == "image" else f"the output is {model.output}")
+    else:
+        found = str(lookahead.shown(ahead.tokens))
+        hint = ahead.first and f"the future enters at {ahead.first[0]} ({ahead.first[1].span})"
+    message = "the spec does not have the lookahead it expects"
+    broken.add(Diagnostic("E705", message, node.span, str(wanted), found, (), hint))

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from seqblocks import graph
 from seqblocks.analysis.combinators import COMBINATORS, Combinator
 from seqblocks.analysis.inputs import read_input
+from seqblocks.analysis.liveness import fault_of, idle_steps
 from seqblocks.analysis.maps import check_map, has_sizes, read_map
 from seqblocks.analysis.ownership import initialised, ties
 from seqblocks.analysis.scope import Names, Step
@@ -39,10 +40,11 @@ from seqblocks.op import (
     find_primitive,
     load_plugins,
 )
-from seqblocks.parameters import Parameter
+from seqblocks.parameters import Parameter, State
 from seqblocks.types import Wire
 
 MAX_STEPS = 50_000
+MAX_STATE = 10**12  # numbers that a step may carry of one sequence
 MAX_NESTING = 64  # bodies in bodies: torch's calls nest as deeply, and Python bounds them
 NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
 
@@ -114,7 +116,7 @@ class Frame(Wiring):
             self.giving = around.union(giving) if giving else around
             made = self.lower_step(step, out.result, current) if step else None
             if made is None:
-                out.result, current = self.lost(step), None
+                out.result, current, out.lost = self.lost(step), None, True
                 continue
             out.nodes.append(made)
             out.result, current = made.outputs[0], made
@@ -213,10 +215,7 @@ class Frame(Wiring):
             macs = arguments.macs(*wires)
             if not cls.__module__.startswith("seqblocks.ops."):
                 check_declared(cls, type, parameters, state, macs)
-            for name, parameter in parameters.items():
-                if parameter.numel > MAX_MAGNITUDE:
-                    message = f"{name} of {step.verb} is too large: {parameter.numel:.0e} numbers"
-                    raise Fault("E504", message, expected="at most 10^18")
+            self._bounded(step, parameters, state)
             calls = arguments.calls(*wires)
         parameters = self.initialised(step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)
@@ -225,6 +224,18 @@ class Frame(Wiring):
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, calls=calls,
             ties=tied, wires=tuple(wires),
         )
+
+    @staticmethod
+    def _bounded(step: Step, parameters: dict[str, Parameter], state: dict[str, State]) -> None:
+        """Raises Fault (E504) for a parameter or a state that no machine holds."""
+        for name, parameter in parameters.items():
+            if parameter.numel > MAX_MAGNITUDE:
+                message = f"{name} of {step.verb} is too large: {parameter.numel:.0e} numbers"
+                raise Fault("E504", message, expected="at most 10^18")
+        for name, held in state.items():
+            if held.numel > MAX_STATE:
+                message = f"the state {name} of {step.verb} is too large: {held.numel:.0e} numbers a sequence"
+                raise Fault("E504", message, expected="at most 10^12")
 
     @staticmethod
     def _shape(op: Op, ports: tuple[Port, ...], wires: list[Wire | None]) -> Wire:
@@ -378,6 +389,8 @@ class Frame(Wiring):
         if id(block) not in shared.maps or has_sizes(shared.maps[id(block)]):
             shared.maps[id(block)] = read_map(inner, block.checkpoint)
         body.checkpoint = shared.maps[id(block)]
+        if not shared.report:
+            shared.lowered.append((inner, body))
         if not shared.report and self.types[x]:  # nobody knows what a block that nothing uses will hold
             shared.checks.append((inner, body.checkpoint, body, bool(block.args) or shared.overridden))
         if not shared.report and shared.ties == ties:  # a tie holds the names of the layer it was made for
@@ -490,7 +503,17 @@ def lower_file(
             _check_unused(frame, block)
     for each in () if report else shared.checks:
         check_map(*each)
+    if not report:
+        _report_idle(shared.lowered)
     return None if report else model
+
+
+def _report_idle(lowered: list[tuple[Any, graph.Graph]]) -> None:
+    """Report the steps with parameters whose output nothing uses, each once."""
+    found = idle_steps((body, graph.join(*frame.path)) for frame, body in lowered)
+    for (frame, _), nodes in zip(lowered, found, strict=True):
+        for node in nodes:
+            frame.fault(fault_of(node), node.span)
 
 
 def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
@@ -510,6 +533,7 @@ def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
     table = read_map(frame, file.checkpoint)
     if frame.report or wire is None:
         return None
+    frame.shared.lowered.append((frame, body))
     frame.shared.checks.append((frame, table, body, frame.shared.overridden))
     types, labels = frame.shared.types, frame.shared.labels
     return graph.Model(name, wire, body, types, labels, file.expect, table)

@@ -13,7 +13,7 @@ from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, hidden, li
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import SpecFile
-from seqblocks.op import Port
+from seqblocks.op import Port, ids_are_no_numbers
 from seqblocks.types import Origin, Wire, show_axes
 
 
@@ -35,6 +35,7 @@ class Shared:
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that gave a value out
     maps: dict[int, tuple[graph.Entry, ...]] = field(default_factory=dict)  # of blocks
     checks: list[tuple[Any, ...]] = field(default_factory=list)  # maps to hold against the bodies that they are of
+    lowered: list[tuple[Any, graph.Graph]] = field(default_factory=list)  # bodies of blocks and of the model, by frame
     overridden: bool = False  # whether values were given from outside
     ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
@@ -131,6 +132,9 @@ class Wiring(Scope):
             return [type], (), [step.verb]
         node = entry[1]
         origin = Origin(step.verb, step.span)
+        if type and type.kind == "tokens" and isinstance(node, Sequence | Mapping):
+            self.fault(ids_are_no_numbers(type, "split", "the result"), node.span)
+            type = None
         match node:
             case Scalar(value=str(name)):
                 self._define(name, node.span)
@@ -281,7 +285,10 @@ class Wiring(Scope):
                 return None
         if len(known) < len(types):
             return None
-        if len({(t.kind, t.length) for t in known}) > 1:
+        if len(known) > 1 and known[0].kind == "tokens":
+            self.fault(ids_are_no_numbers(known[0], "joined", self.shared.labels[values[0]]), step)
+            return None
+        if len({(t.kind, t.places) for t in known}) > 1:
             found = listing(f"{self.shared.labels[v]} {t}" for v, t in zip(values, known, strict=True))
             self.fault(Fault("E406", "joined wires must agree in everything but features", found=found), step)
             return None
@@ -290,12 +297,14 @@ class Wiring(Scope):
     def agreed(self, step: Step, wires: dict[str, Wire]) -> bool:
         """Whether the inputs of one step, by port, are of one kind and have as many tokens; a fault if not."""
         for (first, like), (name, wire) in pairwise(wires.items()):
-            if (wire.kind, wire.axes[1:-1]) != (like.kind, like.axes[1:-1]):
+            if (wire.kind, wire.places) != (like.kind, like.places):
+                size = "the size of" if like.kind == "image" else "as many tokens as"
+                same = f" of {size} {first}" if like.places else ""
                 fault = Fault(
                     "E406",
-                    f"{name} must be {_a(like.kind)}" + (f" of as many tokens as {first}" if like.axes[2:] else ""),
+                    f"{name} must be {_a(like.kind)}{same}",
                     at=name if name in step.fields else None,
-                    expected=show_axes((*like.axes[:-1], wire.features)),
+                    expected=show_axes(like.with_features(wire.features).axes),
                     found=f"{wire}",
                 )
                 self.fault(fault, step)

@@ -225,6 +225,13 @@ CODES: dict[str, Code] = {
         HEAD + "model: {input: {features: 8}, steps: [linear: {features: 8}]}\n"
         "checkpoint: {linear: a, linear.bias: c}\n",
     ),
+    "E315": Code(
+        "an unused step",
+        "The step has parameters, and nothing uses its output: they would be counted and stored, and never trained. "
+        "A step is used if its output, or one part of it, reaches the result.",
+        "- linear: {features: 4, as: a}\n- linear: {from: input, features: 8, as: b}",
+        "- linear: {features: 4, as: a}\n- linear: {from: [input, a], features: 8, as: b}",
+    ),
     # shapes
     "E401": Code(
         "does not divide",
@@ -379,6 +386,14 @@ CODES: dict[str, Code] = {
         "The model's output does not have the axes that `expect:` states.",
         framed("- linear: {features: 4}") + "expect: {output: [batch, seq, 8]}\n",
         framed("- linear: {features: 4}") + "expect: {output: [batch, seq, 4]}\n",
+    ),
+    "E705": Code(
+        "another lookahead than expected",
+        "An output token depends on more, or fewer, later tokens of the input than `expect:` states: 0 in a causal "
+        "model, `all` where it is the whole sequence. The hint names the step where the future enters. `upsample` "
+        "repeats what its window ended with, so behind both the window is seen at its first token.",
+        framed("- downsample: {factor: 4}\n- upsample: {factor: 4}") + "expect: {lookahead: 0}\n",
+        framed("- downsample: {factor: 4}\n- upsample: {factor: 4}") + "expect: {lookahead: 3}\n",
     ),
     # the world around
     "E803": Code("a spec cannot be read", "There is no such file or bundled spec, or it may not be read."),

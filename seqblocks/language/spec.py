@@ -43,7 +43,7 @@ MAX_USES = 32  # files that use one another: each is read while the one before i
 FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "steps")
-EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "tolerance")
+EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "lookahead", "tolerance")
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
 _LIKE = {  # what the mappings look like
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",

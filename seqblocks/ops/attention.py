@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
@@ -49,6 +50,11 @@ class Attention(Op):
                 notes=[note] if note else [],
             )
         must_divide(self.shared, v.features, "kv_heads", "the width of v", at="v")
+        if 0 < self.rotary < 1:
+            raise Fault(
+                "E209", "the base of rotary positions is 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
+                hint="rotary: 10000",
+            )
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="rotary")
         return v.with_features(v.features // self.shared * self.heads)
@@ -66,8 +72,13 @@ class Attention(Op):
             "length": State((), "int64"),
         }
 
-    def cannot_stream(self) -> str | None:
+    def cannot_stream(self, q: Wire, k: Wire, v: Wire) -> str | None:
         return None if self.causal else "it is not causal: it reads the whole sequence"
+
+    def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
+        if self.causal:
+            return 0
+        return (self.window - 1) * q.every if self.window else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Of a token, by the mean number of those it sees; where the length is open, a full window or half a cache."""

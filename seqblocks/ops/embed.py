@@ -55,7 +55,7 @@ class PatchEmbed(Op):
     def macs(self, x: Wire) -> int:
         return self.features * x.features * self.patch**2
 
-    def cannot_stream(self) -> str | None:
+    def cannot_stream(self, x: Wire) -> str | None:
         return "it reads a whole image"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -81,6 +81,7 @@ class PositionEmbed(Op):
     An image of another size gets the grid interpolated (bicubic), and so does one of `rows` and `columns` of its own.
     """
 
+    reads = "past"  # the number of tokens before a token
     length: int | None = argument(None, "number of positions, where the input's length is open", ge=1)
     rows: int | None = argument(None, "rows of positions over an image (default: those of the tokens)", ge=1)
     columns: int | None = argument(None, "columns of positions over an image (default: those of the tokens)", ge=1)
@@ -111,20 +112,18 @@ class PositionEmbed(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")} if len(self.positions(x)) == 1 else {}
 
-    def cannot_stream(self) -> str | None:
-        return None
+    def cannot_stream(self, x: Wire) -> str | None:
+        return "it has a place for every row and column of an image" if len(self.positions(x)) == 2 else None
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions
 
         weight = p["weight"]
         if weight.ndim == 4:
-            if call.streaming:
-                raise RunError("position_embed over an image's grid cannot run step by step")
             return x + _resized(weight, call.grid_of(x)).flatten(1, 2), {}
         before = call.state["position"] if call.state else None
         count = weight.shape[1]
-        if call.grid and call.grid.size and self.length is None and x.shape[1] != count:
+        if call.grid and call.grid.size and self.length is None and x.shape[1] != count and not call.streaming:
             raise RunError(
                 f"position_embed has places for {count} tokens of an image, and here are {x.shape[1]}; "
                 "before class_token it has a grid, which fits itself to images of other sizes"
@@ -188,10 +187,11 @@ class Embed(Op):
         return {"weight": Parameter(shape, Init("small", (float(self.features),)), decay=False)}
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
         from torch.nn.functional import embedding
 
         try:
-            return embedding(x, p["weight"])
+            return embedding(x if x.dtype in (torch.int64, torch.int32) else x.long(), p["weight"])
         except IndexError:  # a CPU says so; other devices stop with an assertion of their own
             raise RunError(f"a token is outside the vocabulary of {p['weight'].shape[0]}") from None
 

@@ -100,7 +100,7 @@ class SoftCap(Op):
     """Keep values within (-cap, cap) smoothly: cap * tanh(x / cap)."""
 
     ports = (ANY,)
-    cap: float = argument(..., "the bound", gt=0)
+    cap: float = argument(..., "the bound", ge=1e-6)
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from seqblocks.errors import RunError
 from seqblocks.op import Op, argument, must_have_grid, primitive
 from seqblocks.types import Wire
 
@@ -25,12 +26,14 @@ class Pool(Op):
         width = 2 * x.features if self.mode == "bilateral_concat" else x.features
         return Wire("vector", width, origin=x.origin if width == x.features else None)
 
-    def cannot_stream(self) -> str | None:
+    def cannot_stream(self, x: Wire) -> str | None:
         return None if self.mode == "last" else f"its mode {self.mode} reads the whole sequence"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 
+        if x.shape[1] == 0:
+            raise RunError("pool makes a vector of a sequence of one token or more, and here is none")
         match self.mode:
             case "mean":
                 return x.mean(1)

@@ -12,10 +12,10 @@ from seqblocks.types import Wire
 class _Rate(Op):
     """What both share: no sequence starts in the middle of a window, and a stream goes on by whole windows."""
 
-    factor: int = argument(..., "how many tokens become one, or one becomes", ge=1)
+    factor: int = argument(..., "how many tokens become one, or one becomes", ge=1, le=2**20)
     reads = "all"
 
-    def cannot_stream(self) -> str | None:
+    def cannot_stream(self, x: Wire) -> str | None:
         return None  # the model asks for frames that hold whole windows (`graph.frame_size`)
 
     def refuse_resets(self, call: Any) -> None:
@@ -43,6 +43,9 @@ class Downsample(_Rate):
             )
         return x.at_rate(x.every * self.factor)
 
+    def looks_ahead(self, x: Wire) -> int:
+        return x.every * (self.factor - 1)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         self.refuse_resets(call)
         if x.shape[1] % self.factor:
@@ -64,6 +67,9 @@ class Upsample(_Rate):
                 hint=f"the tokens here were made one from {x.every}" if x.every > 1 else "downsample comes first",
             )
         return x.at_rate(x.every // self.factor)
+
+    def looks_ahead(self, x: Wire) -> int:
+        return 0  # a repeated token stands no earlier than the token it repeats
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         self.refuse_resets(call)

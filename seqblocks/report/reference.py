@@ -180,7 +180,7 @@ and blocks; all are written alike. What a bundled block takes, `seqblocks ops ml
   list of steps was given. Some verbs take a list, and join the wires along the features. What one step reads has one number
   of tokens.
 - `as: name`: a name for its output. `as: [a, b]` cuts the features into equal parts, `as: {a: 96, b: dim}` into parts of
-  these widths.
+  these widths. The features of an image are its channels; token numbers have none, and are neither cut, joined nor added.
 - `name: name`: its namespace, see below.
 - `init: {parameter: initialiser}`: how a primitive's parameters start, or those that one order of a scan owns. Numbers are
   given in order or by name: `normal(0, 0.02)`, `normal(std=0.02)`.
@@ -219,8 +219,19 @@ the spec says the same already is noted by the command alone: a sweep passes thr
 
 ## expect
 
-`params`, `state_bytes` (of one sequence, float32), `flops_per_token`, `output` (a list of axes), and `tolerance` (relative,
-default 0). A spec that breaks its own expectation ends with exit status 3.
+`params`, `state_bytes` (of one sequence, float32), `flops_per_token`, `output` (a list of axes), `lookahead` (below), and
+`tolerance` (relative, default 0; for the first three). A spec that breaks its own expectation ends with exit status 3.
+
+The **lookahead** is how many later tokens of the input an output may depend on: 0 in a causal model, `all` where it is the
+whole sequence. A token that stands for several of the input's (after `downsample`) stands where the first of them does, so
+`downsample: {factor: 4}` followed by `upsample: {factor: 4}` looks 3 tokens ahead; it still streams, 4 tokens at a time.
+A summary says `causal: yes`, or how far an output sees and by which step. It says nothing of a model that reads an image
+or gives a vector.
+
+## Unused steps
+
+A step with parameters must be used: its output, or one part of it, reaches the result, or a step that does. Otherwise its
+parameters would be counted and stored, and never trained (E315). Parameters that a used step ties to count as used.
 
 ## checkpoint
 
@@ -233,7 +244,7 @@ a layer, a direction). Of two keys the longer one counts, and of two equally lon
 A block's map covers the names inside the block, wherever the block is used: in a `residual`, a `scan`, a `repeat` or another
 block. The longest matching key of the enclosing map translates the part of a name that it matches; the rest is translated by the
 maps of the blocks it passes through. A key of the enclosing map that reaches into a block takes precedence over the block's own
-map, for what it matches. An entry that can never apply is an error (E314).
+map, for what it matches. An entry that can never apply is an error (E315).
 
 ```yaml
 checkpoint:

@@ -106,8 +106,12 @@ def _top() -> dict[str, Schema]:
         "steps": STEPS,
         "checkpoint": names,
     }
-    expect: dict[str, Schema] = {name: number for name in EXPECT_KEYS if name != "output"}
+    expect: dict[str, Schema] = {name: number for name in EXPECT_KEYS if name not in ("output", "lookahead")}
     expect["output"] = {"type": "array", "description": "axes, for instance [batch, 1000]"}
+    expect["lookahead"] = {
+        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
+        "anyOf": [number, {"const": "all"}],
+    }
     top: dict[str, Schema] = {
         "seqblocks": {"const": VERSION, "description": "the version of the language"},
         "about": {"type": "string"},

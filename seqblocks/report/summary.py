@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqblocks import graph
+from seqblocks.analysis import lookahead
 from seqblocks.cost import (
     count_state,
     input_macs,
@@ -66,6 +67,8 @@ class Summary:
     rows: list[Row]
     streams: str | None  # why it cannot, or None
     frame_size: int  # how many tokens a stream takes at once
+    lookahead: int | str | None = None  # later tokens that an output may depend on, or "all" (see `lookahead.find`)
+    future: str | None = None  # the step where they enter
     input_macs: float | None = None  # of one whole input; None: unknown
     counted_per: str = "token"  # what a person counts costs by: token, sequence or image
     notes: list[str] = field(default_factory=list)
@@ -113,10 +116,19 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         rows,
         streams,
         graph.frame_size(model.graph),
+        *_lookahead(model),
         input_macs(model.graph, tokens),
         _counted_per(model, tokens),
         notes,
     )
+
+
+def _lookahead(model: Model) -> tuple[int | str | None, str | None]:
+    ahead = lookahead.find(model)
+    if ahead is None:
+        return None, None
+    entered = ahead.first and f"{ahead.first[0]} ({ahead.first[1].span})"
+    return lookahead.shown(ahead.tokens), entered
 
 
 def _counted_per(model: Model, tokens: int | None) -> str:

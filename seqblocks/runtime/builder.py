@@ -10,8 +10,8 @@ import torch
 
 from seqblocks import graph
 from seqblocks.analysis import check
-from seqblocks.cost import dtype_named
-from seqblocks.errors import UsageError
+from seqblocks.cost import dtype_named, params_bytes
+from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Model
 from seqblocks.runtime.model import SequenceModel, checked_device
 
@@ -68,7 +68,15 @@ def build_model(
     for name, parameter in list(module.named_parameters()):
         wanted = torch.float32 if name in keep and kind.itemsize < 4 else kind
         holder, _, leaf = name.rpartition(".")
-        fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
+        try:
+            fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
+        except RuntimeError as error:
+            size = params_bytes(model.graph, str(kind).removeprefix("torch."))
+            raise UnavailableError(
+                f"{device} has no room for the model's parameters, {size:,} bytes; device='meta' allocates nothing"
+            ) from error
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
+    for name, buffer in list(module.named_buffers()):
+        module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=kind), persistent=False)
     module.reset_parameters(seed)
     return module

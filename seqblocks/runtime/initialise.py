@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqblocks.errors import UsageError
 from seqblocks.parameters import Init, Parameter
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
@@ -21,7 +22,8 @@ PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
     """Fill `target` in place.
 
-    Numbers are drawn in float32 on the CPU, whatever the target's device and dtype and torch's defaults.
+    Numbers are drawn in float32 on the CPU, whatever the target's device and dtype and torch's defaults. UsageError
+    where float16 cannot hold them.
     """
     if target.device.type == "meta":
         return
@@ -30,6 +32,8 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
     shape = parameter.shape
     fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
     target.copy_(DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator))
+    if target.dtype == torch.float16 and not torch.isfinite(target).all():
+        raise UsageError(f"{parameter.init} gives {name} numbers that float16 does not hold; build in another dtype")
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:

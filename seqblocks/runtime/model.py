@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -31,6 +32,9 @@ class SequenceModel(Body):
         obstacle = graph.stream_obstacle(model.graph)
         self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
         self.frame_size = graph.frame_size(model.graph)
+        self._has_tokens = model.output is not None and model.output.kind in ("sequence", "tokens")
+        if next(self.parameters(), None) is None:  # then this says on which device and in which dtype the model is
+            self.register_buffer("_like", torch.empty(0), persistent=False)
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
 
     def forward(
@@ -90,7 +94,7 @@ class SequenceModel(Body):
             return done
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
-        return (y.squeeze(1) if y.ndim == 3 else y), states
+        return (y.squeeze(1) if self._has_tokens else y), states
 
     def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None) -> States:
         """The state before the first token of `batch_size` sequences: a dict of dicts of tensors, by step names.
@@ -100,12 +104,20 @@ class SequenceModel(Body):
         """
         if self._obstacle:
             raise RunError(self._obstacle)
-        if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or batch_size < 0:
+        try:
+            count = -1 if isinstance(batch_size, bool) else operator.index(batch_size)
+        except TypeError:
+            count = -1
+        if count < 0:
             raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
-        some = next(self.parameters(), torch.empty(0, device="cpu"))
-        device = some.device if device is None else checked_device(device)
+        device = self._some().device if device is None else checked_device(device)
         kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
-        return new_state(self.graph.graph, batch_size, device, kind)
+        return new_state(self.graph.graph, count, device, kind)
+
+    def _some(self) -> Tensor:
+        """A tensor on the model's device; in its dtype, if the spec has no parameters."""
+        like = self._buffers.get("_like")
+        return next(self.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)) if like is None else like
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Two groups for an optimiser: parameters that are customarily decayed, and the others. Raises UsageError."""
@@ -198,7 +210,8 @@ class SequenceModel(Body):
     def _own_dtype(self) -> torch.dtype:
         """What the model was built in: some parameters of a half-precision model stay float32."""
         kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
-        return min(kinds, key=lambda d: d.itemsize, default=torch.float32)
+        like = self._buffers.get("_like")
+        return min(kinds, key=lambda d: d.itemsize, default=torch.float32 if like is None else like.dtype)
 
     def _other_dtype(self, x: Tensor, error: RuntimeError) -> str | None:
         """What to do about an error of torch's that is one of dtypes, as far as the input's is to blame."""

@@ -23,9 +23,15 @@ from seqblocks.types import Wire
 
 @dataclass(slots=True)
 class Grid:
-    """Rows and columns of the image whose tokens are under way; patch_embed sets it for the steps that follow."""
+    """Rows and columns of the images whose tokens are under way; patch_embed adds its own for the steps that follow."""
 
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] | None = None  # the latest
+    others: tuple[tuple[int, int], ...] = ()  # the earlier ones, where several steps cut the image
+
+    def of(self, tokens: int) -> tuple[int, int] | None:
+        """Those of so many tokens, the latest if there are several; None where no grid has as many."""
+        grids = (self.size, *self.others) if self.size else ()
+        return next((grid for grid in grids if grid and grid[0] * grid[1] == tokens), None)
 
 
 @dataclass(slots=True)
@@ -58,18 +64,21 @@ class Call:
 
     def set_grid(self, size: tuple[int, int]) -> None:
         if self.grid:
+            if self.grid.size and self.grid.size != size:
+                self.grid.others = (self.grid.size, *self.grid.others)
             self.grid.size = size
 
     def grid_of(self, x: Tensor) -> tuple[int, int]:
         """Rows and columns of the tokens x [batch, seq, features]. Raises RunError."""
-        size = self.grid.size if self.grid else None
-        if size is None or size[0] * size[1] != x.shape[1]:
+        found = self.grid.of(x.shape[1]) if self.grid else None
+        if found is None:
+            size = self.grid.size if self.grid else None
             raise RunError(
                 f"the {x.shape[1]} tokens are not a grid"
                 + (f" of {size[0]} x {size[1]}" if size else "")
                 + "; say grid=(rows, columns) in the call"
             )
-        return size
+        return found
 
 
 def reads(node: Node) -> tuple[int, ...]:
@@ -98,6 +107,7 @@ class Primitive(nn.Module):
         self.op, self._path, self._type = node.op, path, node.type
         self._stateful = type(node.op).state is not Op.state  # such an op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
+        self._axis = _joining_axis(node)
         self._own = [name for name in node.parameters if graph.join(path, name) not in skip]
         self._lent = [name for name in node.parameters if name not in self._own]
         for name in self._own:
@@ -124,7 +134,7 @@ class Primitive(nn.Module):
         at = 0
         for size in self._sizes:
             part = tensors[at : at + size]
-            inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, -1))
+            inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, self._axis))
             at += size
         out = self.op.forward(own, call, *inputs)
         if not self._stateful:
@@ -171,7 +181,14 @@ def _joined(tensors: list[Tensor], node: Node | None) -> list[Tensor]:
         return tensors if node is not None else tensors[:1]
     rest = iter(tensors)
     ports = [[next(rest) for _ in values] for values in node.inputs.values()]
-    return [part[0] if len(part) == 1 else torch.cat(part, -1) for part in ports if part]
+    return [part[0] if len(part) == 1 else torch.cat(part, _joining_axis(node)) for part in ports if part]
+
+
+def _joining_axis(node: Node) -> int:
+    """The axis along which an op's inputs are joined: that of the features of what it joins."""
+    assert node.op is not None
+    several = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
+    return next((wire.feature_axis for wire in several if wire), -1)
 
 
 @constant
@@ -195,6 +212,7 @@ class Body(nn.Module):
             # not add_module: it refuses names that nn.Module has too, and lower.py has refused those that matter
             self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
         self._plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
+        self._axes = [node.type.feature_axis if node.split and node.type else -1 for node in body.nodes]
         self._dying = _dying(body, self._plan)
         self._fused = fusion.find(body, model.types)
 
@@ -222,7 +240,7 @@ class Body(nn.Module):
                 states[name] = state
             at += len(steps) or 1
             if split:
-                env.update(zip(outputs, y.split(split, -1), strict=True))
+                env.update(zip(outputs, y.split(split, self._axes[at - 1]), strict=True))
             else:
                 env[outputs[0]] = y
             for value in dead:
@@ -380,6 +398,7 @@ class Parallel(nn.Module):
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
         super().__init__()
         self._wanted, self._merge = reads(node), node.arguments.merge
+        self._axis = node.type.feature_axis if len(node.bodies) > 1 and node.type else -1
         self._branches = {label: _entering(body) for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
             self._modules[label] = Layer(body, model, graph.join(path, label), skip)
@@ -392,7 +411,7 @@ class Parallel(nn.Module):
             results.append(y)
             if state:
                 states[label] = state
-        return merged(results, self._merge), states
+        return merged(results, self._merge, self._axis), states
 
     def _get_name(self) -> str:
         return "parallel"
@@ -401,12 +420,12 @@ class Parallel(nn.Module):
         return f"merge={self._merge}"
 
 
-def merged(results: list[Tensor], how: str) -> Tensor:
-    """Several results as one: sum, mean, product, concat (of the features)."""
+def merged(results: list[Tensor], how: str, axis: int = -1) -> Tensor:
+    """Several results as one: sum, mean, product, concat (along `axis`, that of the features)."""
     if len(results) == 1:
         return results[0]
     if how == "concat":
-        return torch.cat(results, -1)
+        return torch.cat(results, axis)
     total = results[0]
     for y in results[1:]:
         total = total * y if how == "product" else total + y
@@ -544,7 +563,7 @@ def _is_sequence(wire: Wire | None) -> bool:
 def _reversible(body: Graph) -> bool:
     """Whether every step computes the reverse order itself, so that nothing need be flipped."""
     return all(
-        node.kind != "scan" and (node.op is None or node.op.reads == "token" or node.op.reversible)
+        node.kind != "scan" and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
         for node in graph.walk(body)
     )
 

@@ -109,7 +109,7 @@ def test_input_is_what_the_body_was_given() -> None:
     made = model(
         """
         {linear: {features: 5}}
-        {residual: {steps: [{linear: {features: 9}}, {linear: {name: back, from: input, features: 5}}]}}
+        {residual: {steps: [{downsample: {factor: 2}}, {linear: {name: back, from: input, features: 5}}]}}
         """
     )
     assert shapes(made)["residual.back.weight"] == (5, 5)

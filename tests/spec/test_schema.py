@@ -39,6 +39,7 @@ model:
     - mine: {width: dim, other: a, order: [forward, reverse]}
     - repeat:
         name: blocks
+        as: deep
         pattern: m*2 s
         times: 2
         m: [{vil: {dim: dim}}]
@@ -46,8 +47,8 @@ model:
           - conv2d
           - parallel: {merge: concat, branches: [{x: [silu]}, {y: [gelu]}]}
           - proj_down: {features: dim}
-    - linear: {from: [a, input], features: 8, name: first}
-    - linear: {from: [a, input], features: 8, tie: first}
+    - linear: {from: [a, deep], features: 8, name: first}
+    - linear: {from: [a, deep], features: 8, tie: first}
     - pool: {mode: mean}
 expect: {tolerance: 0.1}
 """

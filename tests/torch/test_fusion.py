@@ -186,7 +186,7 @@ def test_whoever_looks_into_the_block_sees_every_step(name: str) -> None:
 def test_what_a_block_gives_must_be_the_norms(step: str) -> None:
     text = CELL.replace("outer: {from: input, name: cell}", step)
     if "[y, w]" in step:
-        text = text.replace("gate: {by: z}", "linear: {from: y, features: 8, name: last}")
+        text = text.replace("gate: {by: z}", "linear: {from: [y, z], features: 8, name: last}")
     made, x = model(text), torch.randn(1, 5, 8)
     assert ["outer", "gate"] not in groups(made)
     for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):

@@ -16,7 +16,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.testing import check_law
+from seqblocks.testing import check_law, check_lookahead
 
 SMALL = {
     "xlstm_125m_7_1": {"dim": 16, "vocabulary": 11, "model.blocks.pattern": "m s m"},
@@ -108,3 +108,34 @@ def test_truncated_backpropagation_stops_where_it_is_cut() -> None:
     (made(tokens[:, 6:], state=cut)).sum().backward()
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in made.parameters())
     assert not any(t.requires_grad for t in torch.utils._pytree.tree_leaves(cut))
+
+
+def test_an_op_that_looks_further_ahead_than_it_says_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of four tokens is seen from its first, and an op that reads one token more than it declares."""
+    from seqblocks import op
+
+    class Peek(op.Op):
+        """x[t] + x[t + far]."""
+
+        far: int = op.argument(1, "how far it looks")
+        said: int = op.argument(1, "how far it says it looks")
+
+        def looks_ahead(self, x: Any) -> int:
+            return self.said * x.every
+
+        def forward(self, p: Any, call: Any, x: Any) -> Any:
+            return x + torch.cat([x[:, self.far :], torch.zeros_like(x[:, : self.far])], 1)
+
+    Peek.__module__ = "seqblocks.ops.peek"  # no plug-in: its text is not looked up
+    monkeypatch.setattr(op, "PRIMITIVES", {**op.PRIMITIVES})
+    op.primitive("peek")(Peek)
+    head = "seqblocks: 1\nmodel: {input: {features: 3}, steps: ["
+    frame = "{downsample: {factor: 4}}, %s, {upsample: {factor: 4}}"
+    for steps in ("{peek: {far: 2, said: 2}}", frame % "{peek: {far: 2, said: 2}}", frame % "silu"):
+        check_lookahead(seqblocks.build_text(f"{head}{steps}]}}", dtype=torch.float64))
+    for steps in ("{peek: {far: 2, said: 1}}", "{peek: {said: 0}}", frame % "{peek: {far: 2, said: 1}}"):
+        with pytest.raises(AssertionError, match=r"lookahead .*: outputs before token .* of the input: differs by"):
+            check_lookahead(seqblocks.build_text(f"{head}{steps}]}}", dtype=torch.float64))
+    monkeypatch.setattr("seqblocks.ops.rate.Downsample.looks_ahead", lambda self, x: 0)
+    with pytest.raises(AssertionError, match="lookahead 0: outputs before token"):
+        check_lookahead(seqblocks.build_text(f"{head}{frame % 'silu'}]}}", dtype=torch.float64))

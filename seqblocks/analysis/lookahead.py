@@ -1,0 +1,113 @@
+"""How far each value of a graph looks ahead: how many later tokens of the model's input a position may depend on.
+
+A token of a wire at rate r (`Wire.every`) stands at the first input token that it stands for, r * j. One rule for every
+verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one token of
+several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in another
+order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from seqblocks import graph
+from seqblocks.graph import Graph, Model, Node
+
+WHOLE = math.inf  # the whole sequence
+
+
+class Ahead(NamedTuple):
+    """Of a value: a position sees the rest of its window of `window` input tokens, and `beyond` tokens more.
+
+    `first` is the step by which the future enters, or by which it becomes the whole sequence. `mixes`: whether the
+    value depends on other tokens of what the scan around was given, before or after.
+    """
+
+    window: int = 1
+    beyond: float = 0
+    first: tuple[str, Node] | None = None  # its path, and the step
+    mixes: bool = False
+
+    @property
+    def tokens(self) -> float:
+        """How many later tokens it may depend on."""
+        return self.window - 1 + self.beyond
+
+
+def find(model: Model) -> Ahead | None:
+    """The lookahead of a model's output; None where it has no meaning: an image comes in, or no tokens leave."""
+    if model.output is None or model.output.kind not in ("sequence", "tokens") or model.input.kind == "image":
+        return None
+    return _run(model.graph, {model.graph.input: Ahead()}, "")
+
+
+def shown(tokens: float) -> int | str:
+    """As a number, or `all`."""
+    return "all" if tokens == WHOLE else int(tokens)
+
+
+def _run(body: Graph, known: dict[int, Ahead], path: str) -> Ahead:
+    """Of a body's result, where `known` holds the values that it reads from outside."""
+    known = dict(known)
+    for node in body.nodes:
+        made = _node(node, known, graph.join(path, node.name))
+        known |= dict.fromkeys(node.outputs, made)
+    return known[body.result]
+
+
+def _node(node: Node, known: dict[int, Ahead], path: str) -> Ahead:
+    read = [known[v] for values in node.inputs.values() for v in values]
+    if node.op is not None:
+        return _op(node, read, path)
+    if node.kind == "scan":
+        return _scan(node, known, path)
+    if node.kind == "repeat":
+        (result,) = read
+        for label, body in node.bodies.items():
+            result = _run(body, {**known, body.input: result}, graph.join(path, label))
+        return result
+    if node.kind == "block":  # its body is closed, with values of its own for what it is handed
+        body = node.bodies[""]
+        handed = {port: known[v] for port, (v,) in node.inputs.items()}
+        inside = {number: handed[port] for port, number in body.ports.items()}
+        return _run(body, {body.input: handed["x"], **inside}, path)
+    results = [_run(body, known, graph.join(path, label)) for label, body in node.bodies.items()]
+    return _most([*(read if node.kind == "residual" else []), *results])
+
+
+def _op(node: Node, read: list[Ahead], path: str) -> Ahead:
+    assert node.op is not None
+    most = _most(read)
+    adds = node.op.looks_ahead(*node.wires)
+    every = max((wire.every for wire in node.wires if wire), default=1)
+    made = node.type.every if node.type else 1
+    window, beyond = most.window, most.beyond
+    if made > every and adds == made - every and (made % window == 0 or window % made == 0):
+        window = max(window, made)
+    elif adds:
+        window, beyond = 1, most.tokens + adds
+    found = Ahead(window, beyond, most.first, most.mixes or node.op.reads != "token")
+    enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
+    return found._replace(first=(path, node)) if enters else found
+
+
+def _scan(node: Node, known: dict[int, Ahead], path: str) -> Ahead:
+    body = node.bodies[""]
+    before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
+    result = _run(body, before, path)
+    outside = any(known[v].mixes for v in (*node.inputs["x"], *body.captures))
+    in_order = all(order in ("forward", "rows") for order in node.arguments.orders)
+    if result.mixes and not in_order and result.tokens < WHOLE:
+        result = Ahead(1, WHOLE, (path, node))
+    return result._replace(mixes=result.mixes or outside)
+
+
+def _most(read: list[Ahead]) -> Ahead:
+    """What depends on all of these: the farthest, the first of several; mixed if any is."""
+    most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
+    mixes = any(ahead.mixes for ahead in read)
+    window = max((ahead.window for ahead in read), default=1)
+    if any(window % ahead.window for ahead in read):  # windows that do not end together
+        return Ahead(1, most.tokens, most.first, mixes)
+    return Ahead(window, max((ahead.beyond for ahead in read), default=0), most.first, mixes)

@@ -1,0 +1,198 @@
+"""How far an output looks ahead, and by which step the future enters; steps that nothing uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from seqblocks.analysis import check, lookahead
+from seqblocks.errors import Diagnostic, SpecError
+from seqblocks.report.summary import summarise
+
+
+def ahead(steps: str, input: str = "{features: 8}") -> tuple[int | str | None, str | None]:
+    text = f"seqblocks: 1\nmodel: {{input: {input}, steps: [{steps}]}}\n"
+    _, model = check.load_text(text)
+    assert model
+    found = lookahead.find(model)
+    if found is None:
+        return None, None
+    return lookahead.shown(found.tokens), found.first and found.first[0]
+
+
+DOWN, UP = "{downsample: {factor: %d, name: down%s}}", "{upsample: {factor: %d, name: up%s}}"
+HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted", "first"),
+    [
+        ("silu", 0, None),
+        ("{causal_conv: {kernel: 9}}", 0, None),
+        (HOURGLASS, 3, "down"),
+        (DOWN % (4, ""), 3, "down"),
+        ("{downsample: {factor: 4, method: last}}", 3, "downsample"),
+        (f"{DOWN % (4, 1)}, {DOWN % (4, 2)}, {UP % (16, '')}", 15, "down1"),
+        (f"{DOWN % (4, 1)}, {{causal_conv: {{kernel: 3}}}}, {UP % (4, '')}", 3, "down1"),
+        # windows that end together add nothing to one another, others do
+        (f"{{repeat: {{times: 3, steps: [{{residual: {{steps: [{HOURGLASS}]}}}}]}}}}", 3, "repeat.0.residual.down"),
+        (f"{HOURGLASS}, {DOWN % (8, 2)}, {UP % (8, 2)}", 7, "down"),
+        (f"{HOURGLASS}, {DOWN % (6, 2)}, {UP % (6, 2)}", 8, "down"),
+        # what is joined, added or merged: the farthest
+        (f"{{residual: {{steps: [{HOURGLASS}]}}}}", 3, "residual.down"),
+        (f"{{parallel: {{branches: [{{a: [silu]}}, {{b: [{HOURGLASS}]}}]}}}}", 3, "parallel.b.down"),
+        (f"{HOURGLASS}, {{linear: {{from: input, features: 8}}}}", 0, None),
+        (f"{HOURGLASS}, {{linear: {{from: [up, input], features: 8}}}}".replace("name: up", "as: up"), 3, "down"),
+        # attention
+        ("{attention: {q: input, k: input, v: input, heads: 2}}", 0, None),
+        ("{attention: {q: input, k: input, v: input, heads: 2, causal: false}}", "all", "attention"),
+        ("{attention: {q: input, k: input, v: input, heads: 2, causal: false, window: 5}}", 4, "attention"),
+        # other orders
+        ("{scan: {order: reverse, steps: [silu, {linear: {features: 8}}]}}", 0, None),
+        ("{scan: {order: reverse, steps: [causal_conv]}}", "all", "scan"),
+        ("{scan: {order: reverse, steps: [{position_embed: {length: 9}}]}}", "all", "scan"),
+        ("{scan: {order: [forward, reverse], steps: [causal_conv]}}", "all", "scan"),
+        ("{causal_conv: {}}, {scan: {order: reverse, steps: [silu]}}", 0, None),
+        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [silu]}}}}", 3, "down"),
+        (f"{HOURGLASS}, {{scan: {{order: reverse, steps: [causal_conv]}}}}", "all", "scan"),
+        ("{scan: {order: reverse, steps: [{scan: {steps: [causal_conv]}}]}}", "all", "scan"),
+        ("{scan: {order: reverse, steps: [{scan: {order: reverse, steps: [causal_conv]}}]}}", "all", "scan.scan"),
+        ("{causal_conv: {as: c}}, {scan: {order: reverse, steps: [{gate: {by: c}}]}}", 0, None),
+    ],
+)
+def test_how_far_and_by_which_step(steps: str, wanted: int | str, first: str | None) -> None:
+    assert ahead(steps) == (wanted, first)
+
+
+def test_the_orders_of_a_grid() -> None:
+    grid = "{features: 8, grid: [2, 3]}"
+    for order, wanted in (("rows", 0), ("columns", "all"), ("rows_reverse", "all"), ("[rows, columns]", "all")):
+        assert ahead(f"{{scan: {{order: {order}, steps: [causal_conv]}}}}", grid)[0] == wanted
+    assert ahead("conv2d", grid) == ("all", "conv2d")
+
+
+def test_a_vector_and_an_image_have_none() -> None:
+    assert ahead("{pool: {mode: last}}") == (None, None)
+    assert ahead("{patch_embed: {patch: 2, features: 8}}", "{image: {size: 4}}") == (None, None)
+
+
+def test_a_body_that_serves_many_layers_is_counted_where_it_stands() -> None:
+    """One body, lowered once: causal in the first layer, behind a window in the second."""
+    text = (
+        "seqblocks: 1\nuse: [xlstm]\nmodel: {input: {features: 8}, steps: [\n"
+        "{mlstm_block: {dim: 8, heads: 2, name: a}},\n"
+        f"{HOURGLASS},\n"
+        "{mlstm_block: {dim: 8, heads: 2, name: b}}]}\n"
+    )
+    _, model = check.load_text(text)
+    assert model
+    found = summarise(model)
+    assert (found.lookahead, found.future) == (3, "down (<text>:5:2)")
+    assert found.as_data()["lookahead"] == 3
+
+
+def test_bundled_models() -> None:
+    wanted = {"centaurus_denoiser": 15, "mlstm_small": 0, "hybrid_small": 0, "vil_small_block": 0, "vil_tiny": None}
+    for name, many in wanted.items():
+        assert summarise(check.load_model(name)).lookahead == many
+
+
+@pytest.mark.parametrize(
+    ("steps", "expect", "found"),
+    [
+        (HOURGLASS, "0", "3"),
+        (HOURGLASS, "all", "3"),
+        ("{scan: {order: reverse, steps: [causal_conv]}}", "0", "all"),
+        ("{pool: {mode: last}}", "0", "none: the output is [batch, 8]"),
+    ],
+)
+def test_an_expectation_that_is_not_met(steps: str, expect: str, found: str) -> None:
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{steps}]}}\nexpect: {{lookahead: %s}}\n"
+    with pytest.raises(SpecError) as caught:
+        check.load_text(text % expect)
+    (diagnostic,) = caught.value.diagnostics
+    assert (diagnostic.code, diagnostic.found) == ("E705", found)
+    if not found.startswith("none"):
+        check.load_text(text % found)
+
+
+# --- steps that nothing uses
+
+
+def unused(text: str) -> list[str]:
+    found: tuple[Diagnostic, ...] = ()
+    try:
+        check.load_text("seqblocks: 1\n" + text)
+    except SpecError as error:
+        found = error.diagnostics
+    assert {d.code for d in found} <= {"E315"}
+    return [d.message.partition(":")[0].removeprefix("nothing uses the output of ") for d in found]
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ("{linear: {features: 8}}, {silu: {from: input}}", ["linear"]),
+        ("{silu: {as: a}}, {relu: {from: input}}", []),  # owns nothing
+        ("{linear: {features: 8}}, {silu: {as: a}}, {relu: {from: input}}", ["linear"]),
+        ("{linear: {features: 8, name: a}}, {linear: {features: 8, name: b}}, {relu: {from: input}}", ["linear 'b'"]),
+        ("{linear: {features: 8, as: [a, b]}}, {silu: {from: b}}", []),
+        ("A, {residual: {from: input, steps: [{gate: {by: a}}]}}", []),
+        ("A, {residual: {from: input, steps: [{gate: {by: a, as: c}}, {silu: {from: input}}]}}",
+         ["linear 'a'"]),
+        ("A, {scan: {from: input, order: reverse, steps: [{gate: {by: a}}]}}", []),
+        ("A, {parallel: {from: input, branches: [{x: []}, {y: [{silu: {from: a}}]}]}}", []),
+        ("{repeat: {times: 3, steps: [{linear: {features: 8}}]}}, {silu: {from: input}}", ["repeat"]),
+        ("A, {repeat: {times: 2, steps: [{linear: {features: 8, from: a}}]}}", ["linear"]),
+        ("A, {repeat: {from: input, times: 2, steps: [{gate: {by: a}}]}}", []),
+        # a tie keeps what it names, and what reaches only that is still unused
+        ("A, {linear: {from: input, features: 8, tie: a}}", []),
+        ("A, {linear: {features: 8, as: b}}, {linear: {from: input, features: 8, tie: b}}",
+         ["linear 'a'"]),
+        ("A, {linear: {features: 8, tie: a, as: b}}, {silu: {from: input}}", ["linear 'a'"]),
+    ],
+)
+def test_unused_steps(steps: str, found: list[str]) -> None:
+    steps = steps.replace("A, ", "{linear: {features: 8, as: a}}, ")
+    assert unused(f"model: {{input: {{features: 8}}, steps: [{steps}]}}\n") == found
+
+
+BLOCK = """
+blocks:
+  cell:
+    args: {other: wire, order: forward}
+    steps: [{scan: {order: order, steps: [causal_conv]}}, %s]
+model:
+  input: {features: 8}
+  steps:
+    - linear: {features: 8, as: a}
+    - cell: {from: input, other: a}
+    - cell: {other: a, name: again}
+"""
+
+
+def test_a_port_is_used_if_the_block_reads_it() -> None:
+    assert unused(BLOCK % "{gate: {by: other}}") == []
+    assert unused(BLOCK % "silu") == ["linear 'a'"]
+    assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "cell"]
+
+
+def test_a_block_that_nothing_uses_is_looked_at_too() -> None:
+    text = """
+blocks:
+  cell:
+    args: {dim: int, order: word}
+    steps: [{linear: {features: dim, as: a}}, {layer_norm: {gain: none, bias: false, as: b}}, {silu: {from: input}}]
+  unknown:
+    args: {dim: int, order: word}
+    steps: [{linear: {features: dim, as: a}}, {scan: {order: order, from: input, steps: [{gate: {by: a}}]}}]
+model: {input: {features: 8}, steps: [silu]}
+"""
+    assert unused(text) == ["linear 'a'"]
+
+
+def test_other_faults_come_first() -> None:
+    """A name that is misspelt may be what uses the step."""
+    text = "model: {input: {features: 8}, steps: [{linear: {features: 8, as: wide}}, {silu: {from: wied}}]}\n"
+    with pytest.raises(SpecError) as caught:
+        check.load_text("seqblocks: 1\n" + text)
+    assert [d.code for d in caught.value.diagnostics] == ["E302"]
