@@ -391,7 +391,7 @@ def test_list_names_every_bundled_spec(run_cli: Run) -> None:
     assert all(name in printed for name in bundled())
     data = json.loads(run_cli("list", "--format", "json").stdout)
     assert data["models"]["vil_small"]["params"] == 22_792_360
-    assert data["blocks"]["vil"]["verbs"] == ["vil", "vil2"]
+    assert data["blocks"]["vil"]["verbs"] == ["vil_layer", "vil", "vil2_layer", "vil2"]
 
 
 def test_ops_explain_and_show(run_cli: Run) -> None:

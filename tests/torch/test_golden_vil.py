@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import seqblocks
+from seqblocks.checkpoint import load_official, official_name
 from tests.torch import golden
 
 CASES = sorted(path.stem for path in (golden.FOLDER / "xlstm").glob("vil*.npz"))
@@ -118,3 +120,22 @@ def test_float64_same_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float32(case: str) -> None:
     data, meta, spec = load(case)
     golden.compare32(data, meta, golden.run(data, spec, torch.float32)[0])
+
+
+@pytest.mark.parametrize("verb", ["vil", "vil2"])
+def test_the_layer_alone_is_what_the_block_adds(verb: str) -> None:
+    """`vil_layer` in a residual branch of one's own: the block's parameters by the official names, and its output."""
+    text = "seqblocks: 1\nuse: [vil]\nmodel: {input: {features: 16, grid: [3, 4]}, steps: [STEPS]}\ncheckpoint: {MAP}"
+    layer = f"{verb}_layer: {{dim: 16, order: reverse, heads: 2}}"
+    bias = "true" if verb == "vil2" else "false"
+    own = f"residual: {{name: r, steps: [layer_norm: {{gain: one_plus, bias: {bias}}}, {layer}]}}"
+    block = seqblocks.build_text(
+        text.replace("STEPS", layer.replace("_layer", "")).replace("MAP", f'{verb}: ""'), seed=3, dtype=torch.float64
+    )
+    alone = seqblocks.build_text(
+        text.replace("STEPS", own).replace("MAP", f"r.layer_norm: norm, r.{verb}_layer: layer"), dtype=torch.float64
+    )
+    load_official(alone, {official_name(block.graph, name): p for name, p in block.state_dict().items()})
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    torch.testing.assert_close(alone(x), block(x), rtol=0, atol=0)
+    assert f"{verb}.residual.scan.proj_up.weight" in block.state_dict()

@@ -143,3 +143,16 @@ def test_live_models_of_transformers_give_the_same_logits(tied: bool, biases: bo
     ids = torch.randint(0, 40, (2, 17))
     with torch.no_grad():
         close(model(ids), peer(ids).logits)
+
+
+DEPTHS = {"vil_tiny": 2, "vil2_tiny": 1, "vim_tiny": 1, "vil_digits": 2, "vil_tiny_four_orders": 4, "mamba_130m": 1}
+
+
+@pytest.mark.parametrize(("name", "depth"), DEPTHS.items())
+def test_the_smallest_depth_works(name: str, depth: int) -> None:
+    """The rate of drop_path grows over the layers: from 0, where there is one."""
+    changes: dict[str, Any] = {"depth": depth, "drop_path": 0.2} if name.startswith("vi") else {"depth": depth}
+    model = check.load_model(name, set=changes)
+    rates = [node.arguments.drop_path for node in graph.walk(model.graph) if node.kind == "residual"]
+    assert rates[0] == 0.0
+    assert len(rates) == depth or name == "vil2_tiny"
