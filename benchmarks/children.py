@@ -46,19 +46,26 @@ def records(
                     yield job, reader.recv()
                 except EOFError:
                     process.join()
+                    reader.close()
                     del running[reader]
                     if process.exitcode:
                         yield job, RuntimeError(f"its process ended with {process.exitcode}")
             for reader, (job, process, until) in [*running.items()]:
                 if time.monotonic() >= until and not reader.poll():
-                    process.kill()
+                    _end(process, reader)
                     del running[reader]
                     yield job, Late("out of time") if until == end else TimeoutError(f"more than {seconds:.0f} s")
         for job in waiting:
             yield job, Late("out of time")
     finally:
-        for _, process, _ in running.values():
-            process.kill()
+        for reader, (_, process, _) in running.items():
+            _end(process, reader)
+
+
+def _end(process: Any, reader: Connection) -> None:
+    process.kill()
+    process.join()
+    reader.close()
 
 
 def _run(writer: Connection, work: Callable[..., Iterable[Any]], job: tuple[Any, ...]) -> None:

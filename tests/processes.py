@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,17 +39,19 @@ def interrupted(root: Path, after: float, *words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+_SCRIPT = f"""
+{LISTENING}
+import runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @contextlib.contextmanager
-def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child that can be interrupted, and whose process and pipes are gone when the test is, however that ends."""
-
-    def heed_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts, **options
-    )
-    with child:
+def listening(script: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A Python script that an interrupt reaches, whoever started the tests. It ends with the test."""
+    command = [sys.executable, "-c", _SCRIPT, *script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as child:
         try:
             yield child
         finally:

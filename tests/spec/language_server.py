@@ -40,9 +40,13 @@ class Client:
         self.number = 0
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
-        self.request("initialize", {"processId": None, "rootUri": schema.parent.as_uri(), "capabilities": {}})
-        self.notify("initialized", {})
-        self.notify("workspace/didChangeConfiguration", {"settings": self.settings})
+        try:
+            self.request("initialize", {"processId": None, "rootUri": schema.parent.as_uri(), "capabilities": {}})
+            self.notify("initialized", {})
+            self.notify("workspace/didChangeConfiguration", {"settings": self.settings})
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.process.kill()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import listening
+
 
 def run(root: Path, *command: str, timeout: float = 120, threads: str | None = None) -> str:
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONIOENCODING": "utf-8"}
@@ -50,18 +52,15 @@ def test_digits_for_two_epochs(root: Path, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    command = [sys.executable, "examples/digits.py", "--out", str(tmp_path), "--epochs", "10000", "--set", "depth=2"]
+    script = ["examples/digits.py", "--out", str(tmp_path), "--epochs", "10000", "--set", "depth=2"]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    with listening(script, cwd=root, env=env) as child:
         end = time.monotonic() + 100
         while child.poll() is None and not (tmp_path / "digits.pt").exists() and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.5)  # somewhere within the second epoch, or a later one
         child.send_signal(signal.SIGINT)
         printed, complaints = child.communicate(timeout=60)
-    finally:
-        child.kill()
     assert child.returncode == 0, complaints
     assert "the model of the last full epoch is kept" in printed
     assert re.search(r"test accuracy [\d.]+% after \d+ epochs? in", printed)

@@ -134,12 +134,17 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
         kernel[(1, 1)](*args, 0, steps, 0, 1 << 14, **plan.all)
 
     fork = multiprocessing.get_context("fork")
-    programs = [fork.Process(target=run, args=(p, t)) for t in range(teams) for p in range(parts)]
-    for program in programs:
-        program.start()
-    for program in programs:
-        program.join(60)
-        program.kill()
+    programs = [fork.Process(target=run, args=(p, t), daemon=True) for t in range(teams) for p in range(parts)]
+    try:
+        for program in programs:
+            program.start()
+        for program in programs:
+            program.join(60)
+    finally:
+        for program in programs:
+            if program.pid is not None:
+                program.kill()
+                program.join()
     assert [program.exitcode for program in programs] == [0] * len(programs)
 
 
