@@ -415,12 +415,12 @@ def _held(model: SequenceModel, more: bool = False) -> dict[str, Tensor]:
         how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
         raise RunError(f"the model is no longer what its spec says: {unlike}. First {how}")
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != tuple(wanted[name]):
-            what = f"{name} is {list(tensor.shape)}, and {list(wanted[name])} there"
-            raise RunError(f"the model is no longer what its spec says: {what}")
         if odd := unusable(tensor):
             how = ": model.to_empty(device='cpu') makes room" if tensor.is_meta else ""
             raise RunError(f"{name} {odd}{how}")
+        if tuple(tensor.shape) != tuple(wanted[name]):
+            what = f"{name} is {list(tensor.shape)}, and {list(wanted[name])} there"
+            raise RunError(f"the model is no longer what its spec says: {what}")
         if more and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise RunError(f"{name} repeats one number in memory (expand), so it cannot be filled: clone it first")
         if more and tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -561,7 +561,7 @@ def _missing(item: graph.Named, sources: list[Any], tensors: Mapping[str, Tensor
     hint = next(filter(None, (_prefixed(official, names) for official in absent)), None)
     if hint is None:
         shape = item.parameter.shape if isinstance(sources[0], str) else None
-        free = {name: getattr(tensors[name], "shape", None) for name in names if name not in used}
+        free = {name: None if unusable(tensors[name]) else tensors[name].shape for name in names if name not in used}
         meant = next(filter(None, (_meant(official, shape, free) for official in absent)), None)
         hint = f"Did you mean {meant}?{_entry(item.name, meant)}" if meant else ""
     return f"{text}. {hint}".strip()
