@@ -244,7 +244,7 @@ a layer, a direction). Of two keys the longer one counts, and of two equally lon
 A block's map covers the names inside the block, wherever the block is used: in a `residual`, a `scan`, a `repeat` or another
 block. The longest matching key of the enclosing map translates the part of a name that it matches; the rest is translated by the
 maps of the blocks it passes through. A key of the enclosing map that reaches into a block takes precedence over the block's own
-map, for what it matches. An entry that can never apply is an error (E315).
+map, for what it matches. An entry that can never apply is an error (E314).
 
 ```yaml
 checkpoint:
