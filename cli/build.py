@@ -11,6 +11,7 @@ from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model, yaml
 from seqblocks.cli import output
 from seqblocks.cli.check import load
+from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
 from seqblocks.graph import Model
@@ -70,10 +71,7 @@ def _must_fit(model: Model, dtype: str, device: str) -> None:
 
 
 def _built(model: Model, dtype: str, options: argparse.Namespace) -> int:
-    try:
-        import torch
-    except ModuleNotFoundError:
-        raise UnavailableError("building needs torch: pip install torch (`seqblocks check` does without)") from None
+    torch = import_torch("building needs torch", " (`seqblocks check` does without)")
     from seqblocks.runtime.builder import build_model
 
     module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)

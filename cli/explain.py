@@ -10,10 +10,12 @@ from seqblocks._version import __version__
 from seqblocks.analysis.check import require_model
 from seqblocks.cli import output
 from seqblocks.cli.check import load
+from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
 from seqblocks.errors import UnavailableError, UsageError, did_you_mean, visible
 
 if TYPE_CHECKING:
+    from seqblocks.graph import Model
     from seqblocks.runtime.plan import Step
 
 
@@ -38,26 +40,35 @@ def code(options: argparse.Namespace) -> int:
 
 
 def kernels(options: argparse.Namespace) -> int:
-    """For each step that uses a kernel: the form that would run there, how it is launched, or why no faster one is."""
+    """For each step that uses a kernel: what would run on the device, how it is launched, or why no faster one is."""
     dtype = dtype_named(options.dtype, "--dtype")
     arch = "sm_90" if options.arch is None else options.arch
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch, re.ASCII):
         raise UsageError(f"--arch takes an architecture such as sm_90 or gfx942, not {arch!r}")
     model = require_model(*load(options.what, options))
-    try:
-        import torch
-    except ModuleNotFoundError:
-        raise UnavailableError("the kernels need torch: pip install torch") from None
+    device = _device(import_torch("the kernels need torch"), options.device or ("cuda" if options.arch else "cpu"))
+    if options.arch and device != "cuda":
+        raise UsageError(f"--arch {arch} is of a GPU, and --device {device} is none")
+    return show_plan(model, options.what, options, device, dtype, arch)
+
+
+def show_plan(
+    model: Model,
+    spec: str,
+    options: argparse.Namespace,
+    device: str = "cpu",
+    dtype: str = "float32",
+    arch: str = "sm_90",
+) -> int:
+    """Print the kernel that each step would use; returns the exit status. Raises UnavailableError without torch."""
+    torch = import_torch("the kernels need torch")
     from seqblocks.kernels.dispatch import requested
     from seqblocks.runtime.plan import plan
 
-    device = _device(torch, options.device or ("cpu" if options.arch is None else "cuda"))
-    if options.arch and device != "cuda":
-        raise UsageError(f"--arch {arch} is of a GPU, and --device {device} is none")
     steps = plan(model, device, getattr(torch, dtype), arch)
     stuck = [step for step in steps if step.form is None]
     if options.format == "json":
-        facts = {"version": __version__, "ok": not stuck, "spec": options.what, "device": device, "dtype": dtype}
+        facts = {"version": __version__, "ok": not stuck, "spec": spec, "device": device, "dtype": dtype}
         facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
         output.dump(facts | {"notes": [override.idle for override in model.idle]})
     elif not options.quiet:

@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from seqblocks import op
 from seqblocks.cli import output
-from seqblocks.errors import SeqblocksError, UsageError, did_you_mean, visible
+from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, did_you_mean, visible
 
 
 def run(options: argparse.Namespace) -> None:
@@ -27,6 +28,18 @@ def run(options: argparse.Namespace) -> None:
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
             output.notes([f'--import {shown}: no primitive is defined there (with @primitive("verb"))'], options)
+
+
+def import_torch(why: str, otherwise: str = "") -> Any:
+    """The module torch. Raises UnavailableError where it is absent or does not load."""
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise UnavailableError(f"{why}: pip install torch{otherwise}") from None
+        raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
+    except (ImportError, OSError) as error:  # a library of CUDA that is not there
+        raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
 
 
 def _module(name: str) -> ModuleType:

@@ -6,11 +6,13 @@ import argparse
 from typing import Any
 
 from seqblocks import graph, op
+from seqblocks._version import __version__
 from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, did_you_mean, listing, quote, visible
+from seqblocks.graph import Model
 from seqblocks.language.overrides import as_text
-from seqblocks.language.spec import Block, bundled, looks_like_path
+from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
 
 
 def list(options: argparse.Namespace) -> int:
@@ -125,15 +127,60 @@ def _told(block: dict[str, Any]) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    """A spec at one stage of its way."""
+    """A spec at one stage on its way to a model, or the YAML of a bundled one."""
     from seqblocks.cli.check import load
-    from seqblocks.language import document
 
+    if options.source:
+        return _source(options)
     file, model = load(options.spec, options)
-    if options.stage == "document":
-        output.write(document.show(file.root))
-        return 0
-    output.write(graph.show(check.require_model(file, model)))
+    stage = options.stage or ("graph" if model is not None else "spec")
+    if stage == "plan":
+        from seqblocks.cli import explain
+
+        return explain.show_plan(check.require_model(file, model), options.spec, options)
+    if options.format == "json":
+        found = _stage_data(stage, file, model)
+        output.dump({"version": __version__, "ok": True, "spec": options.spec, "stage": stage, stage: found})
+    else:
+        output.write(_stage_text(stage, file, model, options.spec))
+    return 0
+
+
+def _stage_text(stage: str, file: SpecFile, model: Model | None, name: str) -> str:
+    from seqblocks.language import document
+    from seqblocks.report import outline
+
+    if stage == "document":
+        return document.show(file.root)
+    return outline.text(file, visible(name)) if stage == "spec" else graph.show(check.require_model(file, model))
+
+
+def _stage_data(stage: str, file: SpecFile, model: Model | None) -> Any:
+    from seqblocks.language import document
+    from seqblocks.report import outline
+
+    if stage == "document":
+        return document.plain(file.root)
+    return outline.data(file) if stage == "spec" else graph.show(check.require_model(file, model)).splitlines()
+
+
+def _source(options: argparse.Namespace) -> int:
+    """A bundled spec exactly as it ships, to start one's own from."""
+    if options.stage:
+        raise UsageError("--source prints the YAML as it ships, before any --stage: give one of the two")
+    if options.set:
+        raise UsageError("--source prints the YAML as it ships: --set changes nothing in it")
+    path = bundled().get(options.spec)
+    if path is None:
+        if options.spec == "-" or looks_like_path(options.spec):
+            raise UsageError(f"--source is for bundled specs, and {quote(options.spec)} is a file of your own")
+        hint = did_you_mean(options.spec, bundled()) or "`seqblocks list` shows them"
+        raise UsageError(f"there is no bundled spec {quote(options.spec)}: {hint}")
+    text = path.read_text(encoding="utf-8")
+    if options.format == "json":
+        output.dump({"version": __version__, "ok": True, "spec": options.spec, "source": text})
+    else:
+        output.write(text.removesuffix("\n"), raw=True)
     return 0
 
 

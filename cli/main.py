@@ -26,7 +26,7 @@ VERBS = {
     "check": "prove specs without torch",
     "list": "the bundled specs",
     "ops": "the verbs of the language, or all about one",
-    "show": "a spec as a stage of the compiler sees it",
+    "show": "a spec at any stage, or the YAML of a bundled one",
     "schema": "a JSON schema for editors",
     "explain": "all about an error code, or which kernels a spec would run and why",
 }
@@ -126,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
     ops.add_argument("name", nargs="?", metavar="NAME", help="a verb, FILE.yaml::BLOCK, or FILE.yaml")
     show = verb("show", spec, use, plug)
     show.add_argument("spec", metavar="SPEC", help=one)
-    show.add_argument("--stage", choices=("document", "graph"), default="graph", help="which stage")
+    show.add_argument(
+        "--stage", choices=("document", "spec", "graph", "plan"),
+        help="document: the YAML with positions; spec: blocks, arguments, steps; graph: shapes and parameters; "
+        "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
+    )  # fmt: skip
+    show.add_argument("--source", action="store_true", help="print the YAML of a bundled spec, to start your own from")
     schema = verb("schema", use, plug)
     schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
     explain = verb("explain", spec, use, plug)

@@ -378,11 +378,33 @@ def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root:
     done = run_cli("explain", "good.yaml", cwd=folder, env=env)
     assert done.returncode == 4
     assert "the kernels need torch" in done.stderr
+    done = run_cli("show", "good.yaml", "--stage", "plan", cwd=folder, env=env)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "error: the kernels need torch: pip install torch\n"
     assert run_cli("explain", "E401", env=env).returncode == 0
     code = "import seqblocks\ntry: seqblocks.build\nexcept seqblocks.UnavailableError as e: print(e)"
     env = {**os.environ, **env}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert out == "building a model needs torch: pip install torch\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12: cannot open"),
+        ("raise ImportError('DLL load failed')", "ImportError: DLL load failed"),
+        ("import nonesuch_anywhere", "ModuleNotFoundError: No module named 'nonesuch_anywhere'"),
+    ],
+)
+def test_a_torch_that_does_not_load(line: str, told: str, run_cli: Run, folder: Path, root: Path) -> None:
+    fake = folder / "fake"
+    fake.mkdir()
+    (fake / "torch.py").write_text(f"{line}\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(fake), str(root)])}
+    for words, needs in (("build", "building needs torch"), ("explain", "the kernels need torch")):
+        done = run_cli(words, "good.yaml", cwd=folder, env=env)
+        assert done.returncode == 4
+        assert done.stderr.startswith(f"error: {needs}, which does not load: {told}")
 
 
 def test_list_names_every_bundled_spec(run_cli: Run) -> None:
@@ -401,6 +423,119 @@ def test_ops_explain_and_show(run_cli: Run) -> None:
     assert "%0 sequence [batch, seq, 384]" in run_cli("show", "vil_small_block").stdout
     assert "3:8     " not in run_cli("show", "vil_small_block", "--stage", "graph").stdout
     assert "mapping" in run_cli("show", "vil_small_block", "--stage", "document").stdout
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_show_prints_the_source_of_a_bundled_spec(name: str, run_cli: Run) -> None:
+    done = run_cli("show", name, "--source")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == bundled()[name].read_text(encoding="utf-8")
+
+
+def test_a_bundled_spec_can_be_forked(run_cli: Run, folder: Path) -> None:
+    (folder / "mine.yaml").write_text(run_cli("show", "mamba", "--source").stdout)
+    (folder / "model.yaml").write_text(
+        "seqblocks: 1\nuse: [./mine.yaml]\nmodel: {input: {features: 8}, steps: [{mamba_block: {dim: 8}}]}\n"
+    )
+    assert run_cli("check", "model.yaml", cwd=folder).returncode == 0
+    data = json.loads(run_cli("show", "mamba", "--source", "--format", "json").stdout)
+    assert data["source"] == bundled()["mamba"].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("mamab --source", "there is no bundled spec 'mamab': did you mean 'mamba'?"),
+        ("good.yaml --source", "--source is for bundled specs, and 'good.yaml' is a file of your own"),
+        ("- --source", "--source is for bundled specs, and '-' is a file of your own"),
+        ("mamba --source --stage graph", "before any --stage: give one of the two"),
+        ("mamba --source --set dim=4", "--set changes nothing in it"),
+    ],
+)
+def test_a_source_that_cannot_be_shown(words: str, told: str, run_cli: Run, folder: Path) -> None:
+    done = run_cli("show", *words.split(), cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+
+
+OUTLINED = """seqblocks: 1
+about: one of each
+use: [mamba]
+let: {dim: 8}
+blocks:
+  mine:
+    about: a block
+    args: {dim: int, act: silu, rate: 0.5}
+    let: {inner: 2 * dim}
+    steps:
+      - residual: {steps: [{linear: {features: inner}}, silu, {linear: {features: dim, name: out}}]}
+      - parallel: {merge: sum, branches: [{a: [silu]}, {b: []}]}
+model:
+  input: {features: dim}
+  steps: [{repeat: {pattern: m, m: [{mine: {dim: dim}}]}}]
+expect: {output: [batch, seq, 8]}
+"""
+
+
+def test_the_stage_spec(run_cli: Run, folder: Path) -> None:
+    (folder / "one.yaml").write_text(OUTLINED)
+    assert run_cli("show", "one.yaml", "--stage", "spec", cwd=folder).stdout.splitlines() == [
+        "one.yaml: one of each",
+        "uses [mamba]",
+        "let",
+        "  dim: 8",
+        "",
+        "block mine: a block",
+        "  arguments",
+        "    dim   int, required",
+        "    act   word, default silu",
+        "    rate  float, default 0.5",
+        "  let",
+        "    inner: 2 * dim",
+        "  steps",
+        "    residual",
+        "      steps",
+        "        linear  features: inner",
+        "        silu",
+        "        linear  features: dim, name: out",
+        "    parallel  merge: sum",
+        "      branches",
+        "        a: [silu]",
+        "        b: []",
+        "",
+        "model",
+        "  input: {features: dim}",
+        "  steps",
+        "    repeat  pattern: m",
+        "      m",
+        "        mine  dim: dim",
+        "expect",
+        "  output: [batch, seq, 8]",
+    ]
+    data = json.loads(run_cli("show", "one.yaml", "--stage", "spec", "--format", "json", cwd=folder).stdout)
+    assert data["spec"]["blocks"]["mine"]["arguments"] == {
+        "dim": {"type": "int"}, "act": {"type": "word", "default": "silu"}, "rate": {"type": "float", "default": 0.5}
+    }  # fmt: skip
+    assert data["spec"]["model"]["steps"] == [{"repeat": {"pattern": "m", "m": [{"mine": {"dim": "dim"}}]}}]
+
+
+def test_a_library_of_blocks_is_shown_as_one(run_cli: Run) -> None:
+    shown = run_cli("show", "mamba")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout == run_cli("show", "mamba", "--stage", "spec").stdout
+    assert "block mamba_mixer: projection in, convolution" in shown.stdout
+    assert "    dim        int, required\n" in shown.stdout
+    for stage in ("graph", "plan"):  # there is none
+        done = run_cli("show", "mamba", "--stage", stage)
+        assert done.returncode == 1
+        assert "the file holds blocks only" in done.stderr
+
+
+def test_every_stage_is_data_too(run_cli: Run) -> None:
+    for stage in ("document", "spec", "graph"):
+        data = json.loads(run_cli("show", "vil_small_block", "--stage", stage, "--format", "json").stdout)
+        assert (data["ok"], data["stage"]) == (True, stage)
+        assert data[stage]
 
 
 def test_ops_tells_of_blocks_in_a_file(run_cli: Run, folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_json(run_cli: Run) -> None:
     assert (conv["kernel"], scan["kernel"]) == ("causal_conv", "selective_scan")
     assert [name.split(".")[1] for name in scan["names"]] == ["0", "1"]
     assert scan["form"] == "triton"
-    assert scan["tiles"]["forward"]["BN"] == 16
+    assert {"forward", "backward"} <= set(scan["tiles"])
     assert [form["form"] for form in scan["forms"]] == ["triton", "torch", "reference"]
 
 
@@ -81,6 +81,14 @@ def test_statuses(arguments: list[str], env: dict[str, str], status: int, told: 
     assert done.returncode == status, done.stderr
     assert told in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_plan_is_a_stage(run_cli: Run) -> None:
+    shown = run_cli("show", "mamba_small", "--stage", "plan", env=PLAIN)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout == run_cli("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
+    data = json.loads(run_cli("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
+    assert {step["form"] for step in data["steps"]} == {"torch"}
 
 
 def test_a_spec_without_kernels(run_cli: Run) -> None:
