@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 Style = Callable[[str, str], str]
 Lazy = str | Callable[[], str | None] | None  # text that is costly to make; only a fault that is shown needs it
 MAX_DIAGNOSTICS = 20
+MAX_TEXT = 1000  # characters of a message, a hint and the like
 MAX_KNOWN = 2000  # words that a hint looks through
 _WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
 
@@ -272,6 +273,8 @@ class Report:
         return shown
 
     def _keep(self, diagnostic: Diagnostic) -> None:
+        short = {key: _short(getattr(diagnostic, key)) for key in ("message", "expected", "found", "hint")}
+        diagnostic = diagnostic._replace(**short)
         if odd := diagnostic.span and _odd(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))
         self.diagnostics.append(diagnostic)
@@ -282,6 +285,10 @@ class Report:
     def raise_if_any(self) -> None:
         if self.diagnostics:
             raise SpecError(in_order(self.diagnostics), self.dropped)
+
+
+def _short(text: str | None) -> str | None:
+    return text if text is None or len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 def _odd(span: Span) -> Note | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -127,7 +128,9 @@ class Scan(Combinator):
     def lower(self, frame: Frame, step: Step, x: int) -> graph.Node | None:
         wire = frame.types[x]
         self._check(wire)
+        before = frame.shared.steps
         body = frame.body(self.steps, x, path=("",))
+        frame.grow((len(self.orders) - 1) * (frame.shared.steps - before))  # each order runs them
         result = frame.types[body.result]
         if result and wire and (result.kind, result.length) != (wire.kind, wire.length):
             raise Fault(
@@ -193,12 +196,17 @@ class Scan(Combinator):
         if self.own == "all":
             self._can_own(body, set(names), names)
             return frozenset(names)
-        owned: set[str] = set()
-        for wanted in self.own if isinstance(self.own, list) else ():
-            found = {n for n in names if n == wanted or n.startswith(wanted + ".")}
-            if not found and any(node.type is None for node in graph.walk(body)):
-                continue  # what is not known yet may own it
-            if not found:
+        wanted_names = self.own if isinstance(self.own, list) else []
+        below: dict[str, list[str]] = {name: [] for name in wanted_names}
+        for name in names:
+            parts = name.split(".")
+            for prefix in accumulate(parts, "{}.{}".format):
+                if prefix in below:
+                    below[prefix].append(name)
+        if any(node.type is None for node in graph.walk(body) if wanted_names):
+            wanted_names = []  # what is not known yet may own what is missing
+        for wanted in wanted_names:
+            if not below[wanted]:
                 raise Fault(
                     "E312",
                     f"no parameter is called {quote(wanted)} inside this scan",
@@ -206,7 +214,7 @@ class Scan(Combinator):
                     expected=f"one of {listing(names)}" if names else "the steps have no parameters",
                     hint=partial(did_you_mean, wanted, [*names, *{n.rpartition(".")[0] for n in names}]),
                 )
-            owned |= found
+        owned = set(chain.from_iterable(below.values()))
         self._can_own(body, owned, names)
         return frozenset(owned)
 
@@ -310,6 +318,8 @@ class Repeat(Combinator):
         bodies: dict[str, graph.Graph] = {}
         value = x
         for index, steps in enumerate(sequence):
+            if frame.shared.full:  # which is reported
+                return None
             names = {self.index: index, self.index + "s": len(sequence)}
             body = frame.body(steps, value, path=(str(index),), names=names)
             bodies[str(index)] = body

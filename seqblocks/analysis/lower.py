@@ -21,7 +21,7 @@ from seqblocks.analysis.inputs import read_input
 from seqblocks.analysis.liveness import fault_of, idle_steps
 from seqblocks.analysis.maps import check_map, has_sizes, read_map
 from seqblocks.analysis.ownership import initialised, ties
-from seqblocks.analysis.scope import Names, Step
+from seqblocks.analysis.scope import Names, Step, Values, effort
 from seqblocks.analysis.wiring import Shared, Wiring, captures, named, namespace_of
 from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, hidden, key_hint, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
@@ -45,6 +45,7 @@ from seqblocks.types import Wire
 
 MAX_STEPS = 50_000
 MAX_STATE = 10**12  # numbers that a step may carry of one sequence
+MAX_EFFORT = 600_000  # in all layers, see `scope.effort`
 MAX_NESTING = 64  # bodies in bodies: torch's calls nest as deeply, and Python bounds them
 NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
 
@@ -85,6 +86,7 @@ class Frame(Wiring):
         self, steps: Node | None, x: int, path: Iterable[str] = (), names: dict[str, Any] | None = None
     ) -> graph.Graph:
         """Lower a list of steps that are given value `x`; wires of this frame stay visible."""
+        self.spend(4 + len(self.wires) // 512)  # a body without steps costs too
         inner = replace(
             self,
             names=Names(self.names, names) if names else self.names,
@@ -100,8 +102,8 @@ class Frame(Wiring):
         """Lower a body in this very frame."""
         first = len(self.shared.types)
         out = graph.Graph(x, [], x, ports=ports or {})
-        if not isinstance(steps, Sequence):
-            if steps is not None:
+        if self.shared.full or not isinstance(steps, Sequence):
+            if steps is not None and not self.shared.full:
                 self.fault(Fault("E203", "steps must be a list", found=kind_of(steps), hint="- silu"), steps.span)
             out.result = self.value(None, "?")
             return out
@@ -132,6 +134,8 @@ class Frame(Wiring):
         cache = self.shared.step_cache
         if id(item) not in cache:
             cache[id(item)] = self.read_step(item, self.is_verb)
+            if found := cache[id(item)]:
+                found.effort = _effort(found)
         return cache[id(item)]
 
     def is_verb(self, word: str) -> bool:
@@ -143,6 +147,7 @@ class Frame(Wiring):
             return None
         try:
             self.grow(1)
+            self.spend(step.effort)
             if step.verb in COMBINATORS:
                 return self._combinator(step, COMBINATORS[step.verb], previous, maker)
             block = self.home.visible.get(step.verb)
@@ -175,6 +180,8 @@ class Frame(Wiring):
         Raises Fault (E104) at those that are too many, behind which nothing is lowered.
         """
         shared = self.shared
+        if shared.full:  # which is reported
+            return
         shared.steps += steps
         shared.deepest = max(shared.deepest, self.depth + height)
         shared.full = shared.steps > MAX_STEPS or shared.deepest > MAX_NESTING
@@ -182,6 +189,15 @@ class Frame(Wiring):
             raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} in one another")
         if shared.full:
             raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
+
+    def spend(self, effort: int) -> None:
+        """Count the reading of arguments. Raises Fault (E104) as `grow` does."""
+        self.shared.effort += effort
+        if self.shared.full:  # which is reported
+            return
+        if self.shared.effort > MAX_EFFORT:
+            self.shared.full = True
+            raise Fault("E104", "the layers of the model have too many arguments", expected=f"at most {MAX_EFFORT:,}")
 
     # --- primitives ---------------------------------------------------------------------------------------------------
 
@@ -363,11 +379,17 @@ class Frame(Wiring):
     ) -> tuple[graph.Graph, Wire | None]:
         """A block's body for one set of arguments: lowered once, however many layers call it so."""
         shared = self.shared
+        if id(block) not in shared.efforts:
+            tables = [(5, block.let), (2, block.checkpoint)]
+            costs = [times * effort(table) for times, table in tables if table]
+            shared.efforts[id(block)] = len(block.args) + sum(costs)
+        self.spend(shared.efforts[id(block)] + sum(map(_size, values.values())))
         key = (id(block), repr(values), *(self.types[v] for v in (x, *ports.values())))
         if key in shared.bodies:
             body, steps, height = shared.bodies[key]
             self.grow(steps, height)
             return body, self.types[body.result]
+        self.spend(20)
         entered = self.value(self.types[x], "input")
         inside = {name: self.value(self.types[v], name) for name, v in ports.items()}
         inner = replace(
@@ -466,6 +488,23 @@ class Frame(Wiring):
             return self.free_value(node)
         kind = FieldKind("flag") if type == "bool" else FieldKind("number", whole=type == "int")
         return self.argument(node, kind)
+
+
+def _size(value: Any) -> int:
+    """What looking at a value costs, in the units of `effort`."""
+    return value.size if isinstance(value, Values) else len(value) // 16 if isinstance(value, str) else 0
+
+
+def _effort(step: Step) -> int:
+    """What reading the arguments of a step costs each time; the steps in it count by themselves."""
+    cls = COMBINATORS.get(step.verb)
+    held = cls.holds if cls else ()
+    known = fields_of(cls) if cls and cls.open_keys else {}
+    total = 1
+    for key, (_, node) in (*step.fields.items(), *step.common.items()):
+        steps = key in held or (known and key not in known and key not in STEP_KEYS)
+        total += 1 + (len(node.items) if isinstance(node, Sequence) else 0) if steps else effort(node)
+    return total
 
 
 def default_value(node: Node) -> Any:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple, get_args
 
@@ -48,6 +48,7 @@ OPTIONAL = ("axis", "start")
 SEVERAL = ("concat", "stack")
 ORDERS = get_args(Order)
 MAX_ALTERNATIVES = 16
+MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
 _HOLE = re.compile(r"\{([^}]*)\}")
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -215,24 +216,36 @@ def check_map(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -
     may name a parameter, a layer or a direction that this one lacks.
     """
     parted = not open and any(node.directions for node in graph.walk(body))
-    names = [item.name.split(".") for item in graph.parameters(body)] if parted else []
+    patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and _HOLE.sub("", part)}
+    count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
+    if len(patterns) * count > MAX_MATCHES:
+        message = f"{len(patterns):,} patterns are too many for {count:,} steps and parameters"
+        expected = f"at most {MAX_MATCHES // count:,}; a part that is an index alone (blocks.{{layer}}) does not count"
+        scope.fault(Fault("E104", message, expected=expected), table[0].span)
+        return
+    names: dict[str, Any] = {}
+    for item in graph.parameters(body) if parted else ():
+        level = names
+        for part in item.name.split("."):
+            level = level.setdefault(part, {})
+    top, owners = _Places([body], _inside), _Places([names], dict)
     sound = True
     for entry in table:
-        places: list[Any] = [body]
+        places = top
         start = 0
         for part in entry.ours.split("."):
-            found = _below(places, part, open)
-            if not found:
-                if not (open and any(isinstance(place, graph.Node) and place.op for place in places)):
-                    _unknown(scope, entry, part, start, _names(places))
+            found = places.below(part, open)
+            if not found.things:
+                if not (open and any(isinstance(place, graph.Node) and place.op for place in places.things)):
+                    _unknown(scope, entry, part, start, places)
                     sound = False
                 break
             places, start = found, start + len(part) + 1
         else:
             _check_axis(scope, entry, places)
             _check_layout(scope, entry, places)
-            if parted and any(_parameters(place) for place in places):
-                sound &= _check_owner(scope, entry, names)
+            if parted and places.shapes:
+                sound &= _check_owner(scope, entry, owners)
     if sound:
         _check_use(scope, table, body, open)
 
@@ -273,32 +286,65 @@ def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) 
             scope.fault(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)
 
 
-def _below(places: list[Any], part: str, open: bool) -> list[Any]:
-    """What is called `part` in any of the places."""
-    matches = _pattern(part).fullmatch if "{" in part else None
-    found: dict[int, Any] = {}
-    for place in places:
-        inside = _inside(place)
-        if matches:
-            here = [thing for name, thing in inside.items() if matches(name)]
-        else:
-            here = [inside[part]] if part in inside else []
-        kind = place.kind if isinstance(place, graph.Node) else None
-        if open and not here and kind == "repeat" and part.isdecimal():
-            here = list(inside.values())
-        if open and not here and kind == "scan" and part in ORDERS:
-            here = [place]
-        found |= {id(thing): thing for thing in here}
-    return list(found.values())
+class _Places:
+    """What the keys of a map that begin alike name so far. What is below is sorted by name once, for all keys."""
 
+    def __init__(self, things: list[Any], inside: Callable[[Any], dict[str, Any]]) -> None:
+        self.things, self.inside = things, inside
+        self._below: dict[str, _Places] = {}
 
-def _names(places: list[Any]) -> list[str]:
-    """What there is in any of the places."""
-    names: dict[str, None] = {}
-    for place in places:
-        layers = isinstance(place, graph.Node) and place.kind == "repeat"
-        names |= dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in _inside(place))
-    return list(names)
+    @cached_property
+    def named(self) -> dict[str, dict[int, Any]]:
+        """Steps, bodies and parameters below, by the next part of their names."""
+        found: dict[str, dict[int, Any]] = {}
+        for thing in self.things:
+            for name, child in self.inside(thing).items():
+                found.setdefault(name, {})[id(child)] = child
+        return found
+
+    @cached_property
+    def layers(self) -> tuple[int, dict[int, Any]]:
+        """The fewest layers of a repeat among these, and all layers of the repeats."""
+        repeats = [thing for thing in self.things if isinstance(thing, graph.Node) and thing.kind == "repeat"]
+        inside = {id(body): body for node in repeats for body in node.bodies.values()}
+        return min((len(node.bodies) for node in repeats), default=10**9), inside
+
+    @cached_property
+    def shapes(self) -> dict[tuple[int, ...], str]:
+        """The shapes of the parameters, each with the name (from here) of the first that has it."""
+        found: dict[tuple[int, ...], str] = {}
+        for thing in self.things:
+            for name, parameter in _parameters(thing):
+                found.setdefault(parameter.shape, name)
+        return found
+
+    @cached_property
+    def matrix(self) -> bool:
+        """Whether one of these is a parameter with two axes."""
+        return any(isinstance(thing, Parameter) and len(thing.shape) == 2 for thing in self.things)
+
+    def below(self, part: str, open: bool = False) -> _Places:
+        """What is called `part` in any of the places."""
+        absent = open and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
+        key = "0+" if absent else _HOLE.sub("{}", part)
+        if key not in self._below:
+            found: dict[int, Any] = {}
+            if "{" in part:
+                matches = _pattern(part).fullmatch
+                for name, things in self.named.items():
+                    found |= things if matches(name) else {}
+            else:
+                found |= self.layers[1] if absent else self.named.get(part, {})
+            if open and part in ORDERS:
+                scans = [t for t in self.things if isinstance(t, graph.Node) and t.kind == "scan"]
+                found |= {id(scan): scan for scan in scans if part not in scan.directions}
+            self._below[key] = _Places(list(found.values()), self.inside)
+        return self._below[key]
+
+    def words(self) -> list[str]:
+        """What may stand here, for a message."""
+        layers = any(isinstance(thing, graph.Node) and thing.kind == "repeat" for thing in self.things)
+        return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
 
 def _inside(place: Any) -> dict[str, Any]:
@@ -314,26 +360,30 @@ def _inside(place: Any) -> dict[str, Any]:
     return out
 
 
-def _check_owner(scope: Scope, entry: Entry, names: list[list[str]]) -> bool:
+def _check_owner(scope: Scope, entry: Entry, owners: _Places) -> bool:
     """Report a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
     start = 0
-    for at, part in enumerate(entry.ours.split(".")):
-        known = [name for name in names if len(name) > at]
-        names = [name for name in known if _pattern(part).fullmatch(name[at])]
-        if not names:
-            _unknown(scope, entry, part, start, list(dict.fromkeys(name[at] for name in known)))
+    for part in entry.ours.split("."):
+        found = owners.below(part)
+        if not found.things:
+            _unknown(scope, entry, part, start, owners)
             return False
-        start += len(part) + 1
+        owners, start = found, start + len(part) + 1
     return True
 
 
-def _unknown(scope: Scope, entry: Entry, part: str, start: int, names: list[str]) -> None:
+def _unknown(scope: Scope, entry: Entry, part: str, start: int, places: _Places) -> None:
     before = entry.ours[: max(start - 1, 0)]
     message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
-    expected = f"one of {listing(names)}" if names else "nothing more"
     bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
     span = entry.span.within(start, len(part)) if bare else entry.span
-    scope.fault(Fault("E312", message, expected=expected, hint=lambda: did_you_mean(part, names)), span)
+    fault = Fault(
+        "E312",
+        message,
+        expected=lambda: f"one of {listing(places.words())}" if places.named else "nothing more",
+        hint=lambda: did_you_mean(part, places.words()),
+    )
+    scope.fault(fault, span)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:
@@ -344,13 +394,13 @@ def _parameters(place: Any) -> list[tuple[str, Parameter]]:
     return [(item.name, item.parameter) for item in below]
 
 
-def _check_axis(scope: Scope, entry: Entry, places: list[Any]) -> None:
+def _check_axis(scope: Scope, entry: Entry, places: _Places) -> None:
     """An axis is one of ours; where tensors are split, it may be one after them too. Patterns fit our shapes."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
         if isinstance(theirs, str) or not ("axis" in theirs or "pattern" in theirs):
             continue
-        for name, parameter in ((n, p) for place in places for n, p in _parameters(place)):
-            fault = _misfit(graph.join(entry.ours, name), parameter.shape, theirs)
+        for shape, name in places.shapes.items():
+            fault = _misfit(graph.join(entry.ours, name), shape, theirs)
             if fault:
                 scope.fault(fault, node.get(fault.at))
                 return
@@ -373,11 +423,10 @@ def _misfit(name: str, shape: tuple[int, ...], theirs: dict[str, Any]) -> Fault 
     return Fault("E209", "there is no such axis", at="axis", expected=f"from {low} to {high}", found=f"{axis}; {what}")
 
 
-def _check_layout(scope: Scope, entry: Entry, places: list[Any]) -> None:
+def _check_layout(scope: Scope, entry: Entry, places: _Places) -> None:
     """A `kernel` of flax or Keras is [in, out] and our matrices are [out, in]: a square one would fit as it is."""
-    matrix = any(isinstance(place, Parameter) and len(place.shape) == 2 for place in places)
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
-        if matrix and isinstance(theirs, str) and theirs.rpartition(".")[2] == "kernel":
+        if places.matrix and isinstance(theirs, str) and theirs.rpartition(".")[2] == "kernel":
             what = f"{quote(theirs)} is [in, out] by its name, and {entry.ours} is [out, in]"
             hint = f"{{transpose: {theirs}}}; or {{reshape: {theirs}}}, if it is [out, in] after all"
             scope.fault(Fault("E314", what, hint=hint), node.span)

@@ -13,7 +13,7 @@ from typing import Any
 
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
 from seqblocks.language import expressions
-from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.language.overrides import CALL, OPTION
 from seqblocks.language.spec import STEP_KEYS, is_name
@@ -37,6 +37,7 @@ RESERVED_NAMES = frozenset(
 )  # fmt: skip
 
 
+MAX_VALUES = 100_000  # in a list, with those of the lists in it
 MAX_WRITTEN = 4  # notes about where a value was written
 MAX_TRAIL = 8  # notes about the blocks that led to a fault
 
@@ -60,19 +61,23 @@ class Names(MappingABC[str, Any]):
 
     def _compute(self, name: str) -> None:
         # what an entry needs is computed before it, so that a long chain of entries is no deep recursion
-        coming = {name: None}
+        coming = {name: iter(_needed(self.written[name][0]))}
         while coming:
             last = next(reversed(coming))
-            needed = [each for each in _needed(self.written[last][0]) if each in self.pending]
-            first = next((each for each in needed if each not in coming), None)
-            ring = [each for each in needed if each in coming]
-            if first and not ring:
-                coming[first] = None
-                continue
-            names = [*coming] if ring else []
-            compute = self.pending.pop(last)
-            self.known[last] = compute([*names[names.index(ring[0]) :], ring[0]] if ring else [])
-            del coming[last]
+            ring: list[str] = []
+            for each in coming[last]:
+                if each in coming:
+                    names = [*coming]
+                    ring = [*names[names.index(each) :], each]
+                elif each in self.pending:
+                    coming[each] = iter(_needed(self.written[each][0]))
+                else:
+                    continue
+                break
+            if ring or next(reversed(coming)) == last:
+                compute = self.pending.pop(last)
+                self.known[last] = compute(ring)
+                del coming[last]
 
     def __contains__(self, name: object) -> bool:
         return name in self.known or name in self.pending or name in self.outer
@@ -95,9 +100,9 @@ class Names(MappingABC[str, Any]):
     def home(self, names: Iterable[str]) -> Names | None:
         """The innermost scope that holds one of these names: what is made of them has one value there."""
         here: Any = self
-        wanted = set(names)
+        wanted = tuple(names)
         while isinstance(here, Names):
-            if not wanted.isdisjoint(here.known) or not wanted.isdisjoint(here.pending):
+            if any(name in here.known or name in here.pending for name in wanted):
                 return here
             here = here.outer
         return None
@@ -105,7 +110,7 @@ class Names(MappingABC[str, Any]):
     def source(self, name: str) -> tuple[Node, Names] | None:
         """The text that gave a name its value, and the names that were in scope there."""
         home = self.home([name])
-        return home.written.get(name) if home else None
+        return None if home is None else home.written.get(name)
 
     def spoil(self, text: str, names: tuple[str, ...], blamed: bool = True) -> None:
         """An expression's value was at fault: from here on it is UNKNOWN, and so is what is made of it.
@@ -145,6 +150,7 @@ class Step:
     common: dict[str, tuple[Span, Node]]
     alias: Span | None = None  # where it, or its arguments, are repeated with `*anchor`, and written elsewhere
     torn: bool = False  # whether a comma has cut its keys, which is told
+    effort: int = 1  # what reading its arguments costs each time, about 5 us each
 
     def key_span(self, key: str) -> Span:
         entry = self.fields.get(key) or self.common.get(key)
@@ -295,7 +301,7 @@ class Scope:
             expression = expressions.parse(text)
             names = self.looked_up[id(node)] = tuple(dict.fromkeys(name for name, _ in expression.names))
             home = self.names.home(names)
-            return UNKNOWN if home and text in home.spoilt else expression.evaluate(self.names)
+            return UNKNOWN if home is not None and text in home.spoilt else expression.evaluate(self.names)
         except expressions.NameFault as fault:
             if self.names.may_hold(fault.name):
                 return UNKNOWN
@@ -421,7 +427,12 @@ class Scope:
     def free_value(self, node: Node) -> Any:
         """The value of something whose type nobody declares (`let`, a default): number, word, flag, list."""
         if isinstance(node, Sequence):
-            return [self.free_value(item) for item in node.items]
+            values = Values(self.free_value(item) for item in node.items)
+            if values.size > MAX_VALUES or values.depth > MAX_DEPTH:
+                expected = f"at most {MAX_VALUES:,} values, {MAX_DEPTH} lists in one another"
+                self.fault(Fault("E104", "the list is too large", expected=expected), node.span)
+                return UNKNOWN
+            return values
         if isinstance(node, Mapping):
             return plain(node)
         assert isinstance(node, Scalar)
@@ -475,9 +486,32 @@ class Scope:
         return Step(verb, span, fields, common, alias, bool(torn))
 
 
+class Values(list[Any]):
+    """A list that `let:` or an argument holds, with how many values are in it (lists in lists count for theirs)."""
+
+    __slots__ = ("depth", "size")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self.size = 1 + sum(value.size if isinstance(value, Values) else 1 for value in self)
+        self.depth = 1 + max((value.depth for value in self if isinstance(value, Values)), default=0)
+
+
+def effort(node: Node) -> int:
+    """What reading a value costs, in units of about 5 us: a long expression counts for several."""
+    match node:
+        case Scalar():
+            return 1 + len(node.text) // 16
+        case Sequence():
+            return 1 + sum(map(effort, node.items))
+        case Mapping():
+            return 1 + sum(effort(value) for _, _, value in node)
+    return 1
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{listing(map(_shown, value))}]"
+        return f"[{listing('[…]' if isinstance(each, list) else _shown(each) for each in value)}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return quote(value) if isinstance(value, str) else str(value)[:60]

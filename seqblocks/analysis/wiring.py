@@ -25,6 +25,7 @@ class Shared:
     types: dict[int, Wire | None] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     steps: int = 0
+    effort: int = 0  # spent on reading arguments, see `scope.effort`
     deepest: int = 0  # the most bodies that were open at once
     full: bool = False  # whether there were too many of either
     step_cache: dict[int, Step | None] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Shared:
     ties: int = 0
     input_kind: str = ""  # of the model, for arguments that inherit from it
     input_features: int = 0
+    efforts: dict[int, int] = field(default_factory=dict)  # of calling each block
     named: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = field(default_factory=dict)  # parameters of nodes
 
     def parameters_of(self, node: graph.Node) -> dict[str, graph.Named]:
@@ -140,19 +142,20 @@ class Wiring(Scope):
                 self._define(name, node.span)
                 return [type], (), [name]
             case Sequence(items=items) if len(items) > 1 and all(isinstance(i, Scalar) for i in items):
-                labels = []
+                labels, parts = [], set[str]()
                 for item in items:
                     assert isinstance(item, Scalar)
-                    if item.text in labels:
+                    if item.text in parts:
                         self.fault(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
+                    parts.add(item.text)
                     labels.append(self._define(item.text, item.span))
                 if type is None:
                     return [None] * len(labels), (), labels
                 width, rest = divmod(type.features, len(labels))
                 if rest:
                     message = f"{type.features} features cannot be split into {len(labels)} equal parts"
-                    parts = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
-                    hint = f"give the widths: as: {{{parts}}}"
+                    each = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
+                    hint = f"give the widths: as: {{{each}}}"
                     self.fault(Fault("E405", message, hint=hint), node.span)
                     return [None] * len(labels), (), labels
                 widths: list[Any] = [width] * len(labels)

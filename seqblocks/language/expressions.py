@@ -14,6 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, Lazy, did_you_mean, listing, quote
@@ -210,10 +211,11 @@ def _parse(text: str) -> Expression:
         raise Fault("E504", "the expression is too long", expected=f"at most {MAX_LENGTH} characters")
     tree = syntax_tree(text)
     names: list[tuple[str, int]] = []
-    called = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-    for count, node in enumerate(ast.walk(tree)):
-        if count > MAX_NODES * 2:
-            raise Fault("E504", "the expression is too complex", hint="split it up with `let:`")
+    nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
+    if len(nodes) > MAX_NODES * 2 + 1:
+        raise Fault("E504", "the expression is too complex", hint="split it up with `let:`")
+    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    for node in nodes:
         _check(node, text)
         if isinstance(node, ast.Name) and id(node) not in called:
             names.append((node.id, node.col_offset))

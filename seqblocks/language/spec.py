@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -98,6 +98,7 @@ class SpecFile:
 # --- where specs are found ------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
 def bundled() -> dict[str, Path]:
     """Bundled specs by name, blocks and models alike."""
     root = Path(__file__).parents[1] / "specs"
