@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.reference import sees
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, nothing, register
 from seqblocks.kernels.dispatch.compiled import unknown
 
 BLOCK = 512
@@ -24,7 +24,7 @@ def run(
     """As `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
-        return v.new_zeros(*q.shape[:3], v.shape[3])
+        return nothing(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v)
     if window is not None and (unknown(S) or window < S):
         return _windowed(q, k, v, sequence, causal, window, scale)
     if sequence is None and (window is None or window >= S):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
-from seqblocks.kernels.dispatch import no_second_derivative, without_autocast
+from seqblocks.kernels.dispatch import no_second_derivative, nothing, without_autocast
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
 
 __all__ = ["MLSTMElement", "mlstm_algebra", "mlstm_memoroid"]
@@ -181,7 +181,7 @@ def mlstm_memoroid(
         state = MLSTMState(fresh.new_zeros(B, H, DK, v.shape[-1]), fresh.new_zeros(B, H, DK), fresh)
     C, n, m = (t.to(dtype) for t in state)
     if S == 0:
-        h, last = v.new_empty(v.shape), MLSTMState(C, n, m)
+        h, last = nothing(v, *x).to(v.dtype), MLSTMState(C, n, m)
     else:
         with without_autocast(q.device.type):
             h, end = mlstm_algebra(readout, eps)(

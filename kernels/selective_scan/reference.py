@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
 
 Pair = tuple[Tensor, Tensor]
 
@@ -84,7 +84,7 @@ def run(
             y = (state * C[:, t, :, None]).sum(-1)
             outputs.append(2 * y.real if y.is_complex() else y)
     if not outputs:
-        return torch.empty_like(u), state
+        return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 
 

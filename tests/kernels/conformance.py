@@ -1,0 +1,406 @@
+"""What a kernel is to the conformance suite: one description, from which test_conformance.py takes every case.
+
+A `Kernel` says how inputs are made, which of them are sequences and which a state, how the kernel may be called
+(`variants`), at which sizes it is compared, and how exact it is. A `Subject` is one variant on one implementation.
+Truth is the reference implementation in float64, given the same rounded numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common
+from tests.triton import bfloat16  # noqa: F401  # teaches the interpreter
+
+Tensors = dict[str, Tensor]
+
+# One rounding to nearest, relative to the largest value: half the distance between neighbours. Everything before is
+# float32, and adds 2 % to that at most.
+ROUNDING = {torch.float16: 0.51 * 2**-10, torch.bfloat16: 0.51 * 2**-7}
+
+INTERPRETED = pytest.mark.skipif(
+    not triton_common.INTERPRETED,
+    reason=triton_common.MISSING or "triton's interpreter is off: TRITON_INTERPRET=1, or no GPU, turns it on",
+)
+COMPILED = pytest.mark.skipif(
+    bool(triton_common.MISSING) or triton_common.INTERPRETED,
+    reason=triton_common.MISSING or "kernels are interpreted (TRITON_INTERPRET=1), not compiled for the device",
+)
+
+
+def on_device(test: Any) -> Any:
+    """Mark a test that needs a GPU."""
+    return pytest.mark.gpu(COMPILED(test))
+
+
+def float32_bar(length: int) -> float:
+    """For recurrences and sums over `length` tokens: each adds a few roundings of 2^-24, none of them grows."""
+    return (16 + length) * 2**-23
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64, the same on every machine."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def reset_marks(batch: int, length: int, stride: int = 5) -> Tensor:
+    """Resets at the very ends, next to each other, and here and there."""
+    found = draw(batch, length, seed=length).abs() > 1.6
+    found[:, ::stride] |= draw(batch, -(-length // stride), seed=1) > 0.5
+    if batch and length > 3:
+        found[0, [0, 2, 3, -1]] = True
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def sliced(x: Tensor) -> Tensor:
+    """The same numbers as one half of rows twice as long, as a split projection gives them."""
+    return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with no axis contiguous."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers with batch and tokens the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The first row for the whole batch, with a stride of 0."""
+    return x[:1].expand_as(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x, "sliced": sliced, "strided": strided, "transposed": transposed, "expanded": expanded,
+}
+
+
+# ------------------------------------------------------------------------------------------------ descriptions
+
+
+class Precision(NamedTuple):
+    """The dtype of the inputs that may be narrow, or with `throughout` of all; the others are float32 then."""
+
+    dtype: torch.dtype
+    throughout: bool = False
+
+    @property
+    def others(self) -> torch.dtype:
+        narrow = self.dtype in ROUNDING and not self.throughout
+        return torch.float32 if narrow else self.dtype
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.") + (" throughout" if self.throughout else "")
+
+
+SIXTEEN = (Precision(torch.bfloat16), Precision(torch.float16), Precision(torch.bfloat16, throughout=True))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`exact`: the widest dtype it computes in; `precisions`: what it is compared in."""
+
+    name: str
+    backend: str
+    exact: torch.dtype
+    precisions: tuple[Precision, ...]
+    device: str = "cpu"
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+SINGLE = (Precision(torch.float32), *SIXTEEN)
+IMPLEMENTATIONS = {
+    "reference": Implementation("reference", "reference", torch.float64, SINGLE),  # of float64 it is the truth
+    "torch": Implementation("torch", "torch", torch.float64, (Precision(torch.float64), *SINGLE)),
+    "triton": Implementation("triton", "triton", torch.float32, SINGLE, marks=(INTERPRETED,)),
+    "gpu": Implementation("gpu", "triton", torch.float32, SINGLE, "cuda", (pytest.mark.gpu, COMPILED)),
+}
+CPU = ("reference", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to call a kernel. `sizes`: other sizes than usual; `without`: optional tensors that are left out;
+    `fixed`: sequences that are not (one for all tokens); `on`: the implementations that have it, if not all."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    on: tuple[str, ...] = tuple(IMPLEMENTATIONS)
+
+
+def one_rounding(backend: str, dtype: torch.dtype, length: int) -> float:
+    """Computed in float32, and rounded when it leaves."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A description. All tensors go by the names that `function` has for them."""
+
+    name: str
+    function: Callable[..., Any]  # (**tensors, **options, backend=) -> y, or y and the state
+    make: Callable[..., Tensors]  # (batch=, S=, sizes...) -> float64, optional tensors and the state included
+    sequences: tuple[str, ...]  # inputs [batch, S, ...]
+    shapes: tuple[Mapping[str, int], ...]  # sizes to compare at: around what a chunk or a tile holds
+    device_shapes: tuple[Mapping[str, int], ...] = ()  # more of them, for a GPU
+    ranges: Mapping[str, Sequence[int]] = field(default_factory=dict)  # sizes that must make no difference
+    small: Mapping[str, int] = field(default_factory=dict)  # for numerical derivatives
+    states: tuple[str, ...] = ()  # parts of the state, [batch, ...], in its order
+    narrow: tuple[str, ...] = ()  # inputs that may be 16 bits wide beside float32; the sequences, if not given
+    variants: Mapping[str, Variant] = field(default_factory=lambda: {"": Variant()})  # the usual one first
+    implementations: tuple[str, ...] = ("reference", "torch", "triton", "gpu")
+    resets: bool = True
+    reverse: bool = True
+    min_length: int = 0
+    bar: Callable[[int], float] = float32_bar  # of float32, by length; float64's is as many units of its own
+    roundings: Callable[[str, torch.dtype, int], float] = one_rounding  # of 16 bits, by backend, dtype and length
+    double_backward: tuple[str, ...] = ("reference",)  # implementations with derivatives of every order
+    reverse_mode_only: tuple[str, ...] = ("torch",)  # CPU implementations with a derivative for reverse mode alone
+    errors: tuple[tuple[Callable[[Tensors], dict[str, Any]], str], ...] = ()  # what is changed, and what is said
+    facts: Mapping[str, Any] = field(default_factory=dict)  # a call that Triton takes, as `why` is asked
+    refused: tuple[tuple[Mapping[str, Any], str], ...] = ()  # facts that differ, and the reason
+    added: tuple[str, ...] = ()  # inputs of whose dtype the choice of an implementation does not depend
+
+    def tensors(self, variant: Variant, *, state: bool = True, **sizes: int) -> Tensors:
+        made = self.make(**{**variant.sizes, **sizes})
+        kept = {name: x for name, x in made.items() if name not in variant.without}
+        return kept if state else {name: x for name, x in kept.items() if name not in self.states}
+
+    def exactness(self, implementation: Implementation, dtype: torch.dtype, length: int) -> float:
+        """How far a result may be off, relative to its largest value."""
+        if dtype == torch.float64:
+            return self.bar(length) * 2**-29
+        rounded = ROUNDING.get(dtype, 0.0) * self.roundings(implementation.backend, dtype, length)
+        return max(self.bar(length), rounded)
+
+
+class Subject(NamedTuple):
+    """A variant of a kernel on an implementation."""
+
+    kernel: Kernel
+    variant: str
+    on: Implementation
+
+    def inputs(self, *, state: bool = True, **sizes: int) -> Tensors:
+        """In float64, on the CPU."""
+        return self.kernel.tensors(self.kernel.variants[self.variant], state=state, **sizes)
+
+    def exact(self, *, state: bool = True, **sizes: int) -> Tensors:
+        """Leaves of the widest dtype there is, where the implementation runs."""
+        return self.leaves(self.inputs(state=state, **sizes), Precision(self.on.exact))
+
+    def leaves(self, x: Tensors, precision: Precision) -> Tensors:
+        return {name: t.to(self.on.device).requires_grad_(t.is_floating_point())
+                for name, t in self.rounded(x, precision).items()}
+
+    def rounded(self, x: Tensors, precision: Precision) -> Tensors:
+        narrow = self.kernel.narrow or self.kernel.sequences
+        return {
+            name: t.to(precision.dtype if name in narrow else precision.others) if t.is_floating_point() else t
+            for name, t in x.items()
+        }
+
+    def tokens(self) -> tuple[str, ...]:
+        """The inputs that have an axis of tokens."""
+        return tuple(n for n in self.kernel.sequences if n not in self.kernel.variants[self.variant].fixed)
+
+    def cut(self, x: Tensors, a: int, b: int) -> Tensors:
+        return {name: t[:, a:b] if name in self.tokens() else t for name, t in x.items()}
+
+    def __call__(
+        self, x: Tensors, *, backend: str | None = None, resets: Tensor | None = None, reverse: bool = False,
+        return_state: bool = True, **options: Any,
+    ) -> Tensors:
+        """The output as "out", and the parts of the last state by their names."""
+        kernel = self.kernel
+        given: dict[str, Any] = {name: t for name, t in x.items() if name not in kernel.states}
+        given |= kernel.variants[self.variant].options
+        single = len(kernel.states) == 1
+        if kernel.states:
+            parts = tuple(x[name] for name in kernel.states) if kernel.states[0] in x else None
+            given |= {"state": parts[0] if single and parts else parts, "return_state": return_state}
+        if resets is not None:
+            given["resets"] = resets.to(self.on.device)
+        if kernel.reverse:
+            given["reverse"] = reverse
+        out = kernel.function(**{**given, **options}, backend=backend or self.on.backend)
+        if not kernel.states or not return_state:
+            return {"out": out}
+        y, last = out
+        return {"out": y, **dict(zip(kernel.states, [last] if single else last, strict=True))}
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.kernel.name, self.variant, self.on.name)))
+
+
+# ------------------------------------------------------------------------------------------------ comparing
+
+
+def floating(tensors: Tensors) -> Tensors:
+    return {name: x for name, x in tensors.items() if x.is_floating_point()}
+
+
+def with_gradients(out: Tensors, leaves: Tensors) -> Tensors:
+    """Outputs, and each leaf's gradient for cotangents that no symmetry hides.
+
+    They are numbers that bfloat16 can hold: autograd hands them on in the dtype of the output.
+    """
+    parts = floating(out)
+    loss: Any = sum(
+        (x.double() * draw(*x.shape, seed=100 + at).bfloat16().to(x.device)).sum()
+        for at, x in enumerate(parts.values()) if x.requires_grad
+    )
+    if not isinstance(loss, Tensor):  # nothing depends on a leaf
+        return out
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True, materialize_grads=True)
+    return {**out, **{f"gradient of {name}": g for name, g in zip(wanted, grads, strict=True)}}
+
+
+def assert_close(found: Tensors, wanted: Tensors, bar: float, smallest: float = 0.0) -> None:
+    """Each result, to `bar` of its largest value, or of `smallest` where that is smaller: zero may be rounding."""
+    assert [*found] == [*wanted]
+    for name, expected in wanted.items():
+        actual = found[name]
+        assert actual.shape == expected.shape, name
+        if not expected.is_floating_point():
+            assert torch.equal(actual.cpu(), expected.cpu()), name
+        elif expected.numel():
+            error = (actual.detach().cpu().double() - expected.detach().cpu().double()).abs().max().item()
+            allowed = bar * max(expected.detach().abs().max().item(), smallest)
+            assert error <= allowed, f"{name}: differs by {error:.3g}, more than {allowed:.3g}"
+
+
+def check(
+    subject: Subject, inputs: Tensors, *, precision: Precision = SINGLE[0], layout: str = "contiguous",
+    laid_out: Iterable[str] | None = None, bar: float | None = None, **options: Any,
+) -> None:
+    """Assert that the outputs, states and gradients of `inputs` (float64) are those of the reference in float64, given
+    the same numbers: those that are left after rounding. `laid_out`: whose layout it is, if not of all."""
+    x = subject.rounded(inputs, precision)
+    kernel, view = subject.kernel, LAYOUTS[layout]
+    if layout == "expanded":
+        laid_out = (*subject.tokens(), *kernel.states)
+    chosen = x.keys() if laid_out is None else laid_out
+
+    def results(backend: str, dtype: torch.dtype | None, device: str) -> Tensors:
+        leaves = {
+            name: t.to(device, dtype if t.is_floating_point() else None).requires_grad_(t.is_floating_point())
+            for name, t in x.items()
+        }
+        viewed = {name: view(t) if name in chosen else t for name, t in leaves.items()}
+        on = subject._replace(on=replace(subject.on, backend=backend, device=device))
+        return with_gradients(on(viewed, **options), leaves)
+
+    wanted = results("reference", torch.float64, "cpu")
+    found = results(subject.on.backend, None, subject.on.device)
+    for name, t in found.items():
+        if name.startswith("gradient"):
+            assert t.dtype == x[name.removeprefix("gradient of ")].dtype, name
+    if bar is None:
+        bar = kernel.exactness(subject.on, precision.dtype, x[kernel.sequences[0]].shape[1])
+    # one row's gradient is a sum over the batch, of terms whose roundings mostly cancel
+    assert_close(found, wanted, 2 * bar if layout == "expanded" else bar)
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    """The same bits."""
+    assert [*found] == [*wanted]
+    for name, expected in wanted.items():
+        assert torch.equal(found[name], expected), name
+
+
+# ------------------------------------------------------------------------------------------------ cases
+
+
+def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...], bool]]:
+    """Cases in which every value of every axis meets every value of every other, and whether it belongs to the first
+    few, in which each value occurs at least once."""
+    rng = random.Random(name)
+    sizes = [len(values) for values in axes]
+
+    def pairs(case: Sequence[int]) -> set[tuple[int, int, int, int]]:
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
+
+    open_pairs = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(range(len(axes)), 2)
+        for i in range(sizes[a]) for j in range(sizes[b])
+    }
+    unseen = {(a, i) for a, n in enumerate(sizes) for i in range(n)}
+    cases: list[tuple[tuple[Any, ...], bool]] = []
+    while open_pairs or unseen:
+        quick = bool(unseen)
+        fixed = dict(sorted(unseen, reverse=True))
+        if not fixed:
+            a, i, b, j = min(open_pairs)
+            fixed = {a: i, b: j}
+        drawn = [tuple(fixed.get(a, rng.randrange(n)) for a, n in enumerate(sizes)) for _ in range(24)]
+        best = max(drawn, key=lambda case: len(pairs(case) & open_pairs))
+        open_pairs -= pairs(best)
+        unseen -= {*enumerate(best)}
+        cases.append((tuple(axis[i] for axis, i in zip(axes, best, strict=True)), quick))
+    return cases
+
+
+def half(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """Every combination, as one `parametrize` for each axis would give. Those whose places add to an odd number are
+    marked long: what is left differs from each of them in one place. An axis may have several names, with commas."""
+    names = [name.strip() for text, _ in axes for name in text.split(",")]
+    found = []
+    for combination in itertools.product(*(enumerate(values) for _, values in axes)):
+        values = [v for (text, _), (_, x) in zip(axes, combination, strict=True) for v in (x if "," in text else (x,))]
+        odd = sum(at for at, _ in combination) % 2
+        found.append(pytest.param(*values, marks=[pytest.mark.long] if odd else []))
+    return pytest.mark.parametrize(names, found)
+
+
+Axis = Sequence[Any] | Callable[[Kernel, Implementation], Iterable[Any]]
+
+
+def cases(
+    kernels: Iterable[Kernel], on: Sequence[str] = CPU, *, variants: Sequence[str] = tuple(IMPLEMENTATIONS),
+    rest: str = "slow", **axes: Axis,
+) -> pytest.MarkDecorator:
+    """Parametrise over `subject` and the axes: for each kernel and implementation cases in which every value occurs,
+    and, marked `rest`, as many that every two values meet. On a GPU all of them run. `variants`: the implementations
+    for which the variant is an axis too; the others get the usual one."""
+    out = []
+    for kernel in kernels:
+        for name in on:
+            if name not in kernel.implementations:
+                continue
+            found = IMPLEMENTATIONS[name]
+            of_kernel = [label for label, variant in kernel.variants.items() if name in variant.on]
+            values: list[list[Any]] = [of_kernel if name in variants else of_kernel[:1]]
+            values += [[*(axis(kernel, found) if callable(axis) else axis)] for axis in axes.values()]
+            for (variant, *others), quick in cover(values, kernel.name + name):
+                marks = [*found.marks] + ([] if quick or name == "gpu" else [getattr(pytest.mark, rest)])
+                subject = Subject(kernel, variant, found)
+                label = "-".join([str(subject), *(label_of(*x) for x in zip(axes, others, strict=True))])
+                out.append(pytest.param(subject, *others, marks=marks, id=label))
+    return pytest.mark.parametrize(("subject", *axes), out)
+
+
+def label_of(axis: str, value: Any) -> str:
+    """A value within the name of a test."""
+    if isinstance(value, bool):
+        return axis if value else f"no {axis}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}{size}" for name, size in value.items())
+    return str(value)

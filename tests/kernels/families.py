@@ -1,0 +1,595 @@
+"""The description of each kernel. A new one is added here, and to `KERNELS` at the end; nothing else is needed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks import kernels
+from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
+
+# ------------------------------------------------------------------------------------------------ mLSTM
+
+
+def mlstm_inputs(
+    batch: int = 2, S: int = 9, H: int = 2, DK: int = 4, DV: int = 3, scale: float = 2.0
+) -> Tensors:
+    x = {"q": draw(batch, S, H, DK, seed=1), "k": draw(batch, S, H, DK, seed=2), "v": draw(batch, S, H, DV, seed=3)}
+    x |= {"i": scale * draw(batch, S, H, seed=4), "f": scale * draw(batch, S, H, seed=5) + 1}
+    return {**x, "C": draw(batch, H, DK, DV, seed=6), "n": draw(batch, H, DK, seed=7), "m": draw(batch, H, seed=8)}
+
+
+def mlstm_bar(length: int) -> float:
+    """Weights are exponentials of sums of log gates, which grow with the length to some tens and are rounded at 2^-24
+    of that: 1e-5 for the lengths here. The division by |q.n| multiplies it by the cancellation in q.n, once in h and
+    twice in gradients; the draws keep q.n within a tenth of its terms."""
+    return 1e-4
+
+
+def mlstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """Between a tensor and a gradient lie about four products whose factors are rounded (q k, states, dh v, weights),
+    and the gradient of the divisor is dh . h of an h that is rounded already. A gate's gradient is the difference of
+    two such sums of like size. Only the Triton implementation rounds factors."""
+    return 5.0 if backend == "triton" else 4.0
+
+
+def mlstm_errors() -> Any:
+    return (
+        (lambda x: {"q": x["q"][0]}, r"q, k \[B, S, H, DK\]"),
+        (lambda x: {"k": x["k"][..., :1]}, "got q"),
+        (lambda x: {"v": x["v"][:, :3]}, "got q"),
+        (lambda x: {"i": x["i"][..., None]}, r"gates i, f \[B, S, H\]"),
+        (lambda x: {"resets": torch.zeros(2, 3)}, r"resets \[B, S\] = \[2, 9\]"),
+        (lambda x: {"m": x["m"][..., None]}, r"state C, n, m of shapes \[2, 2, 4, 3\], \[2, 2, 4\], \[2, 2\]"),
+        (lambda x: {"input_gate": "tanh"}, "unknown input_gate 'tanh'; choose from exp, sigmoid"),
+        (lambda x: {"normalize": False}, "needs input_gate='sigmoid'"),
+        (lambda x: {"chunk_size": 0}, "at least 1"),
+    )
+
+
+MLSTM = Kernel(
+    name="mlstm",
+    function=kernels.mlstm,
+    make=mlstm_inputs,
+    sequences=("q", "k", "v", "i", "f"),
+    states=("C", "n", "m"),
+    narrow=("q", "k", "v"),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"S": 15}, {"S": 64}, {"batch": 1, "S": 65}, {"batch": 1, "S": 130, "DK": 16, "DV": 16},
+        {"batch": 1, "S": 37, "H": 1, "DK": 24, "DV": 16}, {"batch": 1, "S": 37, "H": 1, "DK": 40, "DV": 4},
+        {"batch": 1, "S": 37, "H": 1, "DK": 4, "DV": 70},
+    ),
+    device_shapes=(
+        {"S": 31, "DK": 32, "DV": 48}, {"S": 63, "DK": 32, "DV": 48}, {"S": 300, "DK": 32, "DV": 48},
+        *({"S": 100, "DK": a, "DV": b}
+          for a, b in ((16, 70), (64, 64), (128, 128), (192, 192), (256, 512), (512, 512))),
+    ),
+    ranges={"batch": range(4), "S": range(21), "H": range(1, 4), "DK": range(1, 6), "DV": range(1, 6)},
+    small={"batch": 1, "S": 6, "H": 1, "DK": 2, "DV": 2},
+    variants={
+        "exp": Variant(),
+        "sigmoid": Variant({"input_gate": "sigmoid"}),
+        "undivided": Variant({"input_gate": "sigmoid", "normalize": False}),
+        "chunks of 5": Variant({"chunk_size": 5}, on=("reference", "torch")),
+        "large eps": Variant({"eps": 0.3}),
+    },
+    bar=mlstm_bar,
+    roundings=mlstm_roundings,
+    errors=mlstm_errors(),
+    facts={"dtype": torch.bfloat16, "head_dims": (64, 64)},
+    refused=(({"dtype": torch.float64}, "float64: the Triton forms compute in float32"),),
+    added=("C", "n", "m"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ sLSTM
+
+
+def slstm_inputs(batch: int = 2, S: int = 9, H: int = 2, D: int = 3) -> Tensors:
+    x = {name: draw(batch, S, H * D, seed=at) for at, name in enumerate("ifzo")}
+    x |= {"recurrent": draw(H, D, 4, D, seed=4) * D**-0.5, "bias": draw(4, H, D, seed=5)}
+    x |= {name: draw(batch, H, D, seed=6 + at) for at, name in enumerate("ycnm")}
+    return {**x, "n": x["n"].abs() + 0.5}  # a sum of weights
+
+
+def slstm_call(**given: Any) -> Any:
+    return kernels.slstm(**given)
+
+
+def slstm_bar(length: int) -> float:
+    """Each token rounds some forty times, the state divides by n, and the next token reads it."""
+    return 8 * float32_bar(length)
+
+
+def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """Dots of bfloat16 round y, the matrices and the gates' gradients at each token; y is fed back. float16 goes
+    through float32 (tf32 on a device) and is rounded at the ends."""
+    return (length + 4.0 if dtype == torch.bfloat16 else 4.0) if backend == "triton" else 1.0
+
+
+SLSTM = Kernel(
+    name="slstm",
+    function=slstm_call,
+    make=slstm_inputs,
+    sequences=("i", "f", "z", "o"),
+    states=("y", "c", "n", "m"),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"batch": 3, "S": 13, "D": 4}, {"batch": 1, "S": 5, "H": 1, "D": 1},
+        {"batch": 17, "S": 5, "H": 1, "D": 16}, {"S": 5, "D": 20},
+    ),
+    device_shapes=(
+        {"batch": 5, "S": 130, "D": 32},
+        *({"batch": 5, "S": 40, "D": D} for D in (4, 32, 64, 100, 128, 200, 256, 512)),
+        *({"batch": batch, "S": 2, "D": 32} for batch in (1, 16, 17, 40)),
+    ),
+    ranges={"batch": range(4), "S": range(21), "H": range(1, 4), "D": range(1, 6)},
+    small={"batch": 1, "S": 4, "H": 1, "D": 2},
+    bar=slstm_bar,
+    roundings=slstm_roundings,
+    errors=(
+        (lambda x: {"i": x["i"][..., :5]}, r"slstm wants gates \[B, S, 6\]"),
+        (lambda x: {"recurrent": x["recurrent"][:, :, :3]}, "slstm wants recurrent"),
+        (lambda x: {"bias": x["bias"][:3]}, "slstm wants bias"),
+        (lambda x: {"m": x["m"][:1]}, "slstm wants a state"),
+        (lambda x: {"resets": torch.zeros(2, 3)}, r"slstm wants resets \[B, S\] = \[2, 9\]"),
+    ),
+    facts={"heads": 1, "head_dim": 1024},
+    refused=(({"head_dim": 1025}, "at most 1024"), ({"dtype": torch.float64}, "float64")),
+    added=("y", "c", "n", "m"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ selective scan
+
+
+def scan_inputs(
+    batch: int = 2, S: int = 9, E: int = 4, N: int = 3, groups: int = 0, groups_of_C: int = 0, constant: str = ""
+) -> Tensors:
+    x = {"u": draw(batch, S, E), "dt": draw(batch, S, E, seed=1), "A": -draw(E, N, seed=2).exp()}
+    for at, (name, G) in enumerate((("B", groups), ("C", groups_of_C or groups))):
+        shape = (E, N) if name in constant else (batch, S, G, N) if G else (batch, S, N)
+        x[name] = draw(*shape, seed=3 + at)
+    x |= {"D": draw(E, seed=5), "z": draw(batch, S, E, seed=6), "dt_bias": draw(E, seed=7)}
+    return {**x, "state": draw(batch, E, N, seed=8)}
+
+
+def positive_steps(**sizes: Any) -> Tensors:
+    x = scan_inputs(**sizes)
+    return {**x, "dt": x["dt"].abs()}
+
+
+def scan_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """Outside of Triton the gradient of u is a sum of two that are rounded already."""
+    return 1.0 if backend == "triton" else 3.0
+
+
+BARE = ("D", "z", "dt_bias")
+SELECTIVE_SCAN = Kernel(
+    name="selective_scan",
+    function=kernels.selective_scan,
+    make=scan_inputs,
+    sequences=("u", "dt", "z", "B", "C"),
+    states=("state",),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"S": 31}, {"batch": 1, "S": 32}, {"batch": 1, "S": 33}, {"batch": 1, "S": 65},
+        {"S": 6, "E": 12, "N": 1}, {"S": 4, "E": 38, "N": 17}, {"S": 3, "E": 70}, {"batch": 1, "S": 7, "E": 16, "N": 4},
+        {"batch": 1, "S": 5, "E": 40, "N": 32}, {"batch": 1, "S": 5, "E": 20, "N": 16},
+    ),
+    device_shapes=(
+        *({"S": S, "E": 70, "N": 16} for S in (31, 64, 130, 1000)),
+        *({"S": 40, "E": 48, "N": N} for N in (1, 3, 8, 16, 17, 32, 64, 128, 256)),
+    ),
+    ranges={"batch": range(4), "S": range(61), "E": (2, 4), "N": range(1, 6)},
+    small={"batch": 1, "S": 4, "E": 2, "N": 2},
+    variants={
+        "all": Variant(),
+        "bare": Variant(without=BARE),
+        "grouped": Variant(sizes={"groups": 2}),
+        "fewer groups of C": Variant(sizes={"groups": 2, "groups_of_C": 1}),
+        "constant B": Variant(sizes={"constant": "B"}, fixed=("B",)),
+        "constant B C": Variant(sizes={"constant": "BC"}, fixed=("B", "C"), without=BARE),
+    },
+    roundings=scan_roundings,
+    errors=(
+        (lambda x: {"dt": x["dt"][:, :3]}, "selective_scan wants u, dt"),
+        (lambda x: {"B": x["B"][..., :2]}, "selective_scan wants B"),
+        (lambda x: {"state": x["state"][:1]}, "selective_scan wants a state"),
+        (lambda x: {"resets": torch.zeros(2, 3)}, r"selective_scan wants resets \[B, S\] = \[2, 9\]"),
+        (
+            lambda x: {
+                **{name: torch.cat([x[name]] * 3, -1) for name in ("u", "dt")}, "A": x["A"].repeat(3, 1),
+                "B": x["B"].unsqueeze(2).expand(-1, -1, 4, -1), "C": x["C"].unsqueeze(2).expand(-1, -1, 3, -1),
+            },
+            "groups of B and C of which one divides the other; got 4 and 3",
+        ),
+    ),
+    facts={"states": 16, "width": 8},
+    refused=(
+        ({"states": 257}, "at most 256"), ({"complex": True}, "complex"), ({"dtype": torch.float64}, "float64"),
+        ({"device": "mps"}, "needs a CUDA or ROCm device, not mps"),
+    ),
+    added=("D", "z", "dt_bias", "state"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ convolution
+
+
+def conv_inputs(batch: int = 2, S: int = 9, D: int = 3, K: int = 4, D_out: int = 0) -> Tensors:
+    """With D_out the weight mixes channels."""
+    weight = draw(D_out, D, K, seed=1) if D_out else draw(D, 1, K, seed=1)
+    return {
+        "x": draw(batch, S, D), "weight": weight, "bias": draw(D_out or D, seed=3),
+        "state": draw(batch, K - 1, D, seed=2),
+    }
+
+
+def conv_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The reference rounds the sum, and the activation rounds there and back; torch's taps are rounded one by one."""
+    return {"triton": 1.0, "reference": 4.0}.get(backend, 8.0)
+
+
+CAUSAL_CONV = Kernel(
+    name="causal_conv",
+    function=kernels.causal_conv,
+    make=conv_inputs,
+    sequences=("x",),
+    states=("state",),
+    narrow=("x", "state"),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"S": 3}, {"S": 63}, {"S": 64}, {"S": 65}, {"S": 130}, {"S": 31, "D": 70},
+        {"S": 37, "D": 70}, {"K": 1}, {"K": 2}, {"K": 3}, {"K": 8},
+    ),
+    device_shapes=(
+        *({"batch": 3, "S": S, "D": 70} for S in (1, 2, 31, 32, 33, 130, 1000)),
+        *({"S": 50, "D": 96, "K": K} for K in range(1, 9)),
+    ),
+    ranges={"batch": range(4), "S": range(21), "D": range(1, 5), "K": range(1, 7)},
+    small={"batch": 1, "S": 5},
+    variants={
+        "silu": Variant({"activation": "silu"}),
+        "plain": Variant(),
+        "no bias": Variant({"activation": "silu"}, without=("bias",)),
+    },
+    roundings=conv_roundings,
+    double_backward=("reference",),
+    errors=(
+        (lambda x: {"x": x["x"][0]}, r"wants x \[B, S, D\]"),
+        (lambda x: {"weight": x["weight"][..., :0]}, "K >= 1"),
+        (lambda x: {"weight": x["weight"][:2]},
+         r"3 channels wants weight \[3, 1, K\] or \[D_out, 3, K\]; got \[2, 1, 4\]"),
+        (lambda x: {"bias": x["bias"][:2]}, r"bias \[3\]"),
+        (lambda x: {"state": x["state"][:, 1:]}, r"state \[B, K-1, D\] = \[2, 3, 3\]; got \[2, 2, 3\]"),
+        (lambda x: {"resets": torch.zeros(2)}, r"resets \[B, S\]"),
+        (lambda x: {"activation": "gelu"}, "choose None or 'silu'"),
+    ),
+    facts={"taps": 4, "mixing": False, "width": 8},
+    refused=(
+        ({"taps": 9}, "9 taps; at most 8"), ({"mixing": True}, "mixes channels"), ({"dtype": torch.float64}, "float64"),
+    ),
+    added=("bias", "state"),
+)
+MIXING_CONV = Kernel(
+    name="mixing_conv",
+    function=kernels.causal_conv,
+    make=lambda D_out=5, **sizes: conv_inputs(D_out=D_out, **sizes),
+    sequences=("x",),
+    states=("state",),
+    narrow=("x", "state", "weight", "bias"),
+    shapes=({"S": 1}, {"S": 2}, {"S": 30}, {"K": 1}, {"K": 6}),
+    ranges={"batch": range(4), "S": range(21), "D": range(2, 5), "K": range(1, 7)},
+    small={"batch": 1, "S": 5},
+    implementations=("reference", "torch"),
+    roundings=conv_roundings,
+    double_backward=("reference", "torch"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ Centaurus
+
+
+def centaurus_inputs(
+    batch: int = 2, S: int = 9, H: int = 3, G: int = 2, N: int = 5, M: int = 3, mode: str = "neck"
+) -> Tensors:
+    rows = {"dws": H, "full": G * H}.get(mode, N)
+    channels = rows * M if mode == "pointwise" else rows
+    x = {"x": draw(batch, S, H), "A_real": -draw(rows, M, seed=1).exp(), "A_imag": 3 * draw(rows, M, seed=2)}
+    x["dt"] = (draw(rows, seed=3) - 2).exp()
+    dense = mode in ("neck", "pointwise")
+    x["B"] = draw(channels, H, seed=4) if dense else draw(rows, seed=4)
+    x["C"] = draw(G, channels, seed=5) if dense else draw(rows, seed=5)
+    if mode != "pointwise":
+        x["E"] = draw(rows, M, seed=6)
+    return {**x, "state": draw(batch, *((rows * M, 1) if mode == "pointwise" else (rows, M)), 2, seed=7)}
+
+
+def centaurus_bar(length: int) -> float:
+    """Sums over tokens, and over at most 64 channels in the projections."""
+    return 4 * float32_bar(length + 64)
+
+
+def centaurus_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The input, the output and the gradient between them are rounded on their way through the projections; a gradient
+    goes there and back."""
+    return 8.0 if dtype == torch.float16 else 4.0
+
+
+CENTAURUS = Kernel(
+    name="centaurus",
+    function=kernels.centaurus,
+    make=centaurus_inputs,
+    sequences=("x",),
+    states=("state",),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"S": 3}, {"S": 5, "G": 3, "H": 11, "M": 1}, {"S": 4, "H": 5, "M": 8}, {"S": 17}, {"S": 40},
+        {"batch": 9, "S": 13}, {"S": 13, "G": 40, "H": 2}, {"S": 13, "G": 3, "H": 33},
+    ),
+    device_shapes=(
+        *({"S": S, "H": 20, "G": 3, "N": 40, "M": 4} for S in (1, 5, 127, 300)),
+        *({"S": 280, "H": 6, "M": M} for M in (1, 3, 8, 64)), {"batch": 700, "S": 280, "H": 6},
+    ),
+    ranges={"batch": range(4), "S": range(41), "H": range(1, 5), "G": range(1, 4), "N": range(1, 6), "M": range(1, 5)},
+    small={"batch": 1, "S": 4, "H": 2, "G": 2, "N": 2, "M": 2},
+    variants={
+        **{mode: Variant({"mode": mode}, {"mode": mode}) for mode in ("neck", "pointwise", "dws", "full")},
+        "held input": Variant({"mode": "neck", "hold": "zoh"}),
+    },
+    bar=centaurus_bar,
+    roundings=centaurus_roundings,
+    double_backward=("reference", "torch"),
+    errors=(
+        (lambda x: {"mode": "depthwise"}, "mode is one of neck"),
+        (lambda x: {"hold": "bilinear"}, "hold is euler or zoh"),
+        (lambda x: {"mode": "dws"}, r"mode dws, wants B and C \[3\]"),
+        (lambda x: {"mode": "pointwise"}, "wants no E"),
+        (lambda x: {"state": torch.zeros(2, 4, 3)}, "wants a state"),
+        (lambda x: {"resets": torch.zeros(2, 8, dtype=torch.bool)}, "wants resets"),
+        (lambda x: {"plan": "project"}, "carries no state"),
+        (lambda x: {"plan": "fft"}, "no plan 'fft'"),
+    ),
+    facts={"mode": "dws", "channels": 4, "substates": 64},
+    refused=(({"substates": 65}, "at most 64"), ({"dtype": torch.float64}, "float64")),
+    added=("state",),
+)
+
+
+# ------------------------------------------------------------------------------------------------ norm, linear map
+
+
+def norm_inputs(batch: int = 2, S: int = 7, D: int = 24) -> Tensors:
+    x = {"x": draw(batch, S, D), "weight": draw(D, seed=1), "bias": draw(D, seed=2), "skip": draw(batch, S, D, seed=3)}
+    return {**x, "skip_weight": draw(D, seed=4), "gate": draw(batch, S, D, seed=5)}
+
+
+def norm_bar(length: int) -> float:
+    """Statistics are sums over a head, the gain's gradient over all tokens of a batch of two or three."""
+    return float32_bar(3 * length + 300)
+
+
+def norm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """Triton rounds once. Elsewhere the norm, the skip and the gate are three operations, there and back."""
+    return 1.0 if backend == "triton" else 6.0
+
+
+OF_TORCH = ("reference", "torch")
+PLAIN = ("skip", "skip_weight", "gate")
+HEAD_NORM = Kernel(
+    name="head_norm",
+    function=kernels.head_norm,
+    make=norm_inputs,
+    sequences=("x", "skip", "gate"),
+    shapes=(
+        {"S": 1}, {"S": 2}, {"S": 37}, {"batch": 1, "S": 130}, {"S": 0}, {"S": 5, "D": 3}, {"S": 4, "D": 600},
+    ),
+    device_shapes=tuple({"batch": 3, "S": 130, "D": D} for D in (6, 12, 48, 192, 576, 1536, 15_000)),
+    ranges={"batch": range(4), "S": range(10)},
+    small={"batch": 1, "S": 2, "D": 6},
+    variants={
+        "all": Variant({"heads": 3}),
+        "norm": Variant({"heads": 3}, without=PLAIN),
+        "no gain": Variant({"heads": 3}, without=("weight", "bias", *PLAIN)),
+        "no bias": Variant({"heads": 3}, without=("bias", "gate")),
+        "no skip": Variant({"heads": 3}, without=("weight", "skip", "skip_weight")),
+        "one head": Variant({"heads": 1}),
+        **{f"{name} gate": Variant({"heads": 3, "activation": name}, without=("skip", "skip_weight"))
+           for name in ("none", "sigmoid")},
+        **{f"{name} gate": Variant({"heads": 3, "activation": name}, without=("skip", "skip_weight"), on=OF_TORCH)
+           for name in ("gelu", "relu", "tanh", "softplus")},
+    },
+    resets=False,
+    reverse=False,
+    bar=norm_bar,
+    roundings=norm_roundings,
+    double_backward=("reference", "torch"),
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"heads": 5}, r"x \[..., H \* D\] with H = 5; got \[2, 7, 24\]"),
+        (lambda x: {"weight": x["weight"][:3]}, r"weight \[24\]; got \[3\]"),
+        (lambda x: {"bias": x["bias"][:3]}, r"bias \[24\]; got \[3\]"),
+        (lambda x: {"skip_weight": None}, "skip and skip_weight together"),
+        (lambda x: {"gate": x["gate"][:1]}, "wants gate as x"),
+        (lambda x: {"activation": "swish"}, "unknown activation 'swish'; choose from none, silu"),
+    ),
+    facts={"heads": 2, "width": 64},
+    refused=(
+        ({"width": 20_000}, "at most 8192"), ({"gate": "gelu"}, "a gate through gelu"),
+        ({"dtype": torch.float64}, "float64"),
+    ),
+)
+
+
+def linear_inputs(batch: int = 2, S: int = 7, G: int = 3, O: int = 4, I: int = 4) -> Tensors:
+    return {"x": draw(batch, S, G * I), "weight": draw(G, O, I, seed=1), "bias": draw(G * O, seed=2)}
+
+
+def linear_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The product is rounded, and again with the bias; outside of Triton partial sums may be."""
+    return 2.0 if backend == "triton" else 3.0
+
+
+HEADWISE_LINEAR = Kernel(
+    name="headwise_linear",
+    function=kernels.headwise_linear,
+    make=linear_inputs,
+    sequences=("x",),
+    narrow=("x", "weight", "bias"),
+    shapes=(
+        *({"S": S} for S in (0, 1, 2, 31, 32, 33, 130)),
+        *({"S": 5, "G": G, "O": O, "I": I} for G, O, I in (
+            (1, 1, 1), (5, 2, 3), (2, 3, 2), (9, 4, 4), (17, 4, 8), (2, 16, 16), (40, 4, 4), (7, 13, 5),
+        )),
+    ),
+    device_shapes=tuple(
+        {"batch": 3, "S": 130, "G": G, "O": O, "I": I} for G, O, I in ((192, 4, 4), (7, 3, 5), (33, 16, 16), (5, 1, 2))
+    ),
+    ranges={"batch": range(4), "S": range(4), "G": range(1, 41), "O": range(1, 41), "I": range(1, 41)},
+    small={"batch": 1, "S": 2, "G": 4, "O": 3, "I": 2},
+    variants={"with bias": Variant(), "no bias": Variant(without=("bias",))},
+    resets=False,
+    reverse=False,
+    bar=lambda length: float32_bar(2 * length + 40),  # the weight's gradient is a sum over both rows of a batch
+    roundings=linear_roundings,
+    double_backward=("reference", "torch"),
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"x": x["x"][..., :9]}, r"weight \[G, O, I\]; got x \[2, 7, 9\], weight \[3, 4, 4\]"),
+        (lambda x: {"bias": x["bias"][:5]}, r"bias \[G \* O\] = \[12\]; got \[5\]"),
+    ),
+    facts={"block": (4, 16, 16)},
+    refused=(({"block": (4, 17, 16)}, "torch's own"), ({"dtype": torch.float64}, "float64")),
+    added=("bias",),
+)
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention_inputs(
+    batch: int = 2, S: int = 9, H: int = 4, G: int = 2, D: int = 6, DV: int = 3, past: int = 160
+) -> Tensors:
+    """The cache holds 3 tokens for the first row and none for the last; what lies before them is never read."""
+    x = {"q": draw(batch, S, H, D), "k": draw(batch, S, G, D, seed=1), "v": draw(batch, S, G, DV, seed=2)}
+    x |= {"cached k": draw(batch, past, G, D, seed=3), "cached v": draw(batch, past, G, DV, seed=4)}
+    return {**x, "length": 3 * (torch.arange(batch) == 0)}
+
+
+def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """torch's kernels round scores of size 6, weights and values; a gradient does so twice."""
+    return 12.0 if backend == "torch" else 2.0
+
+
+WINDOW = {"past": 6}
+ATTENTION = Kernel(
+    name="attention",
+    function=kernels.attention,
+    make=attention_inputs,
+    sequences=("q", "k", "v"),
+    states=("cached k", "cached v", "length"),
+    shapes=({"S": 1}, {"S": 2}, {"S": 7}, {"S": 40}, {"S": 130}, {"H": 1, "G": 1, "DV": 8}, {"S": 13, "G": 4}),
+    ranges={"batch": range(4), "S": range(25), "D": (2, 4), "DV": range(1, 5)},
+    small={"batch": 1, "S": 5, "H": 2, "G": 1, "D": 2, "DV": 2},
+    variants={
+        "full": Variant(),
+        "window of 7": Variant({"window": 7}, WINDOW),
+        "window of 1": Variant({"window": 1}, {"past": 0}),
+        "rotary": Variant({"rotary": 100.0, "scale": 0.3}),
+    },
+    implementations=("reference", "torch"),
+    reverse=False,
+    bar=lambda length: 8 * float32_bar(length),  # scores of size 6 in an exponential
+    roundings=attention_roundings,
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"q": x["q"][:, :, :3]}, "G a divisor of H"),
+        (lambda x: {"causal": False}, "needs causal=True"),
+        (lambda x: {"window": 0}, "at least one token"),
+        (lambda x: {"window": 200}, "too short for a window of 200"),
+        (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
+        (lambda x: {"resets": torch.zeros(2, 9)}, r"wants resets bool \[2, 9\]"),
+        (lambda x: {"length": x["length"][:1]}, "wants a state of shapes"),
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------------------ associative scans
+
+
+class Pair(NamedTuple):
+    decay: Tensor
+    value: Tensor
+
+
+def linear(a: Pair, b: Pair) -> Pair:
+    """A diagonal linear recurrence: h' = decay h + value."""
+    return Pair(a.decay * b.decay, b.decay * a.value + b.value)
+
+
+def logarithmic(a: Pair, b: Pair) -> Pair:
+    """The same for positive values, in logarithms (min-GRU): its carry may be -inf."""
+    return Pair(a.decay + b.decay, torch.logaddexp(b.decay + a.value, b.value))
+
+
+def associative_inputs(batch: int = 2, S: int = 9, D: int = 3) -> Tensors:
+    x = {"decay": draw(batch, S, D), "value": draw(batch, S, D, seed=1)}
+    return {**x, "carried decay": draw(batch, D, seed=2), "carried value": draw(batch, D, seed=3)}
+
+
+def associative_call(decay: Tensor, value: Tensor, *, combine: Any, state: Any = None, **options: Any) -> Any:
+    options.pop("return_state")
+    decays = decay.sigmoid() if combine is linear else -decay.exp()
+    initial = None if state is None else Pair(*state)
+    states, last = kernels.associative_scan(combine, Pair(decays, value), initial=initial, **options)
+    return states.value, last
+
+
+ASSOCIATIVE_SCAN = Kernel(
+    name="associative_scan",
+    function=associative_call,
+    make=associative_inputs,
+    sequences=("decay", "value"),
+    states=("carried decay", "carried value"),
+    narrow=("decay", "value", "carried decay", "carried value"),
+    shapes=({"S": 1}, {"S": 2}, {"S": 3}, {"S": 31}, {"S": 64}, {"S": 130}),
+    ranges={"batch": range(1, 4), "S": range(1, 61), "D": range(1, 5)},
+    small={"batch": 1, "S": 5, "D": 2},
+    variants={"linear": Variant({"combine": linear}), "logarithmic": Variant({"combine": logarithmic})},
+    implementations=("reference", "torch"),
+    min_length=1,
+    # nothing widens the elements: a chain of S combinations, each of a few roundings, there and back
+    roundings=lambda backend, dtype, length: 2.0 * length + 8,
+    double_backward=("reference", "torch"),
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"decay": x["decay"][:, :0], "value": x["value"][:, :0]}, "at least one element"),
+        (lambda x: {"value": x["value"][:, :4]}, "of one B and S"),
+        (lambda x: {"carried value": x["carried value"][:, :1]}, "an initial carry like one element"),
+        (lambda x: {"resets": torch.zeros(2, 4)}, r"resets \[2, 9\]"),
+    ),
+)
+MLSTM_MEMOROID = Kernel(
+    name="mlstm_memoroid",
+    function=kernels.mlstm_memoroid,
+    make=mlstm_inputs,
+    sequences=("q", "k", "v", "i", "f"),
+    states=("C", "n", "m"),
+    narrow=("q", "k", "v"),
+    shapes=({"S": 1}, {"S": 2}, {"S": 31}, {"S": 64}, {"S": 130}),
+    ranges={"batch": range(1, 4), "S": range(21), "H": range(1, 4), "DK": range(1, 6), "DV": range(1, 6)},
+    small={"batch": 1, "S": 4, "H": 1, "DK": 2, "DV": 2},
+    variants={"paper": Variant(), "unit floor": Variant({"readout": "unit_floor"})},
+    implementations=("reference", "torch"),
+    bar=mlstm_bar,
+    double_backward=("reference", "torch"),
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"readout": "max"}, "readout is one of paper, unit_floor"),
+        (lambda x: {"k": x["k"][:, :3]}, "mlstm_memoroid wants q, k"),
+    ),
+)
+
+KERNELS = (
+    MLSTM, SLSTM, SELECTIVE_SCAN, CAUSAL_CONV, MIXING_CONV, CENTAURUS, HEAD_NORM, HEADWISE_LINEAR, ATTENTION,
+    ASSOCIATIVE_SCAN, MLSTM_MEMOROID,
+)

@@ -1,0 +1,510 @@
+"""What every implementation of every kernel owes its caller. What is special to one kernel is in a file of its own.
+
+Each test runs a few cases per kernel and implementation, in which every value of every axis occurs; the cases in which
+every two values meet are marked slow. On a GPU all of them run: `pytest tests/kernels -m gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.backends.debugging import eager
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqblocks import kernels
+from seqblocks.errors import BackendError
+from seqblocks.kernels import dispatch
+from tests.kernels.conformance import (
+    CPU,
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    LAYOUTS,
+    Implementation,
+    Kernel,
+    Precision,
+    Subject,
+    Tensors,
+    assert_close,
+    assert_equal,
+    cases,
+    check,
+    floating,
+    on_device,
+    reset_marks,
+    with_gradients,
+)  # fmt: skip
+from tests.kernels.families import KERNELS
+
+EVERYWHERE = (*CPU, "gpu")
+SEQUENTIAL = [kernel for kernel in KERNELS if kernel.states]
+DOUBLE = Precision(torch.float64)
+
+
+def yes_if(trait: str) -> Callable[[Kernel, Implementation], list[bool]]:
+    return lambda kernel, on: [False, True] if getattr(kernel, trait) else [False]
+
+
+def shapes(kernel: Kernel, on: Implementation) -> list[Any]:
+    return [*kernel.shapes, *(kernel.device_shapes if on.name == "gpu" else ())]
+
+
+# ------------------------------------------------------------------------------------------------ the definition
+
+
+@cases(
+    KERNELS, EVERYWHERE, shape=shapes, precision=lambda kernel, on: on.precisions, layout=lambda kernel, on: LAYOUTS,
+    resets=yes_if("resets"), reverse=yes_if("reverse"), state=yes_if("states"),
+)
+def test_agrees_with_the_definition(
+    subject: Subject, shape: dict[str, int], precision: Precision, layout: str, resets: bool, reverse: bool, state: bool
+) -> None:
+    """Outputs, last states and every gradient, in any dtype and layout, of any length."""
+    inputs = subject.inputs(state=state, **shape)
+    batch, length = inputs[subject.kernel.sequences[0]].shape[:2]
+    marks = reset_marks(batch, length, max(5, length // 3)) if resets else None
+    check(subject, inputs, precision=precision, layout=layout, resets=marks, reverse=reverse)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_any_shape(kernel: Kernel, data: st.DataObject) -> None:
+    """Also where nothing is left of the batch, the sequence or the heads: the same as the reference in float64."""
+    subject = Subject(kernel, data.draw(st.sampled_from(sorted(kernel.variants))), IMPLEMENTATIONS["torch"])
+    sizes = {name: data.draw(st.sampled_from(values), name) for name, values in kernel.ranges.items()}
+    options: dict[str, Any] = {"reverse": kernel.reverse and data.draw(st.booleans(), "reverse")}
+    if kernel.resets and data.draw(st.booleans(), "resets"):
+        options["resets"] = reset_marks(sizes["batch"], sizes["S"])
+    x = subject.leaves(subject.inputs(state=data.draw(st.booleans(), "state"), **sizes), DOUBLE)
+    found, wanted = (
+        with_gradients(subject(x, backend=backend, **options), x) for backend in ("torch", "reference")
+    )
+    # a draw may come close to |q.n| = exp(-m) + eps: conditioning up to 1e6
+    assert_close(found, wanted, 1e-9, smallest=1.0)
+
+
+@cases(KERNELS, CPU[:2], resets=yes_if("resets"))
+def test_derivatives(subject: Subject, resets: bool) -> None:
+    """Against finite differences; the second too, where an implementation has it."""
+    x = subject.exact(**subject.kernel.small)
+    leaves = floating(x)
+    marks = torch.zeros(1, subject.kernel.small["S"], dtype=torch.bool)
+    marks[:, subject.kernel.small["S"] // 2] = True
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = {**x, **dict(zip(leaves, tensors, strict=True))}
+        return tuple(floating(subject(given, resets=marks if resets else None)).values())
+
+    assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=True)
+    if subject.on.name in subject.kernel.double_backward:
+        assert torch.autograd.gradgradcheck(run, tuple(leaves.values()), fast_mode=True)
+
+
+@cases(KERNELS, CPU, variants=())
+def test_a_second_derivative_is_refused_with_a_hint(subject: Subject) -> None:
+    """Where there is none."""
+    if subject.on.name in subject.kernel.double_backward or subject.kernel.name in ("causal_conv", "attention"):
+        return
+    x = subject.exact(**subject.kernel.small)
+    first = x[subject.kernel.sequences[0]]
+    (g,) = torch.autograd.grad(subject(x)["out"].square().sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*backend='reference'"):
+        g.sum().backward()
+
+
+@cases(KERNELS, EVERYWHERE, variants=())
+def test_upstream_gradients_of_any_layout(subject: Subject) -> None:
+    """Slices, transposes and sums hand back gradients with strides of their own."""
+
+    def results(on: Implementation) -> Tensors:
+        subject_there = subject._replace(on=on)
+        leaves = subject_there.exact()
+        out = subject_there(leaves)
+        y = out.pop("out")
+        parts = {"slice": y[..., ::2], "transpose": y.transpose(0, 1), "sum": y.sum(tuple(range(y.dim())))}
+        return with_gradients({**parts, **{name: x[..., :2] for name, x in out.items()}}, leaves)
+
+    bar = subject.kernel.exactness(subject.on, subject.on.exact, 9)
+    assert_close(results(subject.on), results(IMPLEMENTATIONS["reference"]), bar)
+
+
+@cases(SEQUENTIAL, EVERYWHERE, variants=(), state=[False, True])
+def test_a_state_that_is_not_asked_for(subject: Subject, state: bool) -> None:
+    """Changes neither the output nor a gradient."""
+    x = subject.exact(state=state)
+    alone, both = subject(x, return_state=False), subject(x)
+    assert_close(
+        with_gradients(alone, x), with_gradients({"out": both["out"]}, x),
+        subject.kernel.exactness(subject.on, subject.on.exact, 9),
+    )
+
+
+@cases(SEQUENTIAL, EVERYWHERE, variants=(), output=lambda kernel, on: ("out", *kernel.states))
+def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
+    """The rest adds nothing to any gradient."""
+
+    def results(on: Implementation) -> Tensors:
+        subject_there = subject._replace(on=on)
+        leaves = subject_there.exact()
+        return with_gradients({output: subject_there(leaves)[output]}, leaves)
+
+    bar = subject.kernel.exactness(subject.on, subject.on.exact, 9)
+    assert_close(results(subject.on), results(IMPLEMENTATIONS["reference"]), bar)
+
+
+# ------------------------------------------------------------------------------------------------ the law of states
+
+
+CUTS = ((3,), (1, 2, 6), "steps")
+
+
+@cases(SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"))
+def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, reverse: bool) -> None:
+    """With the state carried on: the same outputs, last state and gradients, those of the first state included."""
+    S = 8
+    x = subject.exact(S=S)
+    marks = reset_marks(2, S) if resets else None
+    whole = with_gradients(subject(x, resets=marks, reverse=reverse), x)
+    edges = range(S + 1) if cuts == "steps" else (0, *cuts, S)
+    state = {name: x[name] for name in subject.kernel.states}
+    parts: list[Tensor] = []
+    spans = [*pairwise(edges)]
+    for a, b in reversed(spans) if reverse else spans:
+        piece = subject.cut(x, a, b) | state
+        state = subject(piece, resets=None if marks is None else marks[:, a:b], reverse=reverse)
+        parts.append(state.pop("out"))
+    pieces = {"out": torch.cat(parts[::-1] if reverse else parts, 1), **state}
+    bar = subject.kernel.exactness(subject.on, subject.on.exact, S)
+    assert_close(with_gradients(pieces, x), whole, bar, smallest=1.0)  # one key in a window: no gradient of q
+
+
+@cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"))
+def test_resets_are_each_piece_on_its_own(subject: Subject, reverse: bool) -> None:
+    S = 8
+    x = subject.exact(batch=1, S=S)
+    marks = torch.zeros(1, S, dtype=torch.bool)
+    marks[0, [2, 4] if reverse else [3, 5]] = True  # a piece begins at its right end where it is read from there
+    packed = subject(x, resets=marks, reverse=reverse)
+    spans = [(0, 3), (3, 5), (5, S)]
+    alone = []
+    for a, b in reversed(spans) if reverse else spans:
+        piece = subject.cut(x, a, b)
+        if alone:
+            piece = {name: t for name, t in piece.items() if name not in subject.kernel.states}
+        alone.append(subject(piece, reverse=reverse))
+    ys = [part["out"] for part in alone]
+    expected = {**alone[-1], "out": torch.cat(ys[::-1] if reverse else ys, 1)}
+    if subject.kernel.name in WITHOUT_FRESH_STATE:
+        packed, expected = ({"out": out["out"]} for out in (packed, expected))
+    bar = subject.kernel.exactness(subject.on, subject.on.exact, S)
+    assert_close(with_gradients(packed, x), with_gradients(expected, x), bar)
+
+
+# a cache keeps what lies before a reset, and an associative scan without a carry has other states than with one
+WITHOUT_FRESH_STATE = ("attention", "associative_scan")
+
+
+@cases([k for k in KERNELS if k.reverse], EVERYWHERE, variants=CPU[:2], resets=[False, True])
+def test_reverse_is_the_flipped_scan(subject: Subject, resets: bool) -> None:
+    x = subject.exact(S=6)
+    marks = reset_marks(2, 6) if resets else None
+    out = subject(x, resets=marks, reverse=True)
+    flipped = {name: t.flip(1) if name in subject.tokens() else t for name, t in x.items()}
+    forward = subject(flipped, resets=None if marks is None else marks.flip(1))
+    wanted = {**forward, "out": forward["out"].flip(1)}
+    bar = subject.kernel.exactness(subject.on, subject.on.exact, 9)
+    assert_close(with_gradients(out, x), with_gradients(wanted, x), bar)
+
+
+# ------------------------------------------------------------------------------------------------ nothing, and too much
+
+
+@cases(
+    KERNELS, CPU, state=yes_if("states"),
+    size=lambda kernel, on: [(0, 3)] if kernel.min_length else [(0, 3), (2, 0), (0, 0)],
+)
+def test_nothing_has_gradients_of_zero(subject: Subject, size: tuple[int, int], state: bool) -> None:
+    """An empty share of a batch trains along; a state passes through an empty sequence as it is."""
+    batch, S = size
+    x = subject.exact(batch=batch, S=S, state=state)
+    out = subject(x)
+    assert out["out"].shape[:2] == size
+    assert out["out"].requires_grad
+    if state and S == 0:
+        assert_equal({name: out[name] for name in subject.kernel.states}, {n: x[n] for n in subject.kernel.states})
+    if subject.kernel.resets:
+        marks = torch.zeros(batch, S, dtype=torch.bool)
+        assert subject(x, resets=marks)["out"].shape == out["out"].shape
+    out["out"].sum().backward()
+    for name, leaf in floating(x).items():
+        if name not in subject.kernel.states:
+            assert leaf.grad is not None, name
+            assert not leaf.grad.any(), name
+
+
+ERRORS = [(kernel, *error) for kernel in KERNELS for error in kernel.errors]
+
+
+@pytest.mark.parametrize(("kernel", "change", "message"), ERRORS, ids=[f"{e[0].name}-{e[2][:30]}" for e in ERRORS])
+def test_errors_name_what_is_wrong(kernel: Kernel, change: Callable[[Tensors], dict[str, Any]], message: str) -> None:
+    subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["torch"])
+    x: dict[str, Any] = dict(subject.inputs())
+    changed = change(x)
+    tensors = x | {name: value for name, value in changed.items() if name in x}
+    options = {name: value for name, value in changed.items() if name not in x}
+    with pytest.raises(ValueError, match=message):
+        subject(tensors, **options)
+
+
+TRITON = [kernel for kernel in KERNELS if "triton" in kernel.implementations]
+
+
+@pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.name)
+def test_triton_says_what_it_cannot_do(kernel: Kernel) -> None:
+    def verdict(**facts: Any) -> Any:
+        return kernels.why(kernel.name, **{"device": "cuda", **kernel.facts, **facts})[0]
+
+    assert verdict().can
+    for facts, reason in kernel.refused:
+        assert not verdict(**facts).can
+        assert reason in verdict(**facts).reason
+    assert not verdict(device="cpu").can  # `auto` does not choose the interpreter
+
+
+@INTERPRETED
+@pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.name)
+def test_one_input_of_float64_is_enough(kernel: Kernel) -> None:
+    """No Triton kernel computes in float64, so none may be chosen, whichever input has it."""
+    subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["triton"])
+    x = subject.exact()
+    for name in x:
+        if name not in kernel.added:
+            with pytest.raises(BackendError, match="float64"):
+                subject({**x, name: x[name].detach().double()})
+
+
+# ------------------------------------------------------------------------------------------------ autocast, compilers
+
+
+@cases(KERNELS, EVERYWHERE, variants=())
+def test_autocast(subject: Subject) -> None:
+    """Recurrences compute as they do without; what is a product of matrices gives what torch's own gives."""
+    x = {name: t.detach().float() if t.is_floating_point() else t for name, t in subject.exact().items()}
+    plain = subject(x)["out"]
+    with torch.autocast(subject.on.device, dtype=torch.bfloat16):
+        found = subject(x)["out"]
+        by_torch = subject(x, backend="torch")["out"]
+    assert found.dtype == by_torch.dtype or subject.on.name == "reference"
+    if subject.kernel.name in ("mixing_conv", "headwise_linear", "attention"):
+        # the factors of a few products are rounded
+        assert_close({"out": found.float()}, {"out": plain}, 2**-5)
+    else:
+        assert_close({"out": found}, {"out": plain}, subject.kernel.exactness(subject.on, torch.float32, 9))
+
+
+def float32_leaves(subject: Subject, **sizes: int) -> Tensors:
+    return {name: t.detach().float().requires_grad_() if t.is_floating_point() else t
+            for name, t in subject.exact(**sizes).items()}
+
+
+@cases(KERNELS, CPU, variants=())
+def test_compiled_in_one_graph(subject: Subject) -> None:
+    """Value and gradient."""
+    x = float32_leaves(subject, S=10)
+
+    def call(tensors: Tensors) -> Tensors:
+        return subject(tensors)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    bar = subject.kernel.exactness(subject.on, torch.float32, 10)
+    assert_close(with_gradients(compiled(x), x), with_gradients(call(x), x), bar)
+
+
+# of those below the first is compiled again for every length, and torch's attention for some
+@cases([k for k in KERNELS if k.name not in ("associative_scan", "attention")], ["torch"], variants=())
+def test_one_graph_for_all_lengths(subject: Subject) -> None:
+    """One for the first length, one for any."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: subject(x), backend=backend, fullgraph=True)
+    for length in (7, 9, 12, 40, 65, 130, 300):
+        x = {name: t.detach() for name, t in float32_leaves(subject, S=length).items()}
+        bar = subject.kernel.exactness(subject.on, torch.float32, length)
+        assert_close(compiled(x), subject(x), bar)
+    assert len(graphs) <= 2
+
+
+class Caller(torch.nn.Module):
+    """A call as a module, which is what is exported."""
+
+    def __init__(self, subject: Subject, resets: bool) -> None:
+        super().__init__()
+        self.subject, self.resets = subject, resets
+
+    def forward(self, x: Tensors, marks: Tensor) -> Tensors:
+        return self.subject(x, resets=marks if self.resets else None)
+
+
+@cases(
+    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], CPU[1:], variants=(),
+    resets=yes_if("resets"),
+)
+def test_one_export_serves_every_length(subject: Subject, resets: bool) -> None:
+    length = torch.export.Dim("length", min=2, max=4096)
+    module = Caller(subject, resets)
+
+    def given(S: int) -> tuple[Tensors, Tensor]:
+        return {n: t.detach() for n, t in float32_leaves(subject, S=S).items()}, reset_marks(2, S)
+
+    x, marks = given(9)
+    sizes = ({name: {1: length} if name in subject.tokens() else None for name in x}, {1: length})
+    with torch.no_grad():
+        program = torch.export.export(module, (x, marks), dynamic_shapes=sizes, strict=False)
+        if subject.on.name == "triton":
+            graphs = [str(part.graph) for part in program.graph_module.modules() if hasattr(part, "graph")]
+            assert any(f"{subject.kernel.name}_triton" in graph for graph in graphs)
+        for S in (2, 20):
+            bar = subject.kernel.exactness(subject.on, torch.float32, S)
+            assert_close(program.module()(*given(S)), module(*given(S)), bar)
+
+
+class Ops(TorchDispatchMode):
+    """The ops of this package that are called while it is on, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "seqblocks":
+            self.calls.append((func, tuple(a.clone() if isinstance(a, Tensor) else a for a in args)))
+        return func(*args, **(kwargs or {}))
+
+
+@cases(KERNELS, CPU[1:], variants=(), resets=yes_if("resets"))
+def test_its_ops_keep_their_promises_to_torch(subject: Subject, resets: bool) -> None:
+    """Schema, fake tensors, autograd: whatever op a call makes, with what it was called with."""
+    x = float32_leaves(subject, batch=1, S=5)
+    with Ops() as ops, torch.enable_grad():
+        subject(x, resets=reset_marks(1, 5) if resets else None)
+    if subject.on.name == "triton":
+        assert ops.calls
+    for func, args in ops.calls:
+        leaves = (a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(func, tuple(leaves))
+
+
+# ------------------------------------------------------------------------------------------------ transforms
+
+
+def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert tangent is not None
+        return tangent
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "dual": dual,
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x + 1])),
+    "hessian": lambda f, x: torch.func.hessian(lambda s: f(s * x).square().sum())(torch.ones(())),
+}
+
+
+def of_the_first_input(subject: Subject, backend: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    x = {name: t.detach() for name, t in subject.exact().items() if name not in subject.kernel.states}
+    name = subject.kernel.sequences[0]
+    return lambda t: subject({**x, name: t}, backend=backend)["out"], x[name]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@cases([k for k in KERNELS if k.name != "attention"], ["torch"], variants=())  # torch's own has no forward mode
+def test_transforms(subject: Subject, transform: str) -> None:
+    """Forward mode and torch.func: what is made for reverse mode alone is passed over, and nothing is silently zero."""
+    found, wanted = (TRANSFORMS[transform](*of_the_first_input(subject, backend)) for backend in ("auto", "reference"))
+    assert_close({"out": found}, {"out": wanted}, 10 * subject.kernel.exactness(subject.on, torch.float64, 9), 1.0)
+
+
+@cases([k for k in KERNELS if "torch" in k.reverse_mode_only], ["torch"], variants=())
+def test_transforms_of_what_is_asked_for_by_name(subject: Subject) -> None:
+    if subject.kernel.name == "mixing_conv":
+        return
+    f, x = of_the_first_input(subject, "torch")
+    with pytest.raises(BackendError, match="reverse mode alone"):
+        dual(f, x)
+    f(x)  # without a transform it runs
+    dual(of_the_first_input(subject, "auto")[0], x)
+    assert "reverse mode alone" in dispatch.fallbacks()[subject.kernel.name]["torch"]
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+DEVICE_SHAPES: dict[str, dict[str, int]] = {
+    "mlstm": {"batch": 4, "S": 300, "DK": 64, "DV": 64}, "slstm": {"batch": 17, "S": 200, "D": 64},
+    "selective_scan": {"batch": 4, "S": 300, "E": 256, "N": 16}, "causal_conv": {"batch": 4, "S": 300, "D": 256},
+    "centaurus": {"batch": 3, "S": 400, "H": 64, "N": 128}, "head_norm": {"batch": 4, "S": 300, "D": 768},
+    "headwise_linear": {"batch": 4, "S": 300, "G": 64},
+}
+
+
+def called_on_device(kernel: Kernel, dtype: torch.dtype) -> tuple[Subject, Tensors]:
+    subject = Subject(kernel, next(iter(kernel.variants)), IMPLEMENTATIONS["gpu"])
+    inputs = subject.inputs(**DEVICE_SHAPES[kernel.name])
+    return subject, subject.leaves(inputs, Precision(dtype))
+
+
+def gpu(function: Any) -> Any:
+    function = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])(function)
+    function = pytest.mark.parametrize("kernel", TRITON, ids=lambda kernel: kernel.name)(function)
+    return on_device(function)
+
+
+@gpu
+def test_the_same_bits_every_time(kernel: Kernel, dtype: torch.dtype) -> None:
+    """No sum depends on which program comes first: a race would show as a difference sooner or later."""
+    subject, x = called_on_device(kernel, dtype)
+    first = with_gradients(subject(x), x)
+    for _ in range(20):
+        assert_equal(with_gradients(subject(x), x), first)
+
+
+@gpu
+def test_auto_takes_it_and_a_compiler_sees_one_node(kernel: Kernel, dtype: torch.dtype) -> None:
+    subject, x = called_on_device(kernel, dtype)
+    x = {name: t.detach() for name, t in x.items()}
+    expected = subject(x)
+    assert kernels.why(kernel.name, device="cuda", **kernel.facts)[0].can
+    assert_equal(subject(x, backend="auto"), expected)
+    compiled = torch.compile(lambda x: subject(x, backend="auto"), fullgraph=True)
+    assert_close(compiled(x), expected, kernel.exactness(subject.on, dtype, 1))
+
+
+@gpu
+def test_in_a_graph(kernel: Kernel, dtype: torch.dtype) -> None:
+    """A CUDA graph replays what was captured: nothing waits."""
+    subject, x = called_on_device(kernel, dtype)
+    x = {name: t.detach() for name, t in x.items()}
+    expected = subject(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = subject(x)
+    captured["out"].zero_()
+    graph.replay()
+    assert_equal(captured, expected)
