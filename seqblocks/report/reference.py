@@ -173,8 +173,8 @@ files hold. To use a library that lies elsewhere, allow its folder: `seqblocks c
 ## Steps
 
 A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. Verbs are primitives, combinators
-and blocks; all are written alike. What a bundled block takes, `seqblocks ops mlstm_block` tells, and what one of your own takes,
-`seqblocks ops my.yaml::my_block`. Every step may have
+and blocks; all are written alike. `seqblocks ops mlstm_block` lists the arguments of a bundled block, `seqblocks ops
+my.yaml::my_block` those of your own, and `seqblocks show xlstm --source` prints the YAML of a bundled file. Every step may have
 
 - `from: name` (or `x: name`): the wire it reads, instead of the output of the step before. `input` is what the enclosing
   list of steps was given. Some verbs take a list, and join the wires along the features. What one step reads has one number
