@@ -33,8 +33,8 @@ class Peer(NamedTuple):
 class Case(NamedTuple):
     """One computation at some shapes.
 
-    short: what a check has instead, where a shape has more: all that chooses a launch stays, or is chosen as for a
-    large call. draw(shape) makes the leaves, those in `narrow` in the dtype at hand, those in `shared` without a batch;
+    short: what a check has instead, where a shape has more; launches are chosen as for the whole shape.
+    draw(shape) makes the leaves, those in `narrow` in the dtype at hand, those in `shared` without a batch;
     ours(leaves, backend) computes. moved(shape) -> bytes that forward and backward cannot but read and write, with two
     bytes a number; exps, products(shape) -> special functions and multiply-accumulates of the same.
     """

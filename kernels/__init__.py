@@ -7,7 +7,7 @@ from seqblocks.kernels.associative_scan import Memoroid, associative_scan
 from seqblocks.kernels.attention import AttentionState, attention
 from seqblocks.kernels.causal_conv import causal_conv
 from seqblocks.kernels.centaurus import centaurus
-from seqblocks.kernels.dispatch import BACKENDS, Verdict, fallbacks, use_backend, why
+from seqblocks.kernels.dispatch import BACKENDS, Verdict, fallbacks, same_backend, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
@@ -38,6 +38,7 @@ __all__ = [
     "mlstm_step",
     "packed_resets",
     "rotary",
+    "same_backend",
     "selective_scan",
     "slstm",
     "use_backend",

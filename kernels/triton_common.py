@@ -94,11 +94,12 @@ def _arch_at(index: int | None) -> str:
     """Of a device that a call is on; "" where there is none."""
     if not torch.cuda.is_available():
         return ""
-    return _arch(torch.cuda.current_device() if index is None else index)
+    return arch_of(torch.cuda.current_device() if index is None else index)
 
 
 @cache
-def _arch(index: int) -> str:
+def arch_of(index: int) -> str:
+    """Architecture of a device: "sm_90", "gfx942", …"""
     if torch.version.hip:
         return str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
     return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
@@ -106,14 +107,19 @@ def _arch(index: int) -> str:
 
 def arch(x: Tensor) -> str:
     """Of the device that holds x: "sm_90", "gfx942", …; "cpu" in the interpreter."""
-    return _arch(x.device.index) if x.is_cuda else "cpu"
+    return arch_of(x.device.index) if x.is_cuda else "cpu"
 
 
 def processors(x: Tensor) -> int:
     """Multiprocessors of the device that holds x; 0 in the interpreter."""
     if x.is_cuda:
-        return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+        return processors_of(x.device.index)
     return PROCESSORS.get(arch(x), 0)
+
+
+def processors_of(index: int) -> int:
+    """Multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -89,9 +89,9 @@ def associative_scan(
     """
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)
-    facts = leaves[0]
+    inputs = {f"elements[{at}]": leaf for at, leaf in enumerate(leaves)}
     run = dispatch.choose(
-        "associative_scan", backend, device=facts.device, dtype=facts.dtype, resets=resets is not None
+        "associative_scan", backend, {**inputs, "resets": resets}, dtype=leaves[0].dtype, resets=resets is not None
     )
     order: Callable[[Tensor], Tensor] = (lambda t: t.flip(1)) if reverse else (lambda t: t)
     leaves = [order(leaf) for leaf in leaves]

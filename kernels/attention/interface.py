@@ -73,8 +73,9 @@ def attention(
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     sequence = _sequences(before, past, resets, B, S, q.device)
+    inputs = {"q": q, "k": keys, "v": values, "sequence": sequence}
     run = dispatch.choose(
-        "attention", backend, device=q.device, dtype=q.dtype, window=window, resets=resets is not None
+        "attention", backend, inputs, dtype=q.dtype, window=window, resets=resets is not None
     )
     y = run(q, keys, values, sequence, causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
     if not return_state:

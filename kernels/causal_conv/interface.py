@@ -49,8 +49,10 @@ def causal_conv(
     K = weight.shape[-1]
     state = x.new_zeros(x.shape[0], K - 1, x.shape[2]) if state is None else state.to(x.dtype)
     run = dispatch.choose(
-        "causal_conv", backend, device=x.device, dtype=torch.promote_types(x.dtype, weight.dtype), taps=K,
-        width=x.shape[2], mixing=mixing, resets=resets is not None, reverse=reverse,
+        "causal_conv", backend, {"x": x, "weight": weight, "bias": bias, "state": state, "resets": resets},
+        {"batch": x.shape[0], "length": x.shape[1], "width": x.shape[2]},
+        dtype=torch.promote_types(x.dtype, weight.dtype), taps=K, width=x.shape[2], mixing=mixing,
+        activation=activation, resets=resets is not None, reverse=reverse,
     )
     y = run(x, weight, bias, state, resets, activation, reverse)
     return (y, _last(x, state, resets, K, reverse)) if return_state else y

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
-from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
@@ -287,8 +287,10 @@ def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: boo
     """
     each = 16 // dtype.itemsize // (2 if backward else 1)
     BD = min(max(32, common.power_of_two(width)), 32 * each)
+    sizes = ("length", length), ("batch", batch), ("width", width)
+    length, batch, width = (launch_size(*of) for of in sizes)
     T = min(64, max(8, common.power_of_two(length)))
-    while not large() and T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
+    while T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
         T //= 2
     return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
 
@@ -329,7 +331,7 @@ def _op_backward(
     dy, resets = lined(dy), common.marks(resets)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
-    tile = tiles(S + K - 1, D, batch, x.dtype, True)
+    tile = tiles(S, D, batch, x.dtype, True)
     programs = batch * up(S + K - 1, tile["T"])
     dw = x.new_empty(programs, K, D, dtype=torch.float32)
     dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
@@ -385,17 +387,22 @@ def _can(**facts: Any) -> tuple[bool, str]:
 
 
 def _tiles(
-    arch: str, width: int, length: int = 1 << 20, dtype: torch.dtype = torch.bfloat16, **facts: Any
+    arch: str, width: int, length: int = 1 << 20, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
-    return {way: tiles(length, width, 1, dtype, way == "backward") for way in ("forward", "backward")}
+    dtype = (dtypes or {}).get("x", dtype)
+    return {way: tiles(length, width, batch, dtype, way == "backward") for way in ("forward", "backward")}
 
 
-def _example(width: int, taps: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+def _example(
+    width: int, taps: int, activation: str | None = "silu", resets: bool = False, reverse: bool = False, **facts: Any
+) -> Any:
     from seqblocks.kernels.causal_conv import causal_conv
 
-    D = min(width, 64)
+    D = few_of(width, 256)
     tensors = {"x": normal(2, 70, D), "weight": normal(D, 1, taps, seed=1), "bias": normal(D, seed=2)}
-    options: dict[str, Any] = {"reverse": reverse, "activation": "silu", "return_state": True}
+    tensors["state"] = normal(2, taps - 1, D, seed=3)
+    options: dict[str, Any] = {"reverse": reverse, "activation": activation, "return_state": True}
     if resets:
         options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
     return causal_conv, tensors, options

@@ -64,8 +64,13 @@ def centaurus(
         if resets is not None and resets.shape != x.shape[:2]:
             raise ValueError(f"centaurus wants resets {list(x.shape[:2])}; got {list(resets.shape)}")
         run = dispatch.choose(
-            "centaurus", backend, device=x.device, dtype=torch.float64 if double else x.dtype, mode=mode,
-            channels=bank.decay.shape[0], substates=bank.decay.shape[1], resets=resets is not None, reverse=reverse,
+            "centaurus", backend,
+            {"x": x, "A_real": A_real, "A_imag": A_imag, "dt": dt, "B": B, "C": C, "E": E, "state": state,
+             "resets": resets},
+            {"batch": x.shape[0], "length": x.shape[1], "channels": bank.decay.shape[0]},
+            dtype=torch.float64 if double else x.dtype, mode=mode,
+            channels=bank.decay.shape[0], substates=bank.decay.shape[1], features=x.shape[2],
+            keeps=state is not None or return_state, resets=resets is not None, reverse=reverse,
         )
         y, last = run(
             bank, x, None if state is None else state.to(real), None if resets is None else resets.bool(),

@@ -25,7 +25,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus import torch as centaurus_torch
 from seqblocks.kernels.centaurus.reference import Bank
 from seqblocks.kernels.dispatch import no_second_derivative, register
-from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 SUBSTATES = 64  # of a channel, at most
@@ -367,8 +367,9 @@ def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
     """Into how many the tokens of each of `rows` sequences are cut: one where that fills a device, else into as many as
     have SEGMENT tokens, but no more than give each scheduler eight warps: every start is stored."""
-    warps = rows * up(channels, tile["BN"]) * tile["num_warps"]
-    if large() or warps >= WARPS or S <= 2 * SEGMENT:
+    rows, S = launch_size("batch", rows), launch_size("length", S)
+    warps = rows * up(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
+    if warps >= WARPS or S <= 2 * SEGMENT:
         return 1
     return min(up(S, SEGMENT), up(8 * WARPS, warps))
 
@@ -551,28 +552,33 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-def _tiles(arch: str, channels: int, substates: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return dict.fromkeys(("forward", "backward"), tiles(channels, substates, arch))
+def _tiles(
+    arch: str, channels: int, substates: int, batch: int = 0, length: int = 1, **facts: Any
+) -> dict[str, dict[str, int]]:
+    tile = tiles(channels, substates, arch)
+    if batch:
+        tile["SEGMENTS"] = int(segments(batch, length, tile, channels) > 1)
+    return dict.fromkeys(("forward", "backward"), tile)
 
 
 def _example(
-    channels: int, substates: int, mode: str = "dws", resets: bool = False, reverse: bool = False, **facts: Any
+    channels: int, substates: int, mode: str = "dws", features: int = 16, keeps: bool = True, resets: bool = False,
+    reverse: bool = False, **facts: Any
 ) -> Any:
     from seqblocks.kernels.centaurus import centaurus
 
-    N = G = H = min(channels, 32)
+    N = G = H = few_of(channels, 32)
     M, S = substates, 2 * SEGMENT + 10
-    if mode == "full":
-        G = min(N, 2)
-        H = up(N, G)
-        N = G * H
+    if mode == "full":  # as many channels for each feature, but at most two
+        H = few_of(features, 32)
+        N = H * max(1, min(2, channels // features))
     tensors = {"x": normal(2, S, H), "A_real": -normal(N, M, seed=1).abs() - 0.1, "A_imag": normal(N, M, seed=2)}
     into, out_of = ((N, H), (G, N)) if mode in ("neck", "pointwise") else ((N,), (N,))
     tensors |= {"dt": normal(N, seed=3).abs() * 0.3 + 0.01, "B": normal(*into, seed=4), "C": normal(*out_of, seed=5)}
     if mode != "pointwise":  # which counts each sub-state as a channel, so that there is one of each
         tensors["E"] = normal(N, M, seed=6)
     # a call with a state hands each channel of mode full a feature of its own, others do not
-    options: dict[str, Any] = {"reverse": reverse, "mode": mode, "return_state": mode != "full"}
+    options: dict[str, Any] = {"reverse": reverse, "mode": mode, "return_state": keeps}
     if resets:
         options["resets"] = (normal(2, S) > 1.5).to(facts["device"])
     return centaurus, tensors, options

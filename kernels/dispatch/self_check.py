@@ -1,192 +1,338 @@
-"""Whether a Triton form computes on this device what its definition says: tried once, before it is first used.
+"""Check a Triton implementation on this device before its first use there.
 
-Compilers have silently been wrong on new devices. So the first call of a form with other facts (dtype, widths, order)
-runs a small example through it and through the recurrence in float64, gradients too, and keeps the answer in the user's
-cache folder under names of device, Triton and source. A form that fails is passed over by `auto`, and refused where it
-is asked for by name. What may pass (no memory left, no compiler installed) is known until the process ends, not kept.
-SEQBLOCKS_SELF_CHECK=0 takes every form as it is.
+Compilers have made wrong kernels on new devices without an error (docs/decisions/0014). So before the first call that
+launches kernels in a new way (tiles, warps, dtypes, options), a small example launches the same kernels in the same
+way, with gradients, and is compared with the recurrence in float64.
+
+The example runs in a process of its own. An illegal access or a hang there cannot harm the caller's CUDA context, and
+the caller may be within a backward pass, a CUDA graph or a compiler. What the check finds is kept in the cache folder
+for this device, Triton and source. What may change until the next run (no memory left, no compiler installed) is
+remembered by this process only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
+import json
 import os
+import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import shelf
+from seqblocks.kernels.dispatch import cache as records
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
-# far above rounding, far below what a wrong sum gives: relative to the largest value of a result
-BARS = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+OFF = ("0", "off", "false", "no")
+DEVICE = "cuda"  # the interpreter, on the CPU, has no compiler to check
+SECONDS = 300  # for one check; it compiles its kernels, which takes seconds, and runs them, which does not
+MOST = 10_000  # calls of different sizes that are remembered at a time
+# Relative to the largest value of a result: far above rounding, far below what a wrong sum gives.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+# Sizes that stand for all calls where those of the call are unknown, as in compiled code: few and short, few and long,
+# many. ({} leaves the example its own sizes.)
+TYPICAL_SIZES: tuple[dict[str, int], ...] = (
+    {}, {"batch": 1, "length": 1 << 20, "rows": 1 << 20}, {"batch": 1 << 14, "length": 1 << 12, "rows": 1 << 26}
+)
 
 Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]]
 
-# op and facts -> "" if it is sound, else what was wrong
-_shelf = shelf.Shelf("checked.json", "checked kernels", lambda told: _told(told))
-_passing: dict[str, str] = {}  # by the same names, of this process
-_known: dict[tuple[Any, ...], str] = {}  # what either says, by the facts as they come
+
+class Call(NamedTuple):
+    """What a launch depends on besides the facts of its op: the dtype of each tensor (None: absent), and the sizes that
+    a program may be compiled for in different ways (None: unknown)."""
+
+    dtypes: tuple[tuple[str, torch.dtype | None], ...] = ()
+    sizes: tuple[tuple[str, int], ...] | None = ()
+
+
+OWN_SIZES = Call()
+
+
+class Request(NamedTuple):
+    """A check, as it is passed to the process that makes it."""
+
+    op: str
+    module: str  # that registers the op
+    facts: dict[str, Any]
+    call: Call
+
+
+class Unknown(Exception):
+    """The check cannot be made now; the message says why."""
+
+
+class Lost(Exception):
+    """The device cannot be used any more by this process, after an illegal access, for example."""
+
+
+# ------------------------------------------------------------------------------
+# In the process of the caller
+
+_known: dict[Any, str] = {}  # by op, facts and call: "" if the implementation may be used, else why not
+_found: dict[str, str] = {}  # the same by key, for this process
 _lock = threading.Lock()
-_here = threading.local()  # .checking in the thread that does it
-OFF = ("0", "off", "false", "no")
 
 
-def _told(record: Any) -> str:
-    if not isinstance(record, str):
-        raise ValueError(f"no check says {record!r}")
-    return record
-
-
-class Passing(Exception):
-    """The check could not be made; the reason, if it lies with the Triton form."""
-
-
-def verdict(op: str, example: Example, facts: dict[str, Any]) -> str:
-    """Why the form must not be used, or "". Checks if nothing is known yet and something can be run now."""
-    if facts.get("device") != "cuda" or os.environ.get(VARIABLE, "").lower() in OFF:
+def verdict(op: str, implementation: Any, facts: dict[str, Any], call: Call) -> str:
+    """Why the implementation must not be used for this call, or "". Makes the check if there is no record of it."""
+    if facts.get("device") != DEVICE or os.environ.get(VARIABLE, "").lower() in OFF:
         return ""
-    if getattr(_here, "checking", False):  # the example's own call
-        return ""
-    index = facts.get("index")
-    index = torch.cuda.current_device() if index is None else index
-    short = (op, index, os.environ.get("SEQBLOCKS_CACHE"), *facts.items())  # the long name takes long to make
-    known = _known.get(short)
-    if known is not None:
-        return known
-    about = [f"{key}={value}" for key, value in sorted(facts.items()) if key not in ("asked", "index")]
-    name = "|".join([op, *about, *shelf.here(op, index)])
-    known = _passing.get(name, _shelf.get(name))
+    about = (op, call, *facts.values())
+    known = _known.get(about)
     if known is None:
-        # nor within a backward pass, which the check's own would wait for
-        if torch._C._current_graph_task_id() != -1 or torch.cuda.is_current_stream_capturing() or _tracing():
-            return ""
-        known = _found_out(op, name, example, facts, index)
-    _known[short] = known
+        if _tracing():
+            return ""  # an export, whose program runs later, on whatever device
+        if len(_known) > MOST:
+            _known.clear()
+        known = _known[about] = _find_out(op, implementation, facts, call)
     return known
 
 
 def forget() -> None:
-    """Ask the file again, and the device where that says nothing."""
-    _shelf.forget()
-    _passing.clear()
+    """Forget what this process knows; the cache folder stays as it is."""
     _known.clear()
-
-
-def _found_out(op: str, name: str, example: Example, facts: dict[str, Any], index: int) -> str:
-    with _lock:
-        known = _passing.get(name, _shelf.get(name))  # another thread may have found out meanwhile
-        if known is not None:
-            return known
-        try:
-            found = _alone(lambda: fault(example, facts), index)
-            _shelf.keep(name, found)
-        except Passing as error:
-            found = _passing[name] = str(error)
-    if found:
-        warnings.warn(f"the Triton form of {op} is not used here: {found}", stacklevel=3)
-    return found
-
-
-def _alone(work: Callable[[], str], index: int) -> str:
-    """In a thread of its own: the caller's autocast, hooks, default device and transforms are none of the check's."""
-    results: list[Any] = []
-
-    def run() -> None:
-        _here.checking = True
-        try:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(index)
-            results.append(work())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    found: str = results[0]
-    return found
+    _found.clear()
 
 
 def _tracing() -> bool:
-    """While a program is exported, new tensors have no values. (Dynamo asks this outside of what it traces.)"""
+    """While a program is exported, new tensors have no values."""
     return type(torch.empty(0)) is not Tensor
 
 
-def fault(example: Example, facts: dict[str, Any]) -> str:
-    """What the Triton form gets wrong on an example of these facts, or "". Passing if that cannot be found out."""
-    dtype, device = facts.get("dtype", torch.float32), facts["device"]
-    with torch.inference_mode(False), torch.enable_grad():
-        _asked_for.clear()
-        function, tensors, options = example(**facts)
-        rounded = {name: x.to(dtype).to(device) for name, x in tensors.items()}
-        try:
-            wanted = _results(function, {name: x.double() for name, x in rounded.items()}, options, "reference")
-        except torch.OutOfMemoryError:  # nothing is known then, and the caller may still have room for his own
-            raise Passing("") from None
-        for filled in (False, True):
-            if filled and not _asked_for:
-                break  # the same launches again
-            try:
-                with as_if(filled):
-                    found = _results(function, rounded, options, "triton")
-            except Exception as error:  # the compiler gives up, the device has too little memory, …
-                about = "".join(str(error).strip().splitlines()[:1])[:200]
-                raise Passing(f"it does not run ({type(error).__name__}: {about})") from None
-            wrong = _difference(found, wanted, BARS[dtype])
+def _find_out(op: str, implementation: Any, facts: dict[str, Any], call: Call) -> str:
+    facts = {key: value for key, value in facts.items() if key != "asked"}
+    facts["index"] = torch.cuda.current_device() if facts.get("index") is None else facts["index"]
+    name, arch, triton, source = device_and_source(op, facts["index"])
+    key = key_of(op, implementation, facts, call, name, arch, triton, source)
+    text = json.dumps(key, sort_keys=True)
+    with _lock:  # one check at a time: another thread may have the answer by then
+        if text in _found:
+            return _found[text]
+        fault = records.read("checks", key)
+        if not isinstance(fault, str):
+            fault, lasting = _in_subprocess(Request(op, implementation.run.__module__, facts, call))
+            if lasting:
+                records.write("checks", key, fault)
+        _found[text] = fault
+    if fault:
+        warnings.warn(f"the Triton form of {op} is not used here: {fault}", stacklevel=3)
+    return fault
+
+
+def key_of(
+    op: str, implementation: Any, facts: dict[str, Any], call: Call, device: str, arch: str, triton: str, source: str
+) -> records.Key:
+    """What a check holds for: all calls with the same key launch the same kernels in the same way."""
+    dtypes = dict(call.dtypes)
+    return {
+        "op": op,
+        "facts": {key: str(value) for key, value in facts.items() if key not in ("asked", "index")},
+        "dtypes": {key: str(value) for key, value in dtypes.items()},
+        "launches": [implementation.tiles(arch, **{**facts, **sizes, "dtypes": dtypes}) for sizes in _sizes_of(call)],
+        "device": device, "triton": triton, "source": source,
+    }
+
+
+def _sizes_of(call: Call) -> tuple[dict[str, int], ...]:
+    return TYPICAL_SIZES if call.sizes is None else (dict(call.sizes),)
+
+
+@cache
+def device_and_source(op: str, index: int) -> tuple[str, str, str, str]:
+    """Device, architecture, Triton, and a digest of the files of the op's kernels. A record holds for these only."""
+    from seqblocks.kernels import triton_common
+
+    kernels = Path(__file__).parents[1]
+    files = [kernels / "triton_common.py", *sorted((kernels / op).rglob("*.py"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    triton: Any = importlib.import_module("triton")
+    return torch.cuda.get_device_name(index), triton_common.arch_of(index), f"triton {triton.__version__}", digest
+
+
+def _in_subprocess(request: Request) -> tuple[str, bool]:
+    """What the check finds, "" if nothing is wrong, and whether later runs would find the same."""
+    program = "from seqblocks.kernels.dispatch.self_check import main; main()"
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=pickle.dumps(request), capture_output=True, timeout=SECONDS,
+            env={**os.environ, "PYTHONPATH": path, VARIABLE: "0"}, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"its check did not end within {SECONDS} s", True
+    except (OSError, ValueError, pickle.PicklingError, AttributeError, TypeError) as error:
+        return f"its check cannot be started ({error})", False
+    said = [line.removeprefix(MARK) for line in done.stdout.decode(errors="replace").splitlines()
+            if line.startswith(MARK)]
+    if len(said) == 2:
+        fault, lasting = json.loads(said[1])
+        return fault, lasting
+    about = f"exit status {done.returncode}: {_last_line(done.stderr.decode(errors='replace'))}"
+    if not said:
+        return f"its check cannot be started ({about})", False
+    # SIGINT, SIGKILL and SIGTERM come from outside: from the user, or from a system without memory
+    return f"its check crashes ({about})", done.returncode not in (-2, -9, -15)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else ""
+
+
+# ------------------------------------------------------------------------------
+# In the process of the check
+
+MARK = "seqblocks check: "  # whatever else is printed comes from others
+
+
+def main() -> None:
+    """Make the check that standard input asks for; print that it has started, and [fault, lasting]."""
+    request: Request = pickle.loads(sys.stdin.buffer.read())
+    importlib.import_module(request.module)
+    from seqblocks.kernels import dispatch
+
+    if request.facts["device"] == "cuda":  # tests have others
+        torch.cuda.set_device(request.facts["index"])
+        torch.zeros(1, device="cuda")
+    _say("started")  # a crash from here on is a fault of the kernels
+    try:
+        example = dispatch.implementation(request.op, "triton").example
+        assert example is not None
+        _say(json.dumps([fault(example, request.facts, request.call), True]))
+    except Unknown as error:
+        _say(json.dumps([str(error), False]))
+    except Lost as error:
+        _say(json.dumps([str(error), True]))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{MARK}{text}\n")
+    sys.stdout.flush()
+
+
+def fault(example: Example, facts: dict[str, Any], call: Call = OWN_SIZES) -> str:
+    """What the Triton implementation gets wrong on an example, or "". Raises Unknown, Lost.
+
+    It runs with and without gradients, which may launch other kernels, for each of the sizes that the call may have.
+    """
+    function, tensors, options = _made(example, facts, call)
+    tolerance = max(TOLERANCES.get(x.dtype, 0.0) for x in tensors.values())
+    try:
+        wanted = _results(function, {name: x.double() for name, x in tensors.items()}, options, "reference")
+    except Exception as error:
+        raise Unknown(f"its definition cannot be computed here ({_in_short(error)})") from None
+    try:
+        for found in launched(function, tensors, options, call):
+            wrong = _difference(found, wanted, tolerance)
             if wrong:
                 return wrong
+    except Exception as error:
+        _raise_if_lost(error)
+        raise Unknown(f"it does not run ({_in_short(error)})") from None
     return ""
 
 
-def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor], bar: float) -> str:
-    for name, expected in wanted.items():
+def _made(example: Example, facts: dict[str, Any], call: Call) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    """The example with the dtypes of the call. Inputs that the call leaves out are left out."""
+    function, tensors, options = example(**facts)
+    dtypes = dict(call.dtypes)
+    kept = {name: x for name, x in tensors.items() if dtypes.get(name, x.dtype) is not None}
+    general = facts.get("dtype", torch.float32)
+    return function, {name: x.to(dtypes.get(name, general)).to(facts["device"]) for name, x in kept.items()}, options
+
+
+def launched(
+    function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any], call: Call
+) -> Iterator[dict[str, Tensor]]:
+    """Results of the Triton implementation, with and without gradients, launched for each size the call may have."""
+    for sizes in _sizes_of(call):
+        for grad in (True, False):
+            with launched_for(**sizes), torch.set_grad_enabled(grad):
+                found = _results(function, tensors, options, "triton")
+            yield found
+
+
+def _raise_if_lost(error: Exception) -> None:
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            raise Lost(f"it crashes ({_in_short(error)})") from None
+
+
+def _in_short(error: Exception) -> str:
+    about = "".join(str(error).strip().splitlines()[:1])[:200]
+    return f"{type(error).__name__}: {about}" if about else type(error).__name__
+
+
+def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> str:
+    for name, x in found.items():
+        expected = wanted[name]
         scale = expected.abs().max().item() if expected.numel() else 0.0
-        off = (found[name].double() - expected).abs().max().item() if expected.numel() else 0.0
-        if not off <= bar * scale + 1e-30:
+        off = (x.double() - expected).abs().max().item() if expected.numel() else 0.0
+        if not off <= tolerance * scale + 1e-30:
             return f"its {name} is off by {off:.2g} on an example whose largest value is {scale:.2g}"
     return ""
-
-
-_large = False
-_asked_for: set[str] = set()  # not empty if a launch of the example hangs on the size of the call
-
-
-def large() -> bool:
-    """Whether kernels are to be launched as for a call that fills a device, however small this one is."""
-    _asked_for.add("large")
-    return _large
-
-
-@contextlib.contextmanager
-def as_if(large: bool) -> Iterator[None]:
-    """For all threads, since backward passes have their own; others meanwhile get another launch that is as right."""
-    global _large
-    before, _large = _large, large
-    try:
-        yield
-    finally:
-        _large = before
 
 
 def _results(
     function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any], backend: str
 ) -> dict[str, Tensor]:
+    """Outputs by name, and gradients where they are enabled."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     out = function(**leaves, **options, backend=backend)
     out = [out] if isinstance(out, Tensor) else [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
+    named = {"output" if at == 0 else f"last state, part {at},": x.detach() for at, x in enumerate(out)}
+    if not torch.is_grad_enabled():
+        return named
     loss = sum((x.double() * normal(*x.shape, seed=9 + at).to(x.device)).sum() for at, x in enumerate(out))
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True)
-    named = {"output" if at == 0 else f"last state, part {at},": x.detach() for at, x in enumerate(out)}
     return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
+# ------------------------------------------------------------------------------
+# For the files of kernels, and their examples
+
+_sizes: dict[str, int] = {}
+
+
+def launch_size(name: str, size: int) -> int:
+    """The size ("batch", "length", …) that launches are chosen for: the call's own, but in a check that of another.
+
+    An example is small, and must be launched as the large call that it stands for.
+    """
+    return _sizes.get(name, size)
+
+
+@contextlib.contextmanager
+def launched_for(**sizes: int) -> Iterator[None]:
+    """Within this context launches are chosen as for a call of these sizes. For all threads: backward passes have
+    their own."""
+    global _sizes
+    before, _sizes = _sizes, sizes
+    try:
+        yield
+    finally:
+        _sizes = before
+
+
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """The same numbers every time, and the caller's generator, device and dtype untouched."""
+    """The same normal numbers every time, without the caller's generator, device and dtype."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
+
+
+def few_of(width: int, tile: int) -> int:
+    """A width like this one for kernels that take `tile` channels (a power of two) at a time: a few tiles at most, and
+    as many channels in the last one."""
+    return width if width <= 3 * tile else 2 * tile + (width - 1) % tile + 1

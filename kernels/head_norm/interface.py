@@ -49,8 +49,9 @@ def head_norm(
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
     dtype = dispatch.computed_in(x, weight, bias, skip, skip_weight, gate)
+    inputs = {"x": x, "weight": weight, "bias": bias, "skip": skip, "skip_weight": skip_weight, "gate": gate}
     run = dispatch.choose(
-        "head_norm", backend, device=x.device, dtype=dtype, heads=heads, width=x.shape[-1],
+        "head_norm", backend, inputs, dtype=dtype, heads=heads, width=x.shape[-1],
         skip=skip is not None, gate=None if gate is None else activation,
     )
     return run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)

@@ -28,10 +28,14 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
-    device, dtype = x.device, dispatch.computed_in(x, weight)
-    if dtype != torch.float64:
-        dtype = dispatch.autocast_dtype(device.type) or dtype
-    run = dispatch.choose("headwise_linear", backend, device=device, dtype=dtype, block=tuple(weight.shape))
+    dtype = dispatch.computed_in(x, weight)
+    narrow = None if dtype == torch.float64 else dispatch.autocast_dtype(x.device.type)
+    if narrow is not None and x.is_cuda:  # as autocast would for any form; so `choose` sees what is launched
+        x, weight = x.to(narrow), weight.to(narrow)
+    run = dispatch.choose(
+        "headwise_linear", backend, {"x": x, "weight": weight, "bias": bias},
+        {"rows": x.numel() // max(1, x.shape[-1])}, dtype=narrow or dtype, block=tuple(weight.shape),
+    )
     y = run(x, weight)
     return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower
 

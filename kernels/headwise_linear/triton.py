@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import autocast_dtype, form, no_second_derivative, register
-from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
@@ -161,7 +161,7 @@ def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
     G, O, I = blocks
     many = max(1, min(G, 64 // max(O, I)))
     BI, BO = (max(16, common.power_of_two(many * n)) for n in (I, O))
-    TILES = MOST if large() or rows >= PROGRAMS * MOST * 64 else 1
+    TILES = MOST if launch_size("rows", rows) >= PROGRAMS * MOST * 64 else 1
     return {"BLOCKS": many, "BI": BI, "BO": BO, "BT": 64, "TILES": TILES, "num_warps": 4, "num_stages": 2}
 
 
@@ -170,6 +170,10 @@ def tiles(width: int, arch: str) -> dict[str, int]:
     BC = min(common.power_of_two(width), 64)
     BT = 2048 // BC
     return {"BT": BT, "BC": BC, "num_warps": common.warps(BT * BC, 8)}
+
+
+def _tiles_of_a_program(I: int, rows: int, tile: dict[str, int]) -> int:
+    return MOST if I <= 8 and launch_size("rows", rows) >= PROGRAMS * MOST * tile["BT"] else 1
 
 
 def _narrow(x: Tensor, weight: Tensor) -> bool:
@@ -210,7 +214,7 @@ def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]
     narrow = _narrow(x, weight) and dy.dtype == x.dtype
     tile = dot_tiles((G, O, I), R) if narrow else tiles(width, common.arch(x))
     with common.on(x):
-        many = tile.get("TILES") or (MOST if I <= 8 and (large() or PROGRAMS * MOST * tile["BT"] <= R) else 1)
+        many = tile.get("TILES") or _tiles_of_a_program(I, R, tile)
         programs = up(R, tile["BT"] * many)
         dw = x.new_empty(programs, G, O, I, dtype=torch.float32)
         given = (dy, x, weight, dx, dw, R, G, dy.stride(0), x.stride(0))
@@ -258,19 +262,23 @@ def _can(**facts: Any) -> tuple[bool, str]:
 
 
 def _tiles(
-    arch: str, block: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
+    arch: str, block: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, rows: int | None = None,
+    dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
     G, O, I = block
-    if dtype != torch.float32:
-        return dict.fromkeys(("forward", "backward"), dot_tiles(block, 1 << 20))
-    return {"forward": tiles(G * O, arch), "backward": tiles(G * max(O, I), arch)}
+    kinds = {dtype} if dtypes is None else {dtypes["x"], dtypes["weight"]}
+    if len(kinds) == 1 and torch.float32 not in kinds:
+        return dict.fromkeys(("forward", "backward"), dot_tiles(block, 1 << 20 if rows is None else rows))
+    backward = tiles(G * max(O, I), arch)
+    many = {} if rows is None else {"TILES": _tiles_of_a_program(I, rows, backward)}
+    return {"forward": tiles(G * O, arch), "backward": {**backward, **many}}
 
 
 def _example(block: tuple[int, int, int], **facts: Any) -> Any:
     from seqblocks.kernels.headwise_linear import headwise_linear
 
     G, O, I = block
-    return headwise_linear, {"x": normal(70, G * I), "weight": normal(G, O, I, seed=1)}, {}
+    return headwise_linear, {"x": normal(70, G * I), "weight": normal(G, O, I, seed=1), "bias": normal(G * O)}, {}
 
 
 register("headwise_linear", "triton", run, _can, _tiles, _example)

@@ -62,8 +62,10 @@ def mlstm(
     if state is not None:
         state = _check_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
     run = dispatch.choose(
-        "mlstm", backend, device=q.device, dtype=dispatch.computed_in(q, k, v, i, f),
-        head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, resets=resets is not None, reverse=reverse,
+        "mlstm", backend, _named(q, k, v, i, f, state, resets),
+        {"batch": q.shape[0] * q.shape[2], "length": q.shape[1]}, dtype=dispatch.computed_in(q, k, v, i, f),
+        head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, normalize=normalize, resets=resets is not None,
+        reverse=reverse, return_state=return_state,
     )
     h, last = run(
         q, k, v, i.to(dtype), f.to(dtype), state, None if resets is None else resets.bool(), reverse=reverse,
@@ -125,6 +127,13 @@ def _check(
         raise ValueError(f"unknown input_gate {input_gate!r}; choose from {', '.join(INPUT_GATES)}")
     if not normalize and input_gate == "exp":
         raise ValueError("normalize=False needs input_gate='sigmoid': an exponential gate overflows without it")
+
+
+def _named(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None
+) -> dict[str, Tensor | None]:
+    C, n, m = (None, None, None) if state is None else state
+    return {"q": q, "k": k, "v": v, "i": i, "f": f, "C": C, "n": n, "m": m, "resets": resets}
 
 
 def _check_state(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
-from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, over, tl, up
 
@@ -846,6 +846,7 @@ class _Plan:
         self.chunk = chunk(self.DK, self.DV, narrow)
         L = self.chunk["L"]
         self.chunks = up(self.S, L)
+        self.each = up(launch_size("length", self.S), L) > WALKED
         self.places = self.chunks * L
         self.tiles = self.N * self.places // self.chunk["BT"]
         exact = narrow or all(x.dtype == torch.float32 for x in (q, k, v))
@@ -865,7 +866,7 @@ class _Plan:
         self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, gates: Tensor,
         segments: Tensor | None, m_out: Tensor | None,
     ) -> None:
-        each, totals = (self.chunks > WALKED) != large(), None
+        each, totals = self.each, None
         given = {"EXP": self.exp, **self.way}
         if each and self.exp:
             totals = gates.new_empty(3, self.N, self.chunks)
@@ -892,8 +893,7 @@ class _Plan:
         return up(self.DV, tile["BV"])
 
     def tile(self, kernel: str, x: Tensor) -> dict[str, int]:
-        heads = 1 << 20 if large() else self.N
-        return tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), heads)
+        return tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), launch_size("batch", self.N))
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -1085,28 +1085,38 @@ def _can(**facts: Any) -> tuple[bool, str]:
 
 
 def _tiles(
-    arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **facts: Any
+    arch: str, head_dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, batch: int = 1 << 20,
+    length: int | None = None, dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
-    narrow = dtype == torch.bfloat16
-    launches = {kernel: chunk(*head_dims, narrow) | tiles(kernel, *head_dims, narrow, arch)
+    narrow = {dtype, *((dtypes or {}).get(name, dtype) for name in "qkv")} == {torch.bfloat16}
+    size = chunk(*head_dims, narrow)
+    launches = {kernel: size | tiles(kernel, *head_dims, narrow, arch, batch)
                 for kernel in ("states", "outputs", "state_gradients", "gradients")}
+    if length is not None:
+        launches["gates"] = {"EACH": int(up(length, size["L"]) > WALKED)}
     return launches | {"step": step_tiles(*head_dims, arch)}
 
 
-def _tried(C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None = None, **given: Any) -> Any:
-    """A scan from a given state, and a token without a derivative, for which there is a kernel of its own."""
+def _checked(
+    C: Tensor | None = None, n: Tensor | None = None, m: Tensor | None = None, resets: Tensor | None = None,
+    return_state: bool = True, **given: Any,
+) -> Any:
+    """A scan, from a state if one is given, and a token without a derivative, which has a kernel of its own."""
     from seqblocks.kernels.mlstm import mlstm
 
-    h, last = mlstm(**given, state=(C, n, m), resets=resets, return_state=True)
+    state = None if C is None else (C, n, m)
+    out = mlstm(**given, state=state, resets=resets, return_state=return_state)
     with torch.no_grad():
         token: dict[str, Any] = {name: x[:, :1] if isinstance(x, Tensor) else x for name, x in given.items()}
-        step = mlstm(**token, state=(C, n, m), resets=None if resets is None else resets[:, :1])
-    return h, (*last, step)
+        first = None if resets is None else resets[:, :1]
+        step = mlstm(**token, state=state, resets=first, return_state=return_state)
+    (h, last), (y, after) = (x if return_state else (x, ()) for x in (out, step))
+    return h, (*last, y, *after)
 
 
 def _example(
-    head_dims: tuple[int, int], input_gate: str = "exp", resets: bool = False, reverse: bool = False,
-    dtype: torch.dtype = torch.float32, **facts: Any
+    head_dims: tuple[int, int], input_gate: str = "exp", normalize: bool = True, resets: bool = False,
+    reverse: bool = False, return_state: bool = True, dtype: torch.dtype = torch.float32, **facts: Any,
 ) -> Any:
     DK, DV = head_dims
     L = chunk(DK, DV, dtype == torch.bfloat16)["L"]
@@ -1116,10 +1126,12 @@ def _example(
     tensors = {name: normal(1, S, 1, *width, seed=at) for at, (name, width) in enumerate(widths.items())}
     states = {"C": (DK, DV), "n": (DK,), "m": ()}
     tensors |= {name: normal(1, 1, *width, seed=6 + at) for at, (name, width) in enumerate(states.items())}
-    options: dict[str, Any] = {"input_gate": input_gate, "reverse": reverse}
+    options: dict[str, Any] = {
+        "input_gate": input_gate, "normalize": normalize, "reverse": reverse, "return_state": return_state,
+    }
     if resets:
         options["resets"] = (normal(1, S) > 2.0).to(facts["device"])
-    return _tried, tensors, options
+    return _checked, tensors, options
 
 
 register("mlstm", "triton", run, _can, _tiles, _example)

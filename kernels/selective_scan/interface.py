@@ -49,10 +49,17 @@ def selective_scan(
     """
     _check(u, dt, A, B, C, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
+    inputs = {
+        "u": u, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias, "state": state, "resets": resets,
+    }
+    groups = groups_of(B, C)
+    width = u.shape[2] // groups
     run = dispatch.choose(
-        "selective_scan", backend, device=u.device, dtype=torch.float64 if double else u.dtype,
-        states=A.shape[1], width=u.shape[2] // groups_of(B, C), complex=any(x.is_complex() for x in (A, B, C)),
-        resets=resets is not None, reverse=reverse,
+        "selective_scan", backend, inputs,
+        {"batch": u.shape[0], "length": u.shape[1], "groups": groups, "width": width},
+        dtype=torch.float64 if double else u.dtype, states=A.shape[1], width=width, groups=groups,
+        constant=(B.dim() == 2, C.dim() == 2), softplus=dt_softplus,
+        complex=any(x.is_complex() for x in (A, B, C)), resets=resets is not None, reverse=reverse,
     )
     y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
     return (y, last) if return_state else y

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
-from seqblocks.kernels.dispatch.self_check import large, normal
+from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.triton_common import exp, jit, over, silu, softplus, tl, up
 
@@ -602,10 +602,7 @@ def segments(warps: int, S: int) -> int:
     With fewer the time is that of one token after another, which is what segments are for; they take each exponential
     once more. None is shorter than 128 tokens.
     """
-    cut = 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
-    if large():  # the other way, so that both are tried
-        return 3 if cut == 1 else 1
-    return cut
+    return 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
@@ -631,6 +628,12 @@ def _strides(*tensors: Tensor | None) -> list[int | None]:
     return out
 
 
+def _segments_for(tile: dict[str, int], batch: int, length: int, groups: int, width: int) -> int:
+    sizes = (launch_size(*of) for of in (("batch", batch), ("length", length), ("groups", groups), ("width", width)))
+    batch, length, groups, width = sizes
+    return segments(batch * groups * up(width, tile["BE"]) * tile["num_warps"], length)
+
+
 class _Cut:
     """The segments of a launch."""
 
@@ -639,7 +642,7 @@ class _Cut:
         self.N, self.W, self.tile = A.shape[1], W, tile
         self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
         programs = groups * up(W, tile["BE"])
-        K = K or segments(self.batch * programs * tile["num_warps"], self.S)
+        K = K or _segments_for(tile, self.batch, self.S, groups, W)
         self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
         self.K = up(self.S, self.L)
         self.grid = (self.batch * self.K, programs)
@@ -820,18 +823,32 @@ def _can(**facts: Any) -> tuple[bool, str]:
     return can, reason
 
 
-def _tiles(arch: str, states: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:
-    return {way: tiles(states, width, way == "backward", arch) for way in ("forward", "backward")}
+def _tiles(
+    arch: str, states: int, width: int, batch: int = 0, length: int = 1, groups: int = 1,
+    constant: tuple[bool, bool] = (False, False), **facts: Any,
+) -> dict[str, dict[str, int]]:
+    found = {way: tiles(states, width, way == "backward", arch, any(constant)) for way in ("forward", "backward")}
+    if not batch:
+        return found
+    cut = {way: _segments_for(tile, batch, length, groups, width) > 1 for way, tile in found.items()}
+    return {way: {**tile, "SEGMENTS": int(cut[way])} for way, tile in found.items()}
 
 
-def _example(states: int, width: int, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+def _example(
+    states: int, width: int, groups: int = 1, constant: tuple[bool, bool] = (False, False), softplus: bool = False,
+    resets: bool = False, reverse: bool = False, **facts: Any,
+) -> Any:
     from seqblocks.kernels.selective_scan import selective_scan
 
-    E = min(width, 64)
-    shapes = {"u": (2, 70, E), "dt": (2, 70, E), "z": (2, 70, E), "B": (2, 70, states), "C": (2, 70, states), "D": (E,)}
+    G = min(groups, 2)
+    E = G * few_of(width, 64)
+    per_token = (2, 70, G, states) if groups > 1 else (2, 70, states)
+    B, C = ((E, states) if of else per_token for of in constant)
+    shapes = {"u": (2, 70, E), "dt": (2, 70, E), "z": (2, 70, E), "B": B, "C": C, "D": (E,), "dt_bias": (E,)}
+    shapes["state"] = (2, E, states)
     tensors = {name: normal(*shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
-    tensors["A"] = -normal(E, states, seed=7).exp()
-    options: dict[str, Any] = {"reverse": reverse, "return_state": True}
+    tensors |= {"A": -normal(E, states, seed=7).exp(), "dt": tensors["dt"].abs(), "dt_bias": tensors["dt_bias"].abs()}
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True, "dt_softplus": softplus}
     if resets:
         options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
     return selective_scan, tensors, options

@@ -53,8 +53,11 @@ def slstm(
     elif len(state) != 4 or any(s.shape != (i.shape[0], H, D) for s in state):
         raise ValueError(f"slstm wants a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
     state = SLSTMState(*(s.to(dtype) for s in state))
+    sizes = {"batch": i.shape[0], "length": i.shape[1]}
+    names = ("i", "f", "z", "o", "recurrent", "bias", "y", "c", "n", "m", "resets")
     run = dispatch.choose(
-        "slstm", backend, device=i.device, dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
+        "slstm", backend, dict(zip(names, (*inputs, *state, resets), strict=True)), sizes,
+        dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
         resets=resets is not None, reverse=reverse,
     )
     y, last = run(

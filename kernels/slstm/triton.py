@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, no_second_derivative, register, self_check, without_autocast
-from seqblocks.kernels.dispatch.self_check import normal
+from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.slstm.reference import SLSTMState
 from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, over, sigmoid, tl, up
 
@@ -748,10 +748,8 @@ class _Plan:
         self.processors = common.processors(x)
         dots = "bf16" if narrow else "fp32" if dtypes == {torch.float32} else "tf32"
         about = D, dots, backward, common.arch(x), H
-        self.tile = tiles(*about, self.B, self.processors)
+        self.tile = tiles(*about, launch_size("batch", self.B), self.processors)
         self.team = "BU" in self.tile
-        if self.team and self_check.large():  # as for a batch that a device takes in pieces
-            self.tile = tiles(*about, 64 * self.processors, self.processors)
         self.whole = bool(self.tile.pop("WHOLE"))
         self.grid = (H, up(self.B, self.tile["BB"]))
         self.dot = torch.bfloat16 if narrow else torch.float32
@@ -945,10 +943,12 @@ def _can(**facts: Any) -> tuple[bool, str]:
 
 
 def _tiles(
-    arch: str, head_dim: int, dtype: torch.dtype = torch.bfloat16, **facts: Any
+    arch: str, head_dim: int, dtype: torch.dtype = torch.bfloat16, heads: int = 1, batch: int = ROWS,
+    index: int | None = None, dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
-    about = head_dim, {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "fp32")
-    size = facts.get("heads", 1), ROWS, common.PROCESSORS.get(arch, 0)
+    kinds = {(dtypes or {}).get(name, dtype) for name in "ifzo"}
+    about = head_dim, "bf16" if kinds == {torch.bfloat16} else "fp32" if kinds == {torch.float32} else "tf32"
+    size = heads, batch, common.PROCESSORS.get(arch, 0) if index is None else common.processors_of(index)
     return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from seqblocks import kernels
-from seqblocks.errors import BackendError
+from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels import dispatch, triton_common
 from seqblocks.kernels.dispatch import self_check
 from tests.triton.test_self_check import FACTS
@@ -22,35 +22,50 @@ pytestmark = [
         reason=triton_common.MISSING or "kernels are interpreted (TRITON_INTERPRET=1), not compiled for the device",
     ),
 ]
-CALLED: dict[str, dict[str, Any]] = {**FACTS, "mlstm": {**FACTS["mlstm"], "head_dims": (64, 128)}}
+CHECKED: dict[str, dict[str, Any]] = {**FACTS, "mlstm": {**FACTS["mlstm"], "head_dims": (64, 128)}}
 
 
 @pytest.fixture(autouse=True)
-def on(no_self_check: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(no_self_check: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
     monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
-    self_check._shelf.forget()
-    self_check._passing.clear()
-    return tmp_path / "checked.json"
+    self_check.forget()
+    return tmp_path
 
 
-@pytest.mark.parametrize("op", CALLED)
+def values(cache: Path) -> list[str]:
+    return [json.loads(record.read_text("utf-8"))["value"] for record in cache.rglob("*.json")]
+
+
+@pytest.mark.parametrize("op", CHECKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sound_forms_pass(op: str, dtype: torch.dtype, on: Path) -> None:
-    example = dispatch._ops[op]["triton"].example
+@pytest.mark.parametrize("sizes", [(), None])
+def test_sound_forms_pass(op: str, dtype: torch.dtype, sizes: Any) -> None:
+    example = dispatch.implementation(op, "triton").example
     assert example is not None
-    facts = {"device": "cuda", "dtype": dtype, **CALLED[op]}
-    assert self_check.fault(example, facts) == ""
-    assert self_check.verdict(op, example, facts) == ""
-    assert [*json.loads(on.read_text("utf-8")).values()] == [""]
+    assert self_check.fault(example, {"device": "cuda", "dtype": dtype, **CHECKED[op]}, self_check.Call((), sizes)) == ""
 
 
-def test_a_call_checks_once_and_a_wrong_form_is_refused(on: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_checks_once_and_a_wrong_form_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 5, 32, device="cuda")
     assert kernels.head_norm(x, 4).isfinite().all()
-    known = json.loads(on.read_text("utf-8"))
-    assert len(known) == 1
-    monkeypatch.setattr(self_check, "fault", lambda *a: "its output is off")
+    assert values(cache) == [""]
+    monkeypatch.setattr(self_check, "_in_subprocess", lambda request: ("its output is off", True))
     kernels.head_norm(x, 4, backend="triton")  # known to be sound
     with pytest.raises(BackendError, match="its output is off"), pytest.warns(UserWarning, match="is not used here"):
         kernels.head_norm(x, 8, backend="triton")
+    assert sorted(values(cache)) == ["", "its output is off"]
+
+
+def test_an_illegal_access_in_a_check_does_no_harm_here() -> None:
+    facts = {"device": "cuda", "index": 0, "dtype": torch.float32, "how": "illegal access"}
+    request = self_check.Request("broken", "tests.triton.broken", facts, self_check.Call())
+    fault, lasting = self_check._in_subprocess(request)
+    assert "crashes" in fault
+    assert lasting
+    torch.cuda.synchronize()
+
+
+def test_inputs_on_another_device() -> None:
+    with pytest.raises(RunError, match="weight on cpu"):
+        kernels.head_norm(torch.randn(2, 8, device="cuda"), 2, torch.ones(8))

@@ -163,14 +163,14 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from seqblocks.kernels import triton_common
-    from seqblocks.kernels.dispatch import self_check
+    from seqblocks.kernels.dispatch.self_check import launched_for
 
     monkeypatch.setattr(triton_common, "INTERPRETED", True)  # that a CPU will do
     monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")
     monkeypatch.setattr(triton_common, "_watched", lambda args: False)  # torch.library would stop at the shapes
 
-    def launched(case: Any, shape: dict[str, int], large: bool) -> set[str]:
-        with FakeTensorMode(), self_check.as_if(large), gpu.launches(run=False) as found:
+    def launched(case: Any, shape: dict[str, int], **sizes: int) -> set[str]:
+        with FakeTensorMode(), launched_for(**sizes), gpu.launches(run=False) as found:
             leaves = gpu.drawn(case, shape, "cpu", torch.bfloat16)
             for passes in gpu._passes(case, leaves, lambda x: case.ours(x, "triton")):
                 passes()
@@ -178,10 +178,9 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
 
     for key, case in gpu.CASES.items():
         for shape in case.shapes:
-            timed = launched(case, shape, False)
+            timed = launched(case, shape)
             assert timed
-            small = gpu.checked(case, shape)
-            assert timed <= launched(case, small, False) | launched(case, small, True), (key, shape)
+            assert timed <= launched(case, gpu.checked(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
 
 
 def test_the_gpu_benchmark_sees_what_is_wrong(gpu: ModuleType) -> None:

@@ -109,9 +109,9 @@ def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.Monke
     called: list[tuple[str, dict[str, Any]]] = []
     choose = dispatch.choose
 
-    def record(op: str, backend: str | None = None, **facts: Any) -> Any:
+    def record(op: str, backend: str | None = None, inputs: Any = None, sizes: Any = None, **facts: Any) -> Any:
         called.append((op, facts))
-        return choose(op, backend, **facts)
+        return choose(op, backend, inputs, sizes, **facts)
 
     monkeypatch.setattr(dispatch, "choose", record)
     model = seqblocks.build(name, set=SMALL[name])

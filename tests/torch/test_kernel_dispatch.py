@@ -1,16 +1,19 @@
-"""Which form runs: the order of requests, what `auto` takes, what asking by name for the impossible says."""
+"""Which form runs: the order of requests, threads, what `auto` takes, what asking for the impossible by name says."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from seqblocks.errors import BackendError
-from seqblocks.kernels import BACKENDS, dispatch, mlstm, use_backend, why
+from seqblocks import kernels
+from seqblocks.errors import BackendError, RunError
+from seqblocks.kernels import BACKENDS, dispatch, mlstm, same_backend, use_backend, why
 from seqblocks.kernels.dispatch.compiled import constant
 
 OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
@@ -59,22 +62,100 @@ def test_context_ends_with_an_exception(registry):
     assert ran() == "triton"
 
 
-def test_contexts_of_threads_may_overlap():
-    """Whichever ends first, the other's holds, and nothing is left behind."""
+def test_a_context_holds_for_its_thread_alone(registry):
+    """Whichever ends first: each has its own, and nothing is left of it."""
     one, other = use_backend("reference"), use_backend("torch")
     with ThreadPoolExecutor(1) as pool:
         one.__enter__()
+        assert pool.submit(ran).result() == "triton"
         pool.submit(other.__enter__).result()
+        assert (ran(), pool.submit(ran).result()) == ("reference", "torch")
         one.__exit__(None, None, None)
-        assert dispatch._last_asked == "torch"
+        assert (ran(), pool.submit(ran).result()) == ("triton", "torch")
         pool.submit(other.__exit__, None, None, None).result()
-    assert dispatch._last_asked is None
+        assert pool.submit(ran).result() == "triton"
+
+
+def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
+    """Also where another thread has compiled it for its own."""
+    monkeypatch.setattr(dispatch, "_ops", dict(dispatch._ops))
+    dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
+    dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: dispatch.choose("op")(x), fullgraph=True, backend="eager")
+    zero = torch.zeros(())
+    with ThreadPoolExecutor(1) as pool, use_backend("reference"):
+        assert pool.submit(compiled, zero).result() == 1
+        assert compiled(zero) == 2
+        assert pool.submit(compiled, zero).result() == 1
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_checkpoint_computes_again_has_the_backend_of_the_first_time(registry, elsewhere):
+    """In another thread too, where the context does not hold: backward passes of a GPU have their own."""
+    asked = []
+
+    def f(x):
+        asked.append(ran())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    with use_backend("reference"):
+        y = checkpoint(f, x, use_reentrant=False, context_fn=same_backend)
+    if elsewhere:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(y.sum().backward).result()
+    else:
+        y.sum().backward()
+    assert asked == ["reference"] * 2
+
+
+CALLS = {
+    "causal_conv": (kernels.causal_conv, [(2, 9, 4), (4, 1, 3)]),
+    "headwise_linear": (kernels.headwise_linear, [(3, 8), (4, 2, 2)]),
+    "mlstm": (kernels.mlstm, [(1, 5, 2, 4), (1, 5, 2, 4), (1, 5, 2, 3), (1, 5, 2), (1, 5, 2)]),
+    "slstm": (kernels.slstm, [*[(1, 5, 6)] * 4, (2, 3, 4, 3), (4, 2, 3)]),
+    "selective_scan": (kernels.selective_scan, [(1, 5, 4), (1, 5, 4), (4, 2), (1, 5, 2), (1, 5, 2)]),
+    "attention": (kernels.attention, [(1, 5, 2, 4)] * 3),
+    "memoroid": (kernels.mlstm_memoroid, [(1, 5, 2, 4), (1, 5, 2, 4), (1, 5, 2, 3), (1, 5, 2), (1, 5, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_backward_pass_chooses_nothing(name, monkeypatch):
+    """What it runs was chosen in the forward pass: whatever the context says by then, and in whatever thread."""
+    function, shapes = CALLS[name]
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    y = function(*leaves)
+    monkeypatch.setattr(dispatch, "choose", None)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((y if isinstance(y, torch.Tensor) else y[0]).sum().backward).result()
+    assert all(x.grad is not None for x in leaves)
+
+
+def test_inputs_on_several_devices_are_an_error(registry):
+    inputs = {"x": torch.ones(2), "weight": torch.ones(2, device="meta"), "bias": None, "state": torch.ones(2)}
+    message = r"op needs its inputs on one device; got x, state on cpu; weight on meta\. Move them with `\.to"
+    with pytest.raises(RunError, match=message):
+        dispatch.choose("op", None, inputs, n=2)
+    assert dispatch.choose("op", None, {"x": torch.ones(2, device="meta"), "bias": None}, n=2)() == "triton"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kernel_looks_at_all_its_inputs(name):
+    """Weights on another GPU than the input would be read there as if they lay here."""
+    function, shapes = CALLS[name]
+    for at in range(len(shapes)):
+        inputs = [torch.zeros(shape, device="meta" if other == at else "cpu") for other, shape in enumerate(shapes)]
+        with pytest.raises((RunError, RuntimeError), match="device"):
+            function(*inputs)
 
 
 def test_a_device_is_told_as_its_kind_and_its_index(registry):
     told = []
     dispatch.register("other", "torch", lambda: None, lambda **facts: (told.append(facts) or True, ""))
-    dispatch.choose("other", "torch", device=torch.device("cuda:1"), n=1)
+    x = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.float32)
+    dispatch.choose("other", "torch", {"x": x}, n=1)
     assert told == [{"device": "cuda", "index": 1, "n": 1, "asked": "torch"}]
 
 
@@ -93,7 +174,7 @@ def test_why_says_it_of_every_form(registry):
 
 def test_auto_with_nothing_left_names_every_reason(registry, monkeypatch):
     monkeypatch.setattr(dispatch, "_ops", {"op": {}})
-    with pytest.raises(BackendError, match=r"triton: op has no triton form yet; torch: .*; reference: "):
+    with pytest.raises(BackendError, match=r"triton: op has no triton form; torch: .*; reference: "):
         ran()
 
 

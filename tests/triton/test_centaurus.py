@@ -157,7 +157,10 @@ def test_gradients_of_nothing_are_zeros(shape, mode, backend):
         assert not t.grad.any(), name
 
 
-FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 5, "substates": 3}
+FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 6, "features": 3, "substates": 3}
+
+
+MANY = (("batch", 1 << 16),)  # sequences enough to fill a device
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,8 +175,12 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode, monkeypatch):
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
     facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
-    assert self_check.fault(centaurus_triton._example, facts) == ""
-    assert {*seen} == {(3, mode != "full"), (1, mode != "full")}
+    for sizes, segments in (((), 3), (MANY, 1)):
+        for keeps in (True, False):
+            seen.clear()
+            call = self_check.Call((), sizes)
+            assert self_check.fault(centaurus_triton._example, {**facts, "keeps": keeps}, call) == ""
+            assert {*seen} == {(segments, mode != "full" or keeps)}
 
 
 def test_the_check_tells_wrong_whole_launches(monkeypatch):
@@ -183,7 +190,8 @@ def test_the_check_tells_wrong_whole_launches(monkeypatch):
             return 1.1 * v if self.K == 1 else v
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
-    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"})
+    call = self_check.Call((), MANY)
+    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"}, call)
 
 
 @pytest.mark.parametrize("decay", [-1e-6, -1e4])

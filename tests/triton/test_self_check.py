@@ -1,4 +1,4 @@
-"""What a form gets wrong on a device is found before it is used, told, remembered, and stepped around."""
+"""What a Triton form gets wrong on a device is found before it is used, reported, recorded, and avoided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from seqblocks import kernels
 from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.dispatch import self_check, shelf
+from seqblocks.kernels.dispatch import self_check
 from seqblocks.kernels.selective_scan import triton as selective_scan_triton
 from tests.triton.compare import half, interpreted
 
@@ -31,14 +31,18 @@ FACTS: dict[str, dict[str, Any]] = {
 
 
 def example(op: str) -> self_check.Example:
-    found = dispatch._ops[op]["triton"].example
+    found = dispatch.implementation(op, "triton").example
     assert found is not None
     return found
 
 
 def test_every_triton_form_has_an_example() -> None:
-    forms = {op for op, forms in dispatch._ops.items() if "triton" in forms}
-    assert forms == set(FACTS) == {op for op in forms if dispatch._ops[op]["triton"].example}
+    forms = {op for op in dispatch.ops() if "triton" in dispatch._ops[op]} - {"broken"}
+    assert forms == set(FACTS) == {op for op in forms if dispatch.implementation(op, "triton").example}
+
+
+# ------------------------------------------------------------------------------
+# What the check finds
 
 
 @interpreted
@@ -52,14 +56,14 @@ def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "found"),
     [
         (lambda y: y * 1.01, "its output is off by"),
         (lambda y: y * float("nan"), "its output is off by nan"),
         (lambda y: y + (y - y.detach()), "its gradient of"),
     ],
 )
-def test_a_wrong_one_is_told_apart(wrong: Callable[..., Any], told: str) -> None:
+def test_a_wrong_one_is_found(wrong: Callable[..., Any], found: str) -> None:
     right = example("headwise_linear")
 
     def spoilt(**facts: Any) -> Any:
@@ -71,7 +75,7 @@ def test_a_wrong_one_is_told_apart(wrong: Callable[..., Any], told: str) -> None
 
         return changed, *rest
 
-    assert told in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
+    assert found in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
 
 
 @interpreted
@@ -92,198 +96,211 @@ def test_every_part_of_a_state_is_compared() -> None:
 
 
 @interpreted
-def test_launches_of_large_calls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example is too short for segments, and still they are found to be wrong."""
+@pytest.mark.parametrize("sizes", [(("batch", 1), ("length", 1 << 16)), None])
+def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example is too short for segments, and still they are found to be wrong; so too where no size is known."""
 
     def nothing(cut: Any, *args: Any) -> torch.Tensor:
         return torch.zeros(cut.batch * cut.K, cut.N, cut.E)
 
     monkeypatch.setattr(selective_scan_triton._Cut, "starts", nothing)
+    monkeypatch.setattr(selective_scan_triton.common, "processors", lambda x: 132)
     facts = {**CPU, **FACTS["selective_scan"], "resets": False}
-    assert "is off by" in self_check.fault(example("selective_scan"), facts)
-
-
-def test_one_that_does_not_run_is_told_too() -> None:
-    def broken(**facts: Any) -> Any:
-        def function(x: Any, backend: str) -> Any:
-            if backend == "triton":
-                raise RuntimeError("out of resource: shared memory\nand more")
-            return x
-
-        return function, {"x": torch.ones(2)}, {}
-
-    with pytest.raises(self_check.Passing, match="out of resource: shared memory"):
-        self_check.fault(broken, CPU)
-
-
-def test_an_error_without_a_message_is_one_too() -> None:
-    def broken(**facts: Any) -> Any:
-        def function(x: Any, backend: str) -> Any:
-            assert backend != "triton"
-            return x
-
-        return function, {"x": torch.ones(2)}, {}
-
-    with pytest.raises(self_check.Passing, match="AssertionError"):
-        self_check.fault(broken, CPU)
-
-
-def test_without_room_for_the_definition_nothing_is_said() -> None:
-    def large(**facts: Any) -> Any:
-        def function(x: Any, backend: str) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        return function, {"x": torch.ones(2)}, {}
-
-    with pytest.raises(self_check.Passing, match=r"^$"):
-        self_check.fault(large, CPU)
-
-
-@pytest.fixture
-def a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A device that is not there; returns what was checked on it. The next fault is the environment's FAULT."""
-    checked: list[str] = []
-    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
-    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", "digest"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(self_check, "fault", lambda example, facts: checked.append(facts["dtype"]) or "it is wrong")
-    self_check.forget()
-    return checked
-
-
-def test_once_and_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
-
-    def verdict(**change: Any) -> str:
-        return self_check.verdict("headwise_linear", example("headwise_linear"), {**facts, **change})
-
-    with pytest.warns(UserWarning, match="headwise_linear is not used here: it is wrong"):
-        assert verdict() == "it is wrong"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert verdict() == verdict(asked="triton") == "it is wrong"
-        self_check.forget()  # as another process
-        assert verdict() == "it is wrong"
-        assert verdict(device="cpu") == ""
-        monkeypatch.setenv("SEQBLOCKS_SELF_CHECK", "0")
-        assert verdict() == ""
-        monkeypatch.delenv("SEQBLOCKS_SELF_CHECK")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert verdict(dtype=torch.float16) == ""
-    assert a_device == [torch.float32]
-    kept = json.loads((tmp_path / "checked.json").read_text())
-    assert [*kept.values()] == ["it is wrong"]
-
-
-def test_what_may_pass_is_not_kept(a_device: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(example: Any, facts: dict[str, Any]) -> str:
-        a_device.append(facts["dtype"])
-        raise self_check.Passing("it does not run (no compiler)")
-
-    monkeypatch.setattr(self_check, "fault", fault)
-    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
-    with pytest.warns(UserWarning, match="no compiler"):
-        first = self_check.verdict("headwise_linear", example("headwise_linear"), facts)
-    assert first == self_check.verdict("headwise_linear", example("headwise_linear"), facts)
-    assert "no compiler" in first
-    assert a_device == [torch.float32]
-    assert not (tmp_path / "checked.json").exists()
+    assert self_check.fault(example("selective_scan"), facts) == ""
+    assert "is off by" in self_check.fault(example("selective_scan"), facts, self_check.Call((), sizes))
 
 
 @interpreted
-@pytest.mark.parametrize("around", ["autocast", "checkpoint", "default device", "vmap"])
-def test_the_callers_context_is_none_of_the_checks(
-    around: str, a_device: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    self_check.forget()
-    kept: list[str] = []
-    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", around))
+def test_mixed_dtypes_are_checked_as_they_come() -> None:
+    seen: list[torch.dtype] = []
+
+    def noted(**facts: Any) -> Any:
+        function, *rest = example("headwise_linear")(**facts)
+
+        def noting(x: torch.Tensor, weight: torch.Tensor, backend: str) -> Any:
+            seen.extend([x.dtype, weight.dtype])
+            return function(x, weight, backend=backend)
+
+        return noting, *rest
+
+    call = self_check.Call((("x", torch.bfloat16), ("weight", torch.float32), ("bias", None)))
+    assert self_check.fault(noted, {**CPU, **FACTS["headwise_linear"]}, call) == ""
+    assert set(zip(seen[2::2], seen[3::2], strict=True)) == {(torch.bfloat16, torch.float32)}
+
+
+# ------------------------------------------------------------------------------
+# In a process of its own
+
+
+def check(how: str) -> tuple[str, bool]:
+    return self_check._in_subprocess(
+        self_check.Request("broken", "tests.triton.broken", {**CPU, "how": how}, self_check.Call())
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "found", "lasting"),
+    [
+        ("right", "", True),
+        ("wrong", "its output is off by 0.1 on an example whose largest value is 2", True),
+        ("abort", "its check crashes (exit status -6", True),
+        ("killed", "its check crashes (exit status -9", False),
+        ("raise", "it does not run (RuntimeError: out of resource: shared memory)", False),
+        ("no memory", "its definition cannot be computed here (OutOfMemoryError: CUDA out of memory)", False),
+        ("no reference", "its definition cannot be computed here (NotImplementedError: not for this device)", False),
+    ],
+)
+def test_what_happens_in_a_check_stays_in_its_process(how: str, found: str, lasting: bool) -> None:
+    fault, kept = check(how)
+    assert fault.startswith(found) if found else not fault
+    assert kept is lasting
+
+
+def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "SECONDS", 15)
+    assert check("hang") == ("its check did not end within 15 s", True)
+
+
+def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = self_check.Request("broken", "no_such_module", {**CPU, "how": "right"}, self_check.Call())
+    fault, lasting = self_check._in_subprocess(request)
+    assert "cannot be started" in fault
+    assert "No module named 'no_such_module'" in fault
+    monkeypatch.setattr(self_check.sys, "executable", "/no/such/python")
+    assert "cannot be started" in check("right")[0]
+    assert not lasting
+    assert not check("right")[1]
+
+
+@interpreted
+def test_a_real_form_is_checked_there() -> None:
+    op = "headwise_linear"
+    call = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 1 << 20),))
+    module = dispatch.implementation(op, "triton").run.__module__
+    assert self_check._in_subprocess(self_check.Request(op, module, {**CPU, **FACTS[op]}, call)) == ("", True)
+
+
+# ------------------------------------------------------------------------------
+# What becomes of it
+
+
+class Device:
+    """A device that is not there; what its checks find, and which have been made."""
+
+    def __init__(self) -> None:
+        self.fault, self.lasting = "it is wrong", True
+        self.checked: list[self_check.Request] = []
+
+    def check(self, request: self_check.Request) -> tuple[str, bool]:
+        self.checked.append(request)
+        return self.fault, self.lasting
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
+    monkeypatch.delenv(self_check.VARIABLE, raising=False)
+    monkeypatch.setattr(self_check, "device_and_source", lambda op, index: (f"{index}", "sm_90", "3", "digest"))
+    monkeypatch.setattr(self_check, "_in_subprocess", made.check)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(self_check._shelf, "keep", lambda name, value: kept.append(value))
-    facts = {**CPU, "asked": "triton", **FACTS["headwise_linear"]}
-    right = example("headwise_linear")
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        verdict = self_check.verdict("headwise_linear", lambda **_: right(**facts), {**facts, "device": "cuda"})
-        assert verdict == ""
-        return x.sin().sin()
-
-    check = self_check.fault
-    monkeypatch.setattr(self_check, "fault", lambda example, facts: check(example, {**facts, "device": "cpu"}))
-    x = torch.ones(3, 2, requires_grad=True)
-    if around == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            f(x)
-    elif around == "checkpoint":
-        torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
-    elif around == "default device":
-        with torch.device("meta"):
-            f(x)
-    else:
-        torch.func.vmap(f)(x.detach())
-    assert kept[0] == ""
+    self_check.forget()
+    return made
 
 
-def test_nothing_is_checked_within_a_backward_pass(a_device: list[str]) -> None:
-    """Its own backward would wait for the one under way, on a device for ever."""
-    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
-    told: list[str] = []
+OP = "headwise_linear"
+CALL = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 100),))
 
-    def hook(grad: torch.Tensor) -> None:
-        told.append(self_check.verdict("headwise_linear", example("headwise_linear"), facts))
 
+def verdict(call: self_check.Call = CALL, **change: Any) -> str:
+    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS[OP], **change}
+    return self_check.verdict(OP, dispatch.implementation(OP, "triton"), facts, call)
+
+
+def test_once_for_each_launch(device: Device) -> None:
+    device.fault = ""
+    assert verdict() == verdict(asked="triton") == ""
+    assert verdict(CALL._replace(sizes=(("rows", 101),))) == ""  # another size, the same launch
+    assert len(device.checked) == 1
+    verdict(CALL._replace(sizes=(("rows", 1 << 24),)))
+    assert len(device.checked) == 2
+    verdict(CALL._replace(dtypes=(("x", torch.float32), ("weight", torch.bfloat16))))
+    verdict(index=1)
+    verdict(CALL._replace(sizes=None))
+    assert len(device.checked) == 5
+    verdict(device="cpu")
+    assert len(device.checked) == 5
+
+
+def test_a_recorded_failure_warns_in_every_process_once(device: Device, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="headwise_linear is not used here: it is wrong"):
+            assert verdict() == "it is wrong"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert verdict() == verdict(CALL._replace(sizes=(("rows", 101),))) == "it is wrong"
+        self_check.forget()  # as another process
+    assert len(device.checked) == 1
+    (record,) = tmp_path.rglob("*.json")
+    assert json.loads(record.read_text())["value"] == "it is wrong"
+
+
+def test_what_may_change_is_not_recorded(device: Device, tmp_path: Path) -> None:
+    device.fault, device.lasting = "it does not run (no compiler)", False
+    with pytest.warns(UserWarning, match="no compiler"):
+        assert verdict() == verdict() == "it does not run (no compiler)"
+    assert len(device.checked) == 1
+    assert not [*tmp_path.rglob("*.json")]
+    self_check.forget()
+    device.fault = ""
+    assert verdict() == ""
+
+
+def test_it_can_be_turned_off(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(self_check.VARIABLE, "0")
+    assert verdict() == ""
+    assert not device.checked
+
+
+def test_a_record_that_is_not_one_is_replaced(device: Device, tmp_path: Path) -> None:
+    device.fault = ""
+    verdict()
+    (record,) = tmp_path.rglob("*.json")
+    for text in ("", "{", "null", '{"key": 1, "value": ""}', record.read_text().replace('"value": ""', '"value": 3')):
+        record.write_text(text)
+        self_check.forget()
+        assert verdict() == ""
+        assert json.loads(record.read_text())["value"] == ""
+    assert len(device.checked) == 6
+
+
+def test_a_check_within_a_backward_pass(device: Device) -> None:
+    """It is made: another process does not wait for the backward pass that is under way."""
+    device.fault = ""
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(hook)
+    found: list[str] = []
+    y.register_hook(lambda grad: found.append(verdict()))
     y.sum().backward()  # type: ignore[no-untyped-call]
-    assert told == [""]
-    assert a_device == []
-    with pytest.warns(UserWarning, match="it is wrong"):
-        self_check.verdict("headwise_linear", example("headwise_linear"), facts)
-    (x * 2).sum().backward()  # type: ignore[no-untyped-call]
-    y = x * 2
-    y.register_hook(hook)
-    y.sum().backward()  # type: ignore[no-untyped-call]
-    assert told == ["", "it is wrong"]  # what is known holds there too: a checkpoint computes again by the same form
+    assert found == [""]
+    assert len(device.checked) == 1
 
 
-def test_the_device_of_the_tensors_is_checked(a_device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the current one."""
-    monkeypatch.setattr(shelf, "here", lambda op, index: (f"device {index}", "triton 3", "digest"))
-    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS["headwise_linear"]}
-
-    def verdict(index: int | None) -> str:
-        return self_check.verdict("headwise_linear", example("headwise_linear"), {**facts, "index": index})
-
-    for index in (0, 1):
-        with pytest.warns(UserWarning, match="it is wrong"):
-            verdict(index)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert verdict(None) == verdict(1) == "it is wrong"
-    assert len(a_device) == 2
-
-
-def test_a_record_that_is_no_text_is_left_out(a_device: list[str], tmp_path: Path) -> None:
-    (tmp_path / "checked.json").write_text('{"a name": null}')
-    with pytest.warns(UserWarning, match="is not a record of checked kernels"):
-        assert self_check._shelf.get("a name") is None
-
-
-def test_dispatch_steps_around_it_and_says_so(a_device: list[str]) -> None:
-    facts = {"device": "cuda", "dtype": torch.float32, **FACTS["headwise_linear"]}
+def test_dispatch_falls_back_and_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "DEVICE", "cpu")
+    monkeypatch.setitem(
+        dispatch._ops[OP], "triton", dispatch.implementation(OP, "triton")._replace(can=dispatch.always("a test"))
+    )
+    x, weight = torch.ones(3, 8), torch.ones(4, 2, 2)
     with pytest.warns(UserWarning, match="not used here"):
-        run = dispatch.choose("headwise_linear", None, **facts)
-    assert run is dispatch._ops["headwise_linear"]["torch"].run
-    told = "it failed its check on this device: it is wrong"
-    assert kernels.fallbacks()["headwise_linear"] == {"triton": told}
-    with pytest.raises(BackendError, match=told):
-        dispatch.choose("headwise_linear", "triton", **facts)
-    assert a_device == [torch.float32]
-    assert dispatch.why("headwise_linear", **facts)[0].can  # who only asks causes no check
+        kernels.headwise_linear(x, weight)
+    found = "it failed its check on this device: it is wrong"
+    assert kernels.fallbacks()[OP] == {"triton": found}
+    with pytest.raises(BackendError, match=found):
+        kernels.headwise_linear(x, weight, backend="triton")
+    assert len(device.checked) == 1
+    assert dict(device.checked[0].call.sizes or ()) == {"rows": 3}
+    assert dispatch.why(OP, device="cpu", dtype=torch.float32, **FACTS[OP])[0].can  # asking causes no check
 
 
 def test_what_auto_passed_over_is_remembered() -> None:
@@ -298,30 +315,27 @@ def test_what_auto_passed_over_is_remembered() -> None:
     assert "triton" in kernels.fallbacks()["headwise_linear"]
 
 
-@interpreted
 @pytest.mark.parametrize("how", ["compile", "export"])
 def test_a_compiler_causes_the_check_and_an_export_does_not(
-    how: str, a_device: list[str], monkeypatch: pytest.MonkeyPatch
+    how: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
-    facts = FACTS["headwise_linear"]
-    monkeypatch.undo()
-    self_check.forget()
-    monkeypatch.setattr(shelf, "here", lambda op, index: ("a device", "triton 3", how))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(self_check._shelf, "keep", lambda name, value: found.append(value))
-    check = self_check.fault
-    monkeypatch.setattr(self_check, "fault", lambda example, facts: check(example, {**facts, "device": "cpu"}))
+    """Compiled code serves other sizes too: those of the call are not what is checked."""
+    device.fault = ""
+    monkeypatch.setattr(self_check, "DEVICE", "cpu")
+    monkeypatch.setitem(
+        dispatch._ops[OP], "triton", dispatch.implementation(OP, "torch")._replace(
+            can=dispatch.always("a test"), example=example(OP), tiles=dispatch.implementation(OP, "triton").tiles,
+        )
+    )
 
     class Caller(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            dispatch.choose("headwise_linear", None, device="cuda", dtype=torch.float32, **facts)
-            return x + 1
+            return kernels.headwise_linear(x, torch.ones(4, 2, 2))
 
     torch._dynamo.reset()
     if how == "compile":
-        torch.compile(Caller(), fullgraph=True, backend="eager")(torch.ones(2))
+        torch.compile(Caller(), fullgraph=True, backend="eager")(torch.ones(3, 8))
+        assert [request.call.sizes for request in device.checked] == [None]
     else:
-        torch.export.export(Caller(), (torch.ones(2),), strict=False)
-    assert found == ([""] if how == "compile" else [])
+        torch.export.export(Caller(), (torch.ones(3, 8),), strict=False)
+        assert not device.checked

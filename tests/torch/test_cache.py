@@ -1,0 +1,78 @@
+"""Records in the user's cache folder: whole, apart from each other, and never in the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqblocks.kernels.dispatch import cache
+
+KEY = {"op": "mlstm", "launches": [{"BT": 64}]}
+
+WRITER = """
+import sys
+from seqblocks.kernels.dispatch import cache
+for at in range(15):
+    cache.write("checks", {"writer": sys.argv[1], "at": at}, "")
+    cache.write("checks", {"all": at}, sys.argv[1])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    assert cache.read("checks", KEY) is None
+    cache.write("checks", KEY, "it is wrong")
+    assert cache.read("checks", dict(reversed(KEY.items()))) == "it is wrong"
+    assert cache.read("checks", {**KEY, "op": "slstm"}) is None
+    assert cache.read("others", KEY) is None
+    assert [path.suffix for path in folder.rglob("*") if path.is_file()] == [".json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"key": {}}', '{"key": {}, "value": 1}', "\0"])
+def test_a_bad_record_is_absent_and_replaced(text: str, folder: Path) -> None:
+    cache.write("checks", {"another": 1}, "")
+    cache.write("checks", KEY, "")
+    cache.path("checks", KEY).write_text(text)
+    assert cache.read("checks", KEY) is None
+    assert cache.read("checks", {"another": 1}) == ""
+    cache.write("checks", KEY, "new")
+    assert cache.read("checks", KEY) == "new"
+
+
+def test_a_record_of_another_key_is_not_taken(folder: Path) -> None:
+    """As if two digests were the same."""
+    cache.write("checks", KEY, "")
+    cache.path("checks", {"another": 1}).write_text(cache.path("checks", KEY).read_text())
+    assert cache.read("checks", {"another": 1}) is None
+
+
+def test_six_processes_keep_all_records(folder: Path, root: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(at)], cwd=root) for at in range(6)]
+    assert [writer.wait(120) for writer in writers] == [0] * 6
+    assert all(cache.read("checks", {"writer": str(w), "at": at}) == "" for w in range(6) for at in range(15))
+    assert all(cache.read("checks", {"all": at}) in map(str, range(6)) for at in range(15))
+    assert len([*folder.rglob("*")]) == 1 + 90 + 15  # nothing temporary is left
+
+
+def test_a_folder_that_cannot_be_written_gives_a_warning(folder: Path) -> None:
+    folder.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        cache.write("checks", KEY, "")
+    assert cache.read("checks", KEY) is None
+
+
+def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEQBLOCKS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache.folder().name == "seqblocks"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SEQBLOCKS_CACHE", "~/mine")
+    assert cache.folder() == tmp_path / "mine"

@@ -1,0 +1,190 @@
+"""The check before the first use launches what the call launches: kernels, tiles, warps, options and dtypes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from seqblocks import kernels
+from seqblocks.kernels import dispatch, triton_common
+from seqblocks.kernels.dispatch import self_check
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+Launched = set[tuple[Any, ...]]
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """What is launched within, where nothing runs: kernels, the dtypes of their tensors, and their constants."""
+    found: Launched = set()
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        def note(*args: Any, **options: Any) -> None:
+            dtypes = tuple(x.dtype for x in args if isinstance(x, Tensor))
+            absent = tuple(at for at, x in enumerate(args) if x is None)
+            found.add((kernel.function.__name__, dtypes, absent, *sorted((k, str(v)) for k, v in options.items())))
+
+        return note
+
+    with monkeypatch.context() as patch, FakeTensorMode():
+        patch.setattr(triton_common.Kernel, "__getitem__", launch)
+        patch.setattr(triton_common, "_watched", lambda args: False)  # torch.library would stop at the shapes
+        yield found
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is not there: calls on the CPU are launched as on it."""
+    processors = triton_common.PROCESSORS[request.param]
+    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # so that the CPU can be asked for Triton
+    monkeypatch.setattr(triton_common, "arch", lambda x: request.param)
+    monkeypatch.setattr(triton_common, "processors_of", lambda index: processors)
+    monkeypatch.setattr(self_check, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+
+def conv(B: int, S: int, D: int, K: int, x: torch.dtype, w: torch.dtype, **options: Any) -> Any:
+    out = kernels.causal_conv(leaf(B, S, D, dtype=x), leaf(D, 1, K, dtype=w), **options, backend="triton")
+    return [out]
+
+
+def norm(rows: int, heads: int, width: int, x: torch.dtype, w: torch.dtype, gated: bool = False) -> Any:
+    n = heads * width
+    more = {"skip": leaf(rows, n, dtype=x), "skip_weight": leaf(n), "gate": leaf(rows, n, dtype=x)} if gated else {}
+    activation = "silu" if gated else "none"
+    bias = None if gated else leaf(n, dtype=w)
+    y = kernels.head_norm(leaf(rows, n, dtype=x), heads, leaf(n, dtype=w), bias, activation=activation, **more,
+                          backend="triton")
+    return [y]
+
+
+def linear(rows: int, G: int, O: int, I: int, x: torch.dtype, w: torch.dtype) -> Any:
+    return [kernels.headwise_linear(leaf(rows, G * I, dtype=x), leaf(G, O, I, dtype=w), backend="triton")]
+
+
+def mlstm(B: int, S: int, H: int, DK: int, DV: int, x: torch.dtype, f: torch.dtype, **options: Any) -> Any:
+    q, k = (leaf(B, S, H, DK, dtype=x) for _ in range(2))
+    i, forget = (leaf(B, S, H, dtype=f) for _ in range(2))
+    state = options.pop("state", False)
+    if state:
+        options["state"] = (leaf(B, H, DK, DV), leaf(B, H, DK), leaf(B, H))
+    h, last = kernels.mlstm(q, k, leaf(B, S, H, DV, dtype=x), i, forget, return_state=True, **options, backend="triton")
+    return [h, *last]
+
+
+def scan(B: int, S: int, E: int, N: int, x: torch.dtype, bc: torch.dtype, G: int = 0, constant: bool = False) -> Any:
+    u, dt = (leaf(B, S, E, dtype=x) for _ in range(2))
+    shared = (E, N) if constant else (B, S, G, N) if G else (B, S, N)
+    y, last = kernels.selective_scan(
+        u, dt, leaf(E, N), leaf(*shared, dtype=bc), leaf(*shared, dtype=bc), D=leaf(E) if G else None,
+        z=None if constant else leaf(B, S, E, dtype=x), return_state=True, backend="triton",
+    )
+    return [y, last]
+
+
+def slstm(B: int, S: int, H: int, D: int, x: torch.dtype, z: torch.dtype, **options: Any) -> Any:
+    i, f, o = (leaf(B, S, H * D, dtype=x) for _ in range(3))
+    y, last = kernels.slstm(
+        i, f, leaf(B, S, H * D, dtype=z), o, leaf(H, D, 4, D), leaf(4, H, D), return_state=True, **options,
+        backend="triton",
+    )
+    return [y, *last]
+
+
+def bank(B: int, S: int, H: int, N: int, M: int, x: torch.dtype, mode: str, keeps: bool) -> Any:
+    A, turn = leaf(N, M), leaf(N, M)
+    into, out_of = ((N, H), (H, N)) if mode == "neck" else ((N,), (N,))
+    out = kernels.centaurus(
+        leaf(B, S, H, dtype=x), A, turn, leaf(N), leaf(*into), leaf(*out_of), leaf(N, M), mode=mode, return_state=keeps,
+        backend="triton",
+    )
+    return [*out] if keeps else [out]
+
+
+PAIRS = ((F32, F32), (BF16, BF16), (F16, F16), (BF16, F32))
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    of = functools.partial
+    for B, S, D, (x, w) in itertools.product((1, 64), (5, 33, 4096), (24, 100, 2048), PAIRS):
+        yield "causal_conv", of(conv, B, S, D, 4, x, w, activation=None if D == 24 else "silu")
+    for rows, heads, width, (x, w) in itertools.product((3, 4096), (1, 4), (4, 192, 2048), PAIRS):
+        yield "head_norm", of(norm, rows, heads, width, x, w, gated=rows == 3)
+    for rows, (G, O, I), (x, w) in itertools.product((3, 70000, 1 << 20), ((64, 4, 4), (5, 3, 16), (2, 2, 2)), PAIRS):
+        yield "headwise_linear", of(linear, rows, G, O, I, x, w)
+    for B, S, (DK, DV), (x, f) in itertools.product((1, 200), (1, 40, 5000), ((16, 20), (64, 128), (256, 512)), PAIRS):
+        yield "mlstm", of(mlstm, B, S, 4, DK, DV, x, f, state=S == 40, input_gate="exp" if S < 5000 else "sigmoid")
+    for B, S, (E, N), (x, bc) in itertools.product(
+        (1, 8, 256), (40, 2048), ((24, 4), (70, 17), (2048, 16), (256, 128)), PAIRS
+    ):
+        yield "selective_scan", of(scan, B, S, E, N, x, bc)
+    for B, S, (x, bc) in itertools.product((1, 64), (40, 2048), PAIRS):
+        yield "selective_scan", of(scan, B, S, 256, 16, x, bc, G=4)
+        yield "selective_scan", of(scan, B, S, 256, 16, x, bc, constant=True)
+    for B, H, D, (x, z) in itertools.product((2, 20, 50, 300, 3000), (1, 4), (24, 64, 128, 240, 512, 1024), PAIRS):
+        yield "slstm", of(slstm, B, 7, H, D, x, z, reverse=B == 20)
+    widths = ((16, 16, 4), (64, 128, 8), (40, 40, 64))
+    for B, S, (H, N, M), x in itertools.product((1, 64), (40, 4096), widths, (F32, BF16)):
+        yield "centaurus", of(bank, B, S, H, N, M, x, "neck", S == 40)
+        yield "centaurus", of(bank, B, S, N, N, M, x, "dws", S == 40)
+        yield "centaurus", of(bank, B, S, H, H * 2, M, x, "full", S == 40)
+
+
+CALLS = [*calls()]
+
+
+def run(call: Callable[[], Any]) -> None:
+    out = call()
+    torch.autograd.grad([x for x in out if x.requires_grad], leaves_of(out), [torch.empty_like(x) for x in out])
+    with torch.no_grad():
+        call()
+
+
+def leaves_of(out: Any) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    todo, seen = [x.grad_fn for x in out], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        todo += [function for function, _ in node.next_functions]
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("op", sorted({op for op, _ in CALLS}))
+def test_the_check_launches_what_the_call_launches(op: str, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[dict[str, Any], self_check.Call]] = []
+    monkeypatch.setattr(self_check, "verdict", lambda op, form, facts, call: asked.append((facts, call)) or "")
+    form = dispatch.implementation(op, "triton")
+    keys: dict[str, Launched] = {}
+    for name, call in CALLS:
+        if name != op:
+            continue
+        asked.clear()
+        with recorded(monkeypatch) as wanted:
+            run(call)
+        assert wanted, call
+        facts, about = asked[0]
+        key = self_check.key_of(op, form, facts, about, "a device", triton_common.arch(torch.empty(0)), "", "")
+        if str(key) not in keys:
+            with recorded(monkeypatch) as found:
+                for _ in self_check.launched(*self_check._made(form.example, facts, about), about):
+                    pass
+            keys[str(key)] = found
+        assert wanted <= keys[str(key)], (call, wanted - keys[str(key)], keys[str(key)])
+    assert len(keys) > 4
