@@ -43,7 +43,8 @@ def values(cache: Path) -> list[str]:
 def test_sound_forms_pass(op: str, dtype: torch.dtype, sizes: Any) -> None:
     example = dispatch.implementation(op, "triton").example
     assert example is not None
-    assert self_check.fault(example, {"device": "cuda", "dtype": dtype, **CHECKED[op]}, self_check.Call((), sizes)) == ""
+    facts = {"device": "cuda", "dtype": dtype, **CHECKED[op]}
+    assert self_check.fault(example, facts, self_check.Call((), sizes)) == ""
 
 
 def test_a_call_checks_once_and_a_wrong_form_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
