@@ -184,14 +184,17 @@ def walk(graph: Graph) -> Iterator[Node]:
             yield from walk(body)
 
 
-def stream_obstacle(graph: Graph) -> tuple[Node, str] | None:
-    """The first node that cannot run step by step, and why; None if the graph can stream."""
-    for node in walk(graph):
+def stream_obstacle(model: Model) -> tuple[str, str] | None:
+    """What cannot run step by step, by name and place, and why; None if the model can stream."""
+    for node in walk(model.graph):
         why = node.op.cannot_stream(*node.wires) if node.op else None
         if node.kind == "scan" and node.arguments.orders != ("forward",):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
-            return node, why
+            return f"{node.name} ({node.span})", why
+    if model.input.kind == "image":
+        origin = model.input.origin
+        return f"the input ({origin.span})" if origin else "the input", "it is a whole image"
     return None
 
 

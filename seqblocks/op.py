@@ -113,6 +113,10 @@ class Op(BaseModel):
         """
         return math.inf if self.reads == "all" else 0
 
+    def is_upright(self, *wires: Any, **_: Any) -> bool:
+        """Whether it tells the rows of an image from its columns, which a scan by columns exchanges."""
+        return False
+
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
         """The kernel that `forward` calls, and what it tells `dispatch.choose` besides device, dtype, resets, order."""
         return None

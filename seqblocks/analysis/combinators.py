@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from seqblocks import graph
-from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
+from seqblocks.errors import Fault, Note, did_you_mean, hidden, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.op import argument, ids_are_no_numbers, must_have_grid
 from seqblocks.types import Wire
@@ -140,7 +140,7 @@ class Scan(Combinator):
                 expected=f"{wire.with_features(result.features)}",
                 found=str(result),
             )
-        self._check_captures(frame, wire, body)
+        self._check_columns(frame, wire, body)
         if result and self.merge == "concat":
             result = result.with_features(result.features * len(self.orders))
         owned = self._owned(body)
@@ -172,9 +172,17 @@ class Scan(Combinator):
         if self.own not in ("none", []) and len(self.orders) < 2:
             raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
 
-    def _check_captures(self, frame: Frame, wire: Wire | None, body: graph.Graph) -> None:
-        """What a scan by columns re-orders besides its input are tokens of the same image. Raises Fault."""
+    def _check_columns(self, frame: Frame, wire: Wire | None, body: graph.Graph) -> None:
+        """What a scan by columns can do: its steps take an image on its side, and all it re-orders is of one image.
+
+        Raises Fault (E407).
+        """
         by_columns = [order for order in self.orders if order.startswith("columns")]
+        for node in graph.walk(body) if by_columns else ():
+            if node.op and node.type and node.op.is_upright(*node.wires):
+                message = f"{node.verb} needs rows as rows, and the order {by_columns[0]} exchanges rows and columns"
+                note = Note("it is here", node.span)
+                raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
         for value in body.captures if by_columns and wire else ():
             other = frame.types[value]
             alike = other and (other.grid, other.places) == (wire.grid, wire.places)

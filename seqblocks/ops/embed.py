@@ -112,6 +112,9 @@ class PositionEmbed(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")} if len(self.positions(x)) == 1 else {}
 
+    def is_upright(self, x: Wire) -> bool:
+        return len(self.positions(x)) == 2
+
     def cannot_stream(self, x: Wire) -> str | None:
         return "it has a place for every row and column of an image" if len(self.positions(x)) == 2 else None
 

@@ -57,6 +57,9 @@ class ToImage(Op):
 
     reads = "all"
 
+    def is_upright(self, x: Wire) -> bool:
+        return True
+
     def shape(self, x: Wire) -> Wire:
         must_have_grid(x, "to_image")
         assert x.grid

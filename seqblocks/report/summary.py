@@ -96,8 +96,8 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     if length and length % size:
         raise UsageError(f"the model takes a multiple of {size} tokens, not {length:,}")
     tokens = fixed or length
-    obstacle = graph.stream_obstacle(model.graph)
-    streams = f"{obstacle[0].name} ({obstacle[0].span}): {obstacle[1]}" if obstacle else None
+    obstacle = graph.stream_obstacle(model)
+    streams = ": ".join(obstacle) if obstacle else None
     rows = list(_rows(model, model.graph, tokens, depth, ""))
     notes = []
     if model.overridden and model.expect:

@@ -29,8 +29,8 @@ class SequenceModel(Body):
     def __init__(self, model: Model) -> None:
         super().__init__(model.graph, model, "", frozenset(), model.name)
         self.graph = model
-        obstacle = graph.stream_obstacle(model.graph)
-        self._obstacle = f"{obstacle[0].name} ({obstacle[0].span}) cannot stream: {obstacle[1]}" if obstacle else None
+        obstacle = graph.stream_obstacle(model)
+        self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
         self.frame_size = graph.frame_size(model.graph)
         self._has_tokens = model.output is not None and model.output.kind in ("sequence", "tokens")
         if next(self.parameters(), None) is None:  # then this says on which device and in which dtype the model is

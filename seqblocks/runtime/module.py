@@ -580,14 +580,14 @@ def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
 
 
-_KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel}
+_KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel, "scan": Scan}
 
 
 def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module:
     """The module of a node; parameters named in `skip` are held elsewhere."""
     if node.kind == "op":
         return Primitive(node, path, model.types, skip)
-    if node.kind == "scan":
-        return (OwnedScan if node.directions and node.owned else Scan)(node, model, path, skip)
-    made: nn.Module = _KINDS[node.kind](node, model, path, skip)
+    kind = OwnedScan if node.kind == "scan" and node.directions and node.owned else _KINDS[node.kind]
+    made: nn.Module = kind(node, model, path, skip)
+    made._type = node.type  # type: ignore[assignment]  # what its output was checked to be
     return made

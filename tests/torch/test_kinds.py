@@ -84,6 +84,12 @@ def test_positions_over_a_grid_do_not_stream() -> None:
     check_law(flat, seq=6)
 
 
+def test_a_model_that_only_passes_images_on_does_not_stream() -> None:
+    model = built(TWICE % "sum", input=IMAGE)
+    with pytest.raises(seqblocks.RunError, match=r"the input \(.*\) cannot stream: it is a whole image"):
+        model.init_state(1)
+
+
 def test_positions_behind_a_lost_grid_stream() -> None:
     """Downsampling gives up the grid; a frame is then one position, not all of them."""
     check_law(built("{downsample: {factor: 2}}", "position_embed", input="{features: 4, grid: [2, 4]}"), seq=4)
