@@ -501,7 +501,7 @@ def effort(node: Node) -> int:
     """What reading a value costs, in units of about 5 us: a long expression counts for several."""
     match node:
         case Scalar():
-            return 1 + len(node.text) // 16
+            return 1 + len(node.text) // 8
         case Sequence():
             return 1 + sum(map(effort, node.items))
         case Mapping():

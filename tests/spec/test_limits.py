@@ -1,0 +1,60 @@
+"""Any spec within the limits of size is answered within 5 s of CPU time and 1 GB."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import pytest
+
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
+from tests.spec import hostile
+
+SECONDS = 10.0  # of CPU time: twice the bound, for slower machines; the worst takes 4 s on the one it was made on
+BYTES = 2**30
+
+
+QUICK = (
+    "unknown_top_keys", "unknown_names", "unknown_verbs", "map_of_many_keys_in_layers", "scans_in_scans",
+    "scans_in_scans_that_are_accepted", "scans_of_six_orders", "blocks_that_double_and_are_not_used", "many_uses",
+    "lists_of_lists", "a_deep_list", "many_parts", "missing_block_arguments", "a_long_word_in_layers",
+)  # fmt: skip
+REFUSED = (
+    "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",
+    "blocks_that_double", "many_arguments_in_layers", "a_long_let_in_layers", "a_long_word_in_layers",
+    "many_wires_in_layers", "many_parts_in_layers", "lists_of_lists", "a_deep_list", "map_of_many_patterns",
+)  # fmt: skip
+ACCEPTED = (
+    "scans_in_scans_that_are_accepted", "as_many_steps_as_there_may_be", "ties_to_many_parameters", "long_patterns",
+    "a_chain_of_names", "a_name_that_needs_all_others", "map_of_owned_parameters", "many_parameters_to_own",
+    "many_uses", "many_blocks", "many_aliases",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in hostile.CASES]
+)
+def test_an_answer_takes_seconds(name: str) -> None:
+    text = hostile.text_of(name)
+    start = time.process_time()
+    fault: SpecError | None = None
+    try:
+        _, model = check.load_text(text)
+        if model:
+            graph.count(model.graph)
+    except SpecError as error:
+        fault = error
+    spent = time.process_time() - start
+    assert spent < SECONDS, f"{spent:.1f} s for {len(text):,} characters"
+    found = fault.diagnostics if fault else ()
+    assert len(found) <= MAX_DIAGNOSTICS
+    assert max(map(len, str(fault).splitlines())) < 5000
+    if name in REFUSED:
+        assert {each.code for each in found} == {"E104"}, [each.message for each in found]
+    if name in ACCEPTED:
+        assert not found, [each.message for each in found]
+    if sys.platform == "linux":  # where it is in kilobytes
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < BYTES
