@@ -229,6 +229,7 @@ def check_map(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -
         for part in item.name.split("."):
             level = level.setdefault(part, {})
     top, owners = _Places([body], _inside), _Places([names], dict)
+    composed: set[int] = set()
     sound = True
     for entry in table:
         places = top
@@ -244,18 +245,22 @@ def check_map(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -
         else:
             _check_axis(scope, entry, places)
             _check_layout(scope, entry, places)
+            if (len(entry.theirs) > 1 or isinstance(entry.theirs[0], dict)) and places.mapped:
+                composed.add(id(entry))
             if parted and places.shapes:
                 sound &= _check_owner(scope, entry, owners)
     if sound:
-        _check_use(scope, table, body, open)
+        _check_use(scope, table, body, open, composed)
 
 
-def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
-    """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes."""
-    plain = all(len(entry.theirs) == 1 and isinstance(entry.theirs[0], str) for entry in table)
+def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool, composed: set[int]) -> None:
+    """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes.
+
+    `composed`: the entries whose recipes or alternatives meet the map of a block.
+    """
     translator = Translator()
     tree = translator.tree(table)
-    if plain and (open or not tree.overlaps()):
+    if not composed and (open or not tree.overlaps()):
         return
     instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # what takes what an entry matches too
     used: set[int] = set()
@@ -268,7 +273,7 @@ def _check_use(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) 
         used.add(id(first.entry))
         for other in found[1:]:
             instead[id(other.entry)][id(first.entry)] = first.entry
-        if first.length < len(parts) and not plain:
+        if first.length < len(parts) and id(first.entry) in composed:
             try:
                 after = translator.after(body, parts, first.length)
             except Fault:  # of a block's own map, where it is reported
@@ -317,6 +322,14 @@ class _Places:
             for name, parameter in _parameters(thing):
                 found.setdefault(parameter.shape, name)
         return found
+
+    @cached_property
+    def mapped(self) -> bool:
+        """Whether a block with a map of its own is here or below."""
+        nodes = [thing for thing in self.things if isinstance(thing, graph.Node)]
+        bodies = [thing for thing in self.things if isinstance(thing, Graph)]
+        bodies += chain.from_iterable(node.bodies.values() for node in nodes)
+        return any(node.checkpoint for node in chain(nodes, chain.from_iterable(map(graph.walk, bodies))))
 
     @cached_property
     def matrix(self) -> bool:
