@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/gpu, then benchmarks/gpu.py, in one command that ends within 10 minutes and leaves four files in a folder.
+# The GPU cases of tests/kernels, then benchmarks/gpu.py, in one command that ends within 10 minutes and leaves four files in a folder.
 #
 #     bash benchmarks/gpu.sh FOLDER                          tests for up to 4 minutes, the benchmark for the rest
 #     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm     no tests; what follows the folder is for gpu.py
@@ -33,8 +33,8 @@ failed=0
 if [ "${TESTS:-240}" != 0 ]; then
     # compilers within the processes, each of which would start a pool; of pytest's plugins, what is asked for alone
     TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
-        "$python" -m pytest tests/gpu -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
-        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/gpu/.* $' || true; } || failed=1
+        "$python" -m pytest tests/kernels -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
+        -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/kernels/.* $' || true; } || failed=1
 fi
 
 # for the benchmark alone, so that no peer's needs stand before what the tests need

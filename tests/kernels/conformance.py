@@ -217,7 +217,8 @@ class Subject(NamedTuple):
 
     def tokens(self) -> tuple[str, ...]:
         """The inputs that have an axis of tokens."""
-        return tuple(n for n in self.kernel.sequences if n not in self.kernel.variants[self.variant].fixed)
+        variant = self.kernel.variants[self.variant]
+        return tuple(name for name in self.kernel.sequences if name not in (*variant.fixed, *variant.without))
 
     def cut(self, x: Tensors, a: int, b: int) -> Tensors:
         return {name: t[:, a:b] if name in self.tokens() else t for name, t in x.items()}
@@ -358,15 +359,15 @@ def cover(axes: Sequence[Sequence[Any]], name: str) -> list[tuple[tuple[Any, ...
     return cases
 
 
-def half(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
-    """Every combination, as one `parametrize` for each axis would give. Those whose places add to an odd number are
-    marked long: what is left differs from each of them in one place. An axis may have several names, with commas."""
+def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """As one `parametrize` for each axis, of which every value occurs; the cases in which every two values of different
+    axes meet are marked slow. An axis may have several names, with commas between."""
     names = [name.strip() for text, _ in axes for name in text.split(",")]
     found = []
-    for combination in itertools.product(*(enumerate(values) for _, values in axes)):
-        values = [v for (text, _), (_, x) in zip(axes, combination, strict=True) for v in (x if "," in text else (x,))]
-        odd = sum(at for at, _ in combination) % 2
-        found.append(pytest.param(*values, marks=[pytest.mark.long] if odd else []))
+    for case, quick in cover([[*values] for _, values in axes], "".join(names)):
+        values = [v for (text, _), x in zip(axes, case, strict=True) for v in (x if "," in text else (x,))]
+        label = "-".join(label_of(name, value) for name, value in zip(names, values, strict=True))
+        found.append(pytest.param(*values, id=label, marks=[] if quick else [pytest.mark.slow]))
     return pytest.mark.parametrize(names, found)
 
 

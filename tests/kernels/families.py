@@ -532,16 +532,17 @@ def logarithmic(a: Pair, b: Pair) -> Pair:
 
 
 def associative_inputs(batch: int = 2, S: int = 9, D: int = 3) -> Tensors:
-    x = {"decay": draw(batch, S, D), "value": draw(batch, S, D, seed=1)}
+    x = {"decay": draw(batch, S, D).sigmoid(), "value": draw(batch, S, D, seed=1)}
     return {**x, "carried decay": draw(batch, D, seed=2), "carried value": draw(batch, D, seed=3)}
 
 
-def associative_call(decay: Tensor, value: Tensor, *, combine: Any, state: Any = None, **options: Any) -> Any:
-    options.pop("return_state")
-    decays = decay.sigmoid() if combine is linear else -decay.exp()
+def associative_call(
+    decay: Tensor, value: Tensor, *, combine: Any, state: Any = None, return_state: bool = False, **options: Any
+) -> Any:
+    decays = decay if combine is linear else -decay
     initial = None if state is None else Pair(*state)
     states, last = kernels.associative_scan(combine, Pair(decays, value), initial=initial, **options)
-    return states.value, last
+    return (states.value, last) if return_state else states.value
 
 
 ASSOCIATIVE_SCAN = Kernel(

@@ -1,40 +1,27 @@
-"""The associative scan: its forms against each other, resets, several algebras, and the mLSTM made of one.
+"""What is special to the associative scan: algebras of every kind, and the mLSTM as one of them.
 
-Official numbers: test_golden_memoroid.py.
+Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_memoroid.py.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mlstm_memoroid
 from seqblocks.kernels.mlstm.memoroid import MLSTMElement, _scan, elements
 from seqblocks.kernels.mlstm.memoroid import combine as mlstm_combine
+from tests.kernels.conformance import draw
+from tests.kernels.families import Pair, linear, logarithmic, mlstm_inputs
 
 # float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
 ROUNDING = 1e-10
-
-
-class Pair(NamedTuple):
-    decay: Tensor
-    value: Tensor
-
-
-def linear(a: Pair, b: Pair) -> Pair:
-    """A diagonal linear recurrence: h' = decay h + value."""
-    return Pair(a.decay * b.decay, b.decay * a.value + b.value)
-
-
-def logarithmic(a: Pair, b: Pair) -> Pair:
-    """The same for positive values, in logarithms (min-GRU): its carry may be -inf."""
-    return Pair(a.decay + b.decay, torch.logaddexp(b.decay + a.value, b.value))
 
 
 def sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -42,41 +29,32 @@ def sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: a[key] + b[key] for key in a}
 
 
-def drawn(*shape: int, seed: int = 0, dtype: Any = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def an_mlstm(S: int, batch: int = 2, dtype: Any = torch.float64, scale: float = 2.0) -> list[Tensor]:
     """q, k, v, i, f."""
-    x = [drawn(batch, S, 2, width, seed=at) for at, width in enumerate((4, 4, 3))]
-    x += [scale * drawn(batch, S, 2, seed=3), scale * drawn(batch, S, 2, seed=4) + 1]
-    return [t.to(dtype).requires_grad_() for t in x]
+    x = mlstm_inputs(batch, S, scale=scale)
+    return [x[name].to(dtype).requires_grad_() for name in "qkvif"]
 
 
 def algebras(S: int) -> dict[str, tuple[Any, Any, Any]]:
     """combine, elements, initial carry."""
-    mixed = torch.polar(torch.rand(2, S, 3, dtype=torch.float64), drawn(2, S, 3))
+    mixed = torch.polar(torch.rand(2, S, 3, dtype=torch.float64), draw(2, S, 3))
     cell = elements(tuple(an_mlstm(S)))
     return {
-        "linear": (linear, Pair(drawn(2, S, 3).sigmoid(), drawn(2, S, 3, seed=1)), Pair(torch.ones(2, 3), drawn(2, 3))),
+        "linear": (linear, Pair(draw(2, S, 3).sigmoid(), draw(2, S, 3, seed=1)), Pair(torch.ones(2, 3), draw(2, 3))),
         "complex": (linear, Pair(mixed, mixed.conj()), None),
         "logarithmic": (
             logarithmic,
-            Pair(-drawn(2, S, 3).exp(), drawn(2, S, 3, seed=1)),
+            Pair(-draw(2, S, 3).exp(), draw(2, S, 3, seed=1)),
             Pair(torch.zeros(2, 3), torch.full((2, 3), -torch.inf)),
         ),
-        "sums": (sums, {"kv": drawn(2, S, 3, 4), "k": drawn(2, S, 3)}, None),
+        "sums": (sums, {"kv": draw(2, S, 3, 4), "k": draw(2, S, 3)}, None),
         "mlstm": (mlstm_combine, cell, MLSTMElement(*(torch.zeros_like(t[:, 0]) for t in cell))),
-        "a bare tensor": (torch.maximum, drawn(2, S), None),
+        "a bare tensor": (torch.maximum, draw(2, S), None),
     }
 
 
-def leaves(tree: Any) -> list[Tensor]:
-    return torch.utils._pytree.tree_leaves(tree)
-
-
 def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
-    for x, y in zip(leaves(a), leaves(b), strict=True):
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=bar, atol=bar * max(1.0, y.abs().max().item()))
 
 
@@ -90,12 +68,12 @@ def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
 @pytest.mark.parametrize("name", algebras(1))
 def test_combine_is_associative(name: str) -> None:
     combine, tree, _ = algebras(3)[name]
-    a, b, c = (torch.utils._pytree.tree_map(lambda x, t=t: x[:, t : t + 1], tree) for t in range(3))
+    a, b, c = (pytree.tree_map(lambda x, t=t: x[:, t : t + 1], tree) for t in range(3))
     near(combine(combine(a, b), c), combine(a, combine(b, c)))
 
 
 @pytest.mark.parametrize("name", algebras(1))
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     seq=st.integers(1, 300),
     marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 299)), max_size=4),
@@ -111,36 +89,9 @@ def test_the_tree_is_the_chain(
     near(*(associative_scan(combine, tree, backend=form, **options) for form in ("torch", "reference")))
 
 
-@settings(max_examples=15)
-@given(
-    seq=st.integers(1, 100),
-    cut=st.integers(1, 99),
-    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 99)), max_size=4),
-    reverse=st.booleans(),
-)
-def test_whole_is_pieces_in_value_and_gradient(
-    seq: int, cut: int, marks: list[tuple[int, int]], reverse: bool
-) -> None:
-    resets = marked(seq, marks)
-    start = Pair(torch.ones(2, 3, dtype=torch.float64), drawn(2, 3, seed=7).requires_grad_())
-    decay, value = drawn(2, seq, 3).requires_grad_(), drawn(2, seq, 3, seed=1).requires_grad_()
-    tree = Pair(decay.sigmoid(), value)
-    whole, last = associative_scan(linear, tree, initial=start, resets=resets, reverse=reverse)
-    spans = list(pairwise(sorted({0, min(cut, seq), seq})))
-    state, parts = start, []
-    for a, b in reversed(spans) if reverse else spans:
-        piece = Pair(tree.decay[:, a:b], tree.value[:, a:b])
-        some, state = associative_scan(linear, piece, initial=state, resets=resets[:, a:b], reverse=reverse)
-        parts.append(some.value)
-    joined = torch.cat(parts[::-1] if reverse else parts, 1)
-    wanted = [decay, value, start.value]
-    near((joined, state.value), (whole.value, last.value))
-    near(*(torch.autograd.grad(y.square().sum(), wanted, retain_graph=True) for y in (joined, whole.value)))
-
-
 def test_a_reset_starts_afresh_without_nan() -> None:
     """An infinite carry that a reset drops leaves no trace, in value and gradient."""
-    tree = Pair(-drawn(1, 6, 2).exp().requires_grad_(), drawn(1, 6, 2, seed=1).requires_grad_())
+    tree = Pair(-draw(1, 6, 2).exp().requires_grad_(), draw(1, 6, 2, seed=1).requires_grad_())
     carry = Pair(torch.zeros(1, 2, dtype=torch.float64), torch.full((1, 2), -torch.inf, dtype=torch.float64))
     resets = torch.tensor([[False, False, False, True, False, False]])
     states, _ = associative_scan(logarithmic, tree, initial=carry, resets=resets)
@@ -149,21 +100,6 @@ def test_a_reset_starts_afresh_without_nan() -> None:
     states.value.sum().backward()
     assert torch.isfinite(tree.value.grad).all()
     assert (states.value[:, 0] == tree.value[:, 0]).all()
-
-
-def test_gradcheck() -> None:
-    carry = [drawn(1, 2), drawn(1, 2, seed=5)]
-    inputs = tuple(t.requires_grad_() for t in (drawn(1, 5, 2), drawn(1, 5, 2, seed=1), *carry))
-    resets = torch.tensor([[False, False, True, False, False]])
-
-    def run(decay: Tensor, value: Tensor, d: Tensor, v: Tensor) -> Tensor:
-        states, last = associative_scan(linear, Pair(decay, value), initial=Pair(d, v), resets=resets)
-        return torch.cat([states.value.flatten(), last.value.flatten()])
-
-    assert torch.autograd.gradcheck(run, inputs)
-    assert torch.autograd.gradgradcheck(run, inputs)
-    for readout in ("paper", "unit_floor"):
-        assert torch.autograd.gradcheck(lambda *x, r=readout: mlstm_memoroid(*x, readout=r), an_mlstm(4, 1))
 
 
 @settings(max_examples=20)
@@ -177,7 +113,7 @@ def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool,
     """Against the recurrent definition, value, state and gradient. Where the stabiliser starts matters by about the
     normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own forms)."""
     x = an_mlstm(seq)
-    state = MLSTMState(drawn(2, 2, 4, 3), drawn(2, 2, 4), drawn(2, 2)) if carried else None
+    state = MLSTMState(draw(2, 2, 4, 3), draw(2, 2, 4), draw(2, 2)) if carried else None
     options: dict[str, Any] = {"state": state, "return_state": True, "reverse": reverse}
     options["resets"] = marked(seq, marks) if marks else None
     pairs = []
@@ -210,8 +146,8 @@ def test_a_memoroid_of_ones_own() -> None:
         read=lambda s, x: (x[0].unsqueeze(-1) * s["kv"]).sum(-2) / (x[0] * s["k"]).sum(-1, keepdim=True),
         initial=lambda batch: {"kv": torch.zeros(batch, 4, 3), "k": torch.zeros(batch, 4)},
     )
-    q, k = (drawn(2, 12, 4, seed=s).exp() for s in (1, 2))
-    x = (q, k, drawn(2, 12, 3))
+    q, k = (draw(2, 12, 4, seed=s).exp() for s in (1, 2))
+    x = (q, k, draw(2, 12, 3))
     whole, last = attention(x, return_state=True)
     first, state = attention([t[:, :5] for t in x], return_state=True)
     second, end = attention([t[:, 5:] for t in x], state=state, return_state=True)
@@ -242,13 +178,13 @@ def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
 
 def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
     """As in the chain; a tree shares it in other pairs."""
-    cell = MLSTMElement(drawn(1, 5, 2) * 0, drawn(1, 5, 2, 4, 3), drawn(1, 5, 2, 4), drawn(1, 5, 2) * 0)
+    cell = MLSTMElement(draw(1, 5, 2) * 0, draw(1, 5, 2, 4, 3), draw(1, 5, 2, 4), draw(1, 5, 2) * 0)
     cell = MLSTMElement(*(t.requires_grad_() for t in cell))
     chain, _ = associative_scan(mlstm_combine, cell, backend="reference")
     near(*(torch.autograd.grad(sum((x * x + x).sum() for x in states), cell) for states in (_scan(*cell, None), chain)))
 
 
-def test_its_op_keeps_its_promises_to_torch() -> None:
+def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
     for seq, resets in ((1, None), (6, torch.zeros(2, 6, dtype=torch.bool))):
         cell = [t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq)))]
         torch.library.opcheck(_scan, (*cell, resets))
@@ -261,7 +197,7 @@ class Caller(torch.nn.Module):
 
 def test_one_export_serves_every_length() -> None:
     def call(S: int) -> tuple[Any, ...]:
-        state = [drawn(2, 2, 4, 3), drawn(2, 2, 4), drawn(2, 2)]
+        state = [draw(2, 2, 4, 3), draw(2, 2, 4), draw(2, 2)]
         return marked(S, [(0, S // 2)]), state, *(t.detach() for t in an_mlstm(S))
 
     length = {1: torch.export.Dim("length", min=2, max=1 << 20)}
@@ -275,28 +211,11 @@ def test_one_export_serves_every_length() -> None:
 def test_ones_own_operator_compiles(combine: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: associative_scan(combine, x)[0], fullgraph=True, backend="aot_eager")
-    x = drawn(2, 5)
+    x = draw(2, 5)
     near(compiled(x), associative_scan(combine, x)[0])
 
 
-def test_compile_and_errors() -> None:
-    torch._dynamo.reset()
-    x = [t.detach() for t in an_mlstm(9, dtype=torch.float32)]
-    compiled = torch.compile(mlstm_memoroid, fullgraph=True, backend="aot_eager")
-    x = [t.requires_grad_() for t in x]
-    h, wanted = compiled(*x), mlstm_memoroid(*x)
-    torch.testing.assert_close([h, *torch.autograd.grad(h.sum(), x)], [wanted, *torch.autograd.grad(wanted.sum(), x)])
-    assert mlstm_memoroid(*(t[:, :0] for t in x)).shape == (2, 0, 2, 3)
-    with pytest.raises(ValueError, match="readout is one of paper, unit_floor"):
-        mlstm_memoroid(*x, readout="max")
-    with pytest.raises(ValueError, match="mlstm_memoroid wants q, k"):
-        mlstm_memoroid(x[0], x[1][:, :3], *x[2:])
-    with pytest.raises(ValueError, match="at least one element"):
-        associative_scan(torch.add, torch.zeros(2, 0))
-    with pytest.raises(ValueError, match="of one B and S"):
-        associative_scan(sums, {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)})
-    with pytest.raises(ValueError, match="an initial carry like one element"):
-        associative_scan(torch.add, torch.zeros(2, 3), initial=torch.zeros(2, 1))
+def test_errors_show_trees() -> None:
     two = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=r"like one element, \{'a': \[2\], 'b': \[2\]\}; got \{'b': \[2\]\}"):
         associative_scan(sums, two, initial={"b": torch.zeros(2)})
@@ -304,5 +223,3 @@ def test_compile_and_errors() -> None:
         associative_scan(lambda a, b: None, two)
     with pytest.raises(ValueError, match=r"give a tree like the elements, .*; got \{'a': "):
         associative_scan(lambda a, b: {"a": a["a"] + b["a"]}, two)
-    with pytest.raises(ValueError, match=r"resets \[2, 3\]"):
-        associative_scan(torch.add, torch.zeros(2, 3), resets=torch.zeros(2, 4))

@@ -1,0 +1,76 @@
+"""Kernels on a device. From the root of a checkout, with torch, triton, pytest, pytest-xdist and hypothesis:
+
+    TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 20 240 \\
+        python -m pytest tests/kernels -m gpu -vv --tb=short -p no:benchmark -n 12 --maxschedchunk 1
+
+Nine hundred kernels are compiled, most within a second: -n is for that, and several processes share one device. The
+check before the first use would compile as many again: it is off, but in test_self_check_on_device.py. A first case of
+every test comes first, then a second, and so on: a run that is cut off has seen something of everything.
+(--maxschedchunk 1 keeps that order under xdist.) `benchmarks/gpu.sh` runs this and then the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+# What torch or its compiler warns of (float32 products without TF32, for one) is no failure of a kernel; that an
+# implementation failed its check is. The last one counts.
+WARNINGS = ("default", r"ignore:TensorFloat32 tensor cores:UserWarning", r"error:the Triton form of:UserWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [at for at, item in enumerate(items) if item.get_closest_marker("gpu")]
+    for at, item in zip(ours, in_turn([items[at] for at in ours]), strict=True):
+        items[at] = item
+        item.add_marker(pytest.mark.filterwarnings(*WARNINGS))
+
+
+@pytest.fixture(autouse=True)
+def no_self_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("SEQBLOCKS_SELF_CHECK", "0")
+
+
+def in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """A case of every test and kernel, then another of each, in an order that is the same in every process."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("-")[0]].append(item)
+    for name, of_one in cases.items():
+        random.Random(name).shuffle(of_one)
+    turns = {item.nodeid: turn for of_one in cases.values() for turn, item in enumerate(of_one)}
+    return sorted(items, key=lambda item: turns[item.nodeid])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A fault leaves a device useless to its process, where every later test would fail: xdist starts another."""
+    try:
+        return (yield)
+    except Exception:
+        if item.get_closest_marker("gpu") and _lost():
+            capture = item.config.pluginmanager.getplugin("capturemanager")
+            if capture is not None:
+                capture.suspend_global_capture()
+            print(f"\n{item.nodeid} has lost the device:", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(3)
+        raise
+
+
+def _lost() -> bool:
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return torch.cuda.is_available()  # without one there is nothing to lose
+    return False

@@ -1,0 +1,179 @@
+"""What is special to attention: an independent truth, memory that stays linear, rotary positions, exports.
+
+Everything else: test_conformance.py. Layers of models: tests/torch/test_attention_layers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqblocks.kernels import attention, use_backend
+from seqblocks.kernels.positions import rotary
+from tests.kernels.families import attention_inputs
+
+# float64: sums of up to 2,000 terms with weights that add to one, of values of order one
+ROUNDING = 1e-12
+
+
+def inputs(S: int, dtype: Any = torch.float64, **sizes: int) -> list[Tensor]:
+    """q, k, v."""
+    x = attention_inputs(S=S, **sizes)
+    return [x[name].to(dtype).requires_grad_() for name in "qkv"]
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, base: float | None, resets: Tensor | None
+) -> Tensor:
+    """Each query by itself."""
+    B, S, H, D = q.shape
+    group = H // k.shape[2]
+    rows = []
+    for b in range(B):
+        owner = [0] * S if resets is None else resets[b].long().cumsum(0).tolist()
+        for t in range(S):
+            near = [s for s in range(S) if owner[s] == owner[t] and (s <= t or not causal)]
+            near = [s for s in near if window is None or abs(s - t) < window]
+            for h in range(H):
+                query, keys, values = q[b, t, h], k[b, near, h // group], v[b, near, h // group]
+                if base is None:
+                    scores = keys @ query
+                else:  # Re(conj(q) e^{i (s - t) rate} k) for each pair of features
+                    rates = base ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+                    turn = torch.exp(1j * (torch.tensor(near).double() - t)[:, None] * rates)
+                    pairs = torch.complex(query[: D // 2], query[D // 2 :])
+                    others = torch.complex(keys[:, : D // 2], keys[:, D // 2 :])
+                    scores = (pairs.conj() * turn * others).real.sum(-1)
+                rows.append(torch.softmax(scores / math.sqrt(D), 0) @ values)
+    return torch.stack(rows).view(B, S, H, -1)
+
+
+def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
+    for x, y in zip(a, b, strict=True):
+        scale = max(1.0, y.abs().max().item()) if y.numel() else 1.0
+        torch.testing.assert_close(x, y, rtol=bar, atol=bar * scale)
+
+
+def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for row, at in marks:
+        resets[row, at % seq] = True
+    return resets
+
+
+@pytest.mark.parametrize("form", ["reference", "torch"])
+@settings(max_examples=20)
+@given(
+    seq=st.integers(1, 24),
+    window=st.sampled_from([None, 1, 2, 3, 7]),
+    base=st.sampled_from([None, 10_000.0]),
+    causal=st.booleans(),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 23)), max_size=3),
+)
+def test_by_hand(
+    form: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]]
+) -> None:
+    x = inputs(seq)
+    resets = marked(seq, marks) if marks else None
+    found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=form)
+    wanted = by_hand(*x, causal, window, base, resets)
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    near([found], [wanted])
+    near(*(torch.autograd.grad((y * weights).sum(), x) for y in (found, wanted)))
+
+
+def test_packed_sequences_in_blocks() -> None:
+    """More queries than a block holds, and no window: the masks are made block by block."""
+    x = inputs(1100, H=2, G=1, D=2)
+    resets = marked(1100, [(0, 3), (0, 700), (1, 600)])
+    for causal in (True, False):
+        near(*(
+            [y, *torch.autograd.grad(y.square().sum(), x)]
+            for y in (attention(*x, causal=causal, resets=resets, backend=form) for form in ("torch", "reference"))
+        ))  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_a_window_does_not_square_the_length() -> None:
+    """The largest tensor is the mask [blocks, window, 2 window] or the keys of the blocks: linear in the length."""
+    found = {}
+    for S in (2048, 8192):
+        x = inputs(S, H=2, G=1, D=8, DV=8, batch=1, dtype=torch.float32)
+        with Largest() as largest:
+            attention(*x, window=64).sum().backward()
+        found[S] = largest.numel
+    assert found[8192] == 4 * found[2048] <= 8192 * 128
+
+
+@pytest.mark.parametrize("DV", [4, 12])
+def test_values_of_another_width_do_not_square_the_length_either(DV: int) -> None:
+    """Torch's fused kernels take one width for keys and values; without them all pairs would be written down."""
+    found = {}
+    for S in (512, 1024):
+        x = inputs(S, H=2, G=1, D=8, DV=DV, batch=1, dtype=torch.float32)
+        with Largest() as largest:
+            attention(*x).sum().backward()
+        found[S] = largest.numel
+    assert found[1024] == 2 * found[512]
+    x = inputs(9, D=6, DV=8)
+    near([attention(*x)], [by_hand(*x, True, None, None, None)])
+
+
+def test_rotary_turns_by_the_difference_however_far() -> None:
+    """Angles are float64: a billion tokens on, float32 scores are what they were at the start."""
+    q, k, _ = (t.detach() for t in inputs(8, H=1, G=1, dtype=torch.float32))
+    place = torch.arange(8).expand(2, 8)
+
+    def scores(at: int) -> Tensor:
+        return torch.einsum("bshd,bthd->bst", rotary(q, place + at), rotary(k, place + at))
+
+    assert (scores(10**9) - scores(0)).abs().max() <= 20 * 2**-24 * scores(0).abs().max()
+
+
+class Windowed(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, resets: Tensor, state: Any) -> Any:
+        return attention(q, k, v, resets=resets, state=state, window=5, **self.options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) -> None:
+    def call(S: int) -> tuple[Any, ...]:
+        x = [t.detach() for t in inputs(S)]
+        state = [t.detach() for t in inputs(4)[1:]] + [torch.tensor([3, 0])]
+        return *x, marked(S, [(0, S // 2)]), state if causal else None
+
+    module = Windowed(causal=causal, return_state=causal)
+    length = {1: torch.export.Dim("length", min=2, max=4096)}
+    sizes = (*(length,) * 4, [None] * 3 if causal else None)
+    program = torch.export.export(module, call(20), dynamic_shapes=sizes, strict=strict).module()
+    with use_backend("reference"):
+        for S in (2, 5, 6, 40, 63):
+            found, wanted = program(*call(S)), module(*call(S))
+            near([found[0], *found[1]], [wanted[0], *wanted[1]]) if causal else near([found], [wanted])

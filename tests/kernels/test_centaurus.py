@@ -1,0 +1,312 @@
+"""What is special to Centaurus: plans, the zero-order hold, causality in rounding, segments.
+
+Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_centaurus.py. Layers of models:
+tests/torch/test_centaurus_layers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from seqblocks.kernels import centaurus
+from seqblocks.kernels.centaurus import triton as centaurus_triton
+from seqblocks.kernels.centaurus.interface import _bank
+from seqblocks.kernels.centaurus.torch import Chunk, _chunk, _scan, _walked, cheapest, counts, fast_length
+from seqblocks.kernels.dispatch import self_check
+from tests.kernels.conformance import (
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    Precision,
+    Subject,
+    Tensors,
+    check,
+    crossed,
+    reset_marks,
+    with_gradients,
+)  # fmt: skip
+from tests.kernels.families import CENTAURUS, centaurus_inputs
+
+MODES = ("neck", "pointwise", "dws", "full")
+TORCH, TRITON = (Subject(CENTAURUS, "neck", IMPLEMENTATIONS[name]) for name in ("torch", "triton"))
+BY_CHANNEL = TRITON._replace(variant="dws")
+DOUBLE = Precision(torch.float64)
+
+
+def inputs(mode: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> list[Tensor]:
+    """x, A_real, A_imag, dt, B, C and, but for pointwise, E."""
+    made = centaurus_inputs(mode=mode, **sizes)
+    return [x.to(dtype).requires_grad_() for name, x in made.items() if name != "state"]
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+@pytest.mark.parametrize("seq", [1, 2, 17, 130])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_plans_agree(mode: str, seq: int) -> None:
+    subject = TORCH._replace(variant=mode)
+    for batch, reverse in ((1, True), (9, False)):  # a batch larger than all widths is where the published code breaks
+        x = {name: t.requires_grad_() for name, t in subject.inputs(batch=batch, S=seq, state=False).items()}
+        results = []
+        for options in ({"backend": "reference"}, *({"plan": plan} for plan in ("chunks", "project", "fold"))):
+            if (mode, options.get("plan")) != ("dws", "fold"):
+                out = subject(x, return_state=False, reverse=reverse, **options)
+                results.append(with_gradients(out, x))
+        for found in results[1:]:
+            # float64, decays below 1: rounding of a few 2^-52 a step and for the sums over N and M
+            torch.testing.assert_close(found, results[0], rtol=1e-10, atol=1e-10 * 100)
+
+
+@pytest.mark.parametrize("plan", ["project", "fold"])
+@pytest.mark.parametrize("mode", MODES)
+def test_derivatives_of_the_plans(mode: str, plan: str) -> None:
+    if (mode, plan) != ("dws", "fold"):
+        x = inputs(mode, batch=1, S=4, H=2, G=2, N=2, M=2)
+        assert torch.autograd.gradcheck(lambda *x: centaurus(*x, mode=mode, plan=plan), x, fast_mode=True)
+
+
+def test_the_plan_is_counted() -> None:
+    """Few features, many channels and a large batch fold; long sequences of many features go by chunks."""
+    def bank_of(mode: str, **sizes: int) -> tuple[Any, Tensor]:
+        x, *rest = (t.detach() for t in inputs(mode, torch.float32, **sizes))
+        return _bank(*rest[:5], rest[5] if len(rest) > 5 else None, mode, "euler"), x
+
+    assert cheapest(*bank_of("full", batch=64, S=512, H=8, G=8)) == "fold"
+    assert cheapest(*bank_of("neck", batch=1, S=2048, H=64, G=64, N=64)) == "chunks"
+    assert "fold" not in counts(*bank_of("dws"))
+    per_token = [counts(*bank_of("neck", batch=1, S=S, H=8, G=8, N=8))["chunks"] / S for S in (8192, 65536)]
+    assert per_token[1] <= per_token[0]  # linear in the length, but for the matrices made once
+    assert [fast_length(n) for n in (1, 2, 7, 17, 194, 16385)] == [2, 2, 8, 18, 200, 17280]
+
+
+# ------------------------------------------------------------------------------------------------ the definition
+
+
+def everything(out: Any, wanted: list[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients of a weighted sum of them."""
+    parts = [*out] if isinstance(out, tuple) else [out]
+    total = sum((p * torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape)).sum() for p in parts)
+    return [*parts, *torch.autograd.grad(total, wanted)]
+
+
+def agree(a: list[Tensor], b: list[Tensor]) -> None:
+    """float64, and at most 40 steps with decays below 1."""
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10 * max(1.0, y.abs().max().item()))
+
+
+def test_zero_order_hold_is_the_integral() -> None:
+    """An input held for dt, integrated in 20,000 small Euler steps; the midpoint rule leaves (dt A / n)^2 / 24."""
+    steps = 20_000
+    A, dt = complex(-0.7, 2.5), 0.4
+    x = torch.randn(1, 5, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    y = centaurus(
+        x, one * A.real, one * A.imag, one[0] * dt, one, one, one, mode="neck", hold="zoh", backend="reference"
+    )
+    s, h = 0j, dt / steps
+    for t in range(5):
+        growth = complex(math.e) ** (A * h)
+        middle = complex(math.e) ** (A * h / 2) * h * x[0, t, 0].item()
+        for _ in range(steps):
+            s = growth * s + middle
+        assert abs(y[0, t, 0].item() - s.real) <= 1e-8
+
+
+def test_zero_order_hold_of_an_integrator() -> None:
+    """Where A is 0 the weight is dt, and its gradient finite."""
+    tensors = inputs("neck")
+    tensors[1], tensors[2] = (torch.zeros_like(t).requires_grad_() for t in tensors[1:3])
+    exact = centaurus(*tensors, hold="euler")
+    found = everything(centaurus(*tensors, hold="zoh"), tensors)
+    torch.testing.assert_close(found[0], exact)
+    assert all(torch.isfinite(t).all() for t in found)
+
+
+def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
+    """100,000 tokens. Every state forgets at least exp(-0.05) a token: what counts is some hundred tokens, and their
+    phases, whose error is a unit in the last place of an angle below 64 * pi a chunk: 2^-23 * 200."""
+    g = torch.Generator().manual_seed(1)
+    tensors = [x.detach() for x in inputs("neck", torch.float32, batch=1, S=100_000, H=2, N=2, M=3)]
+    tensors[1] = -0.5 - torch.rand(2, 3, generator=g)
+    tensors[3] = torch.tensor([0.1, 0.2])
+    exact = centaurus(*(x.double() for x in tensors))
+    for plan in ("chunks", "project"):
+        found = centaurus(*tensors, plan=plan)
+        assert (found.double() - exact).abs().max() <= 200 * 2**-23 * exact.abs().max(), plan
+
+
+def test_the_past_does_not_hear_the_future() -> None:
+    """A million times larger tokens later on change nothing before them, to the bit: chunks are causal in rounding
+    too, where an FFT is not (docs: the plan's header)."""
+    x, *rest = (t.detach() for t in inputs("neck", torch.float32, S=200))
+    louder = x.clone()
+    louder[:, 128:] *= 1e6
+    a, b = (centaurus(t, *rest, plan="chunks")[:, :128] for t in (x, louder))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e3])
+@pytest.mark.parametrize("mode", MODES)
+def test_extreme_steps_are_finite(mode: str, step: float) -> None:
+    tensors = inputs(mode, torch.float32, S=100)
+    tensors[3] = torch.full_like(tensors[3], step).requires_grad_()
+    for hold in ("euler", "zoh"):
+        for value in everything(centaurus(*tensors, mode=mode, hold=hold, return_state=True), tensors):
+            assert torch.isfinite(value).all()
+
+
+def what_is_walked(seq: int) -> list[Tensor]:
+    """u, state, and a layer."""
+    g = torch.Generator().manual_seed(1)
+    shapes = ((3, 2, seq), (2, 3, 2, 2))
+    drawn = [torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [*drawn, *inputs("neck", N=3, M=2)[1:]]
+
+
+def a_chunk(layer: list[Tensor], reverse: bool) -> Chunk:
+    """Of eight tokens."""
+    return _chunk(_bank(*layer, "neck", "zoh"), 8, reverse)
+
+
+@settings(max_examples=20)
+@given(
+    seq=st.integers(1, 40),
+    marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 39)), max_size=4),
+    reverse=st.booleans(),
+)
+def test_compiled_code_runs_the_same_with_a_derivative_by_hand(
+    seq: int, marks: list[tuple[int, int]], reverse: bool
+) -> None:
+    u, state, *layer = what_is_walked(seq)
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for row, at in marks:
+        resets[row, at % seq] = True
+    given = resets if marks else None
+    wanted = [u, state, *layer[:3], layer[5]]  # B and C come before and after
+    agree(
+        everything(_scan(u, state, *a_chunk(layer, reverse), given, reverse), wanted),
+        everything(_walked(u, state, a_chunk(layer, reverse), given, reverse), wanted),
+    )
+
+
+def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
+    u, state, *layer = what_is_walked(11)
+    for reverse, resets in ((False, None), (True, torch.zeros(2, 11).bool())):
+        chunk = [t.detach().requires_grad_() for t in a_chunk(layer, reverse)]
+        torch.library.opcheck(_scan, (u, state, *chunk, resets, reverse))
+
+
+# ------------------------------------------------------------------------------------------------ Triton
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few long sequences are cut, in shorter pieces."""
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+
+
+@INTERPRETED
+@pytest.mark.usefixtures("segments")
+@crossed(
+    ("seq", [17, 24, 29]),
+    ("reverse", [False, True]),
+    ("resets", [False, True]),
+    ("state", [False, True]),
+)
+def test_segments(seq: int, reverse: bool, resets: bool, state: bool) -> None:
+    assert centaurus_triton.segments(2, seq, centaurus_triton.tiles(3, 3, "cpu"), 3) == -(-seq // 8)
+    x = BY_CHANNEL.inputs(S=seq, state=state)
+    check(BY_CHANNEL, x, reverse=reverse, resets=reset_marks(2, seq) if resets else None)
+
+
+def test_enough_sequences_are_not_cut_and_few_no_more_than_helps() -> None:
+    tile = centaurus_triton.tiles(512, 4, "sm_90")
+    assert centaurus_triton.segments(64, 8192, tile, 512) == 1
+    assert centaurus_triton.segments(1, 8192, tile, 512) == 64
+    assert centaurus_triton.segments(1, 200, tile, 512) == 1
+    assert centaurus_triton.segments(1, 1 << 17, centaurus_triton.tiles(512, 64, "sm_90"), 512) == 33
+
+
+@INTERPRETED
+@crossed(
+    ("reverse", [False, True]),
+    ("resets", [False, True]),
+    ("warps, segments", [(8, 26), (2, 13)]),  # of 8 tokens; of 16, because there are enough
+)
+def test_a_long_sequence_in_segments(
+    warps: int, segments: int, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 8)
+    monkeypatch.setattr(centaurus_triton, "WARPS", warps)
+    seq = 203
+    plan = centaurus_triton._Plan(torch.zeros(1, seq, 3), torch.zeros(3, 3), reverse)
+    assert segments == plan.K
+    x = BY_CHANNEL.inputs(batch=1, S=seq, state=False)
+    check(BY_CHANNEL, x, reverse=reverse, resets=reset_marks(1, seq, 70) if resets else None)
+
+
+@INTERPRETED
+@crossed(
+    ("reverse", [False, True]),
+    ("seq", [13, 43]),  # 43: in segments
+    ("G, H", [(1, 3), (3, 1), (2, 40), (40, 2), (3, 33), (5, 5)]),
+)
+def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(centaurus_triton, "SEGMENT", 16)
+    subject = TRITON._replace(variant="full")
+    x = subject.inputs(batch=1, S=seq, G=G, H=H, M=2)
+    check(subject, x, reverse=reverse, resets=reset_marks(1, seq, 20))
+
+
+FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 6, "features": 3, "substates": 3}
+MANY = (("batch", 1 << 16),)  # sequences enough to fill a device
+
+
+@INTERPRETED
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+    plan = centaurus_triton._Plan
+
+    class Seen(plan):
+        def __init__(self, u: Tensor, *args: Any) -> None:
+            super().__init__(u, *args)
+            seen.append((self.K, self.F == self.N))
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
+    facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
+    for sizes, segments in (((), 3), (MANY, 1)):
+        for keeps in (True, False):
+            seen.clear()
+            call = self_check.Call((), sizes)
+            assert self_check.fault(centaurus_triton._example, {**facts, "keeps": keeps}, call) == ""
+            assert {*seen} == {(segments, mode != "full" or keeps)}
+
+
+@INTERPRETED
+@pytest.mark.slow
+def test_the_check_finds_wrong_whole_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(centaurus_triton._Plan):
+        def walk(self, *args: Any) -> Tensor:
+            v = super().walk(*args)
+            return 1.1 * v if self.K == 1 else v
+
+    monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
+    call = self_check.Call((), MANY)
+    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"}, call)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("decay", [-1e-6, -1e4])
+def test_what_never_forgets_and_what_forgets_at_once(decay: float) -> None:
+    x: Tensors = BY_CHANNEL.inputs(S=20, state=False)
+    check(BY_CHANNEL, {**x, "A_real": torch.full_like(x["A_real"], decay)})

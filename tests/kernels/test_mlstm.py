@@ -1,0 +1,451 @@
+"""What is special to the mLSTM: official numbers, extreme gates, the stabiliser, steps, tiles and chunks.
+
+Everything else: test_conformance.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import MLSTMState, mlstm, mlstm_init_state, mlstm_step
+from seqblocks.kernels.mlstm import triton as mlstm_triton
+from tests.kernels.conformance import (
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    LAYOUTS,
+    ROUNDING,
+    SINGLE,
+    SIXTEEN,
+    Implementation,
+    Precision,
+    Subject,
+    Tensors,
+    assert_close,
+    assert_equal,
+    check,
+    crossed,
+    draw,
+    on_device,
+    reset_marks,
+    with_gradients,
+)  # fmt: skip
+from tests.kernels.families import MLSTM
+from tests.torch import golden
+
+CASES = sorted(p.stem for p in (golden.FOLDER / "xlstm").glob("mlstm_fn_*.npz"))
+PARALLEL = [case for case in CASES if "init" not in case and "siging" not in case]
+FORMS = ("reference", "torch")
+GATES = {gate: MLSTM.variants[gate].options for gate in ("exp", "sigmoid", "undivided")}
+TRITON, GPU = (Subject(MLSTM, "exp", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
+DOUBLE = Precision(torch.float64)
+OUTPUT = 2e-5  # of an output in float32 with the draws of the suite: a tenth of MLSTM.bar's factors
+
+
+# ------------------------------------------------------------------------------------------------ official numbers
+
+
+def load(path: str, dtype: torch.dtype) -> Any:
+    """Inputs in our layout [B, S, H, D], the state if the case has one, and the file."""
+    z, meta = golden.read(f"xlstm/{path}")
+    x = [torch.tensor(z[f"in/{n}"], dtype=dtype).transpose(1, 2).requires_grad_() for n in "qkvif"]
+    state = None
+    if "in/c0" in z:
+        c, n, m = (torch.tensor(z[f"in/{s}0"], dtype=dtype) for s in "cnm")
+        state = MLSTMState(c.requires_grad_(), n.requires_grad_(), m.squeeze(-1).requires_grad_())
+    return z, meta, x, state
+
+
+def run_golden(z: Any, meta: Any, x: list[Tensor], state: Any, form: str) -> tuple[Tensors, Any]:
+    gate = "sigmoid" if "siging" in meta["config"]["kernel"] else "exp"
+    h, last = mlstm(*x, state=state, return_state=True, input_gate=gate, chunk_size=16, backend=form)
+    ct = torch.tensor(z["ct"], dtype=h.dtype).transpose(1, 2)
+    grads = torch.autograd.grad((h * ct).sum(), x)
+    got = {f"grad_in/{n}": g.transpose(1, 2) for n, g in zip("qkvif", grads, strict=True)}
+    return {"out": h.transpose(1, 2), **got}, last
+
+
+def size(meta: Any, key: str) -> float:
+    """The largest magnitude; a gradient of f is a difference of sums as large as those of i, and may be all zero."""
+    return max(meta["max_abs"][key], meta["max_abs"]["grad_in/i"] if key == "grad_in/f" else 0.0)
+
+
+def compare(z: Any, meta: Any, got: Tensors, tolerance: Any) -> None:
+    for key, value in got.items():
+        expected = torch.tensor(z[key])
+        error = (value.detach().double() - expected).abs().max().item()
+        assert error <= tolerance(key), f"{key}: {error:.2e} > {tolerance(key):.2e}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_golden_float64(case: str, form: str) -> None:
+    z, meta, x, state = load(case, torch.float64)
+    # eps is added in units of exp(-m), and the official parallel form has another m than the recurrence, which
+    # starts at m = 0: 1e-6 across forms. The file with an initial state and the sigmoid gate are of our form.
+    same = state is not None or "siging" in case
+    got, last = run_golden(z, meta, x, state, form)
+    # 1e-10 for one form; an output that eps moves by 1e-6 has gradients that it moves by a few times that
+    across = {"out": 1e-6}
+    compare(z, meta, got, lambda key: (1e-10 if same else across.get(key, 3e-6)) * size(meta, key))
+    if "state/c" in z:
+        for s, key in zip(last, "cnm", strict=True):
+            expected = torch.tensor(z[f"state/{key}"]).reshape(s.shape)
+            assert (s - expected).abs().max() <= 1e-12 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", PARALLEL)
+def test_golden_parallel_form_exactly(case: str, form: str) -> None:
+    # with m0 = -1e30 the initial state never wins the maximum: the stabiliser is the parallel form's row maximum
+    z, meta, x, _ = load(case, torch.float64)
+    B, _, H, DK = x[0].shape
+    empty = mlstm_init_state(B, H, DK, x[2].shape[-1], dtype=torch.float64)
+    got, _ = run_golden(z, meta, x, empty._replace(m=empty.m - 1e30), form)
+    compare(z, meta, got, lambda key: 1e-10 * size(meta, key))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_golden_float32(case: str, form: str) -> None:
+    z, meta, x, state = load(case, torch.float32)
+    got, _ = run_golden(z, meta, x, state, form)
+    # ten times what the official code itself loses in float32; plus the eps difference, as above
+    compare(z, meta, got, lambda key: 10 * meta["f32_max_abs_err"][key] + 3e-6 * size(meta, key))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_golden_gradient_of_the_initial_state(form: str) -> None:
+    (case,) = [p for p in CASES if "init" in p]
+    z, _, x, state = load(case, torch.float64)
+    h = mlstm(*x, state=state, backend=form)
+    grads = torch.autograd.grad((h * torch.tensor(z["ct"]).transpose(1, 2)).sum(), state)
+    for g, key in zip(grads, "cnm", strict=True):
+        expected = torch.tensor(z[f"grad_in/{key}0"]).reshape(g.shape)
+        assert (g - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------ extreme gates
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("i", "f"), [*itertools.product([-100.0, 100.0], repeat=2), ("mixed", "mixed")])
+def test_finite_for_gates_of_100(form: str, gate: str, i: Any, f: Any) -> None:
+    signs = 100 * draw(2, 40, 2, seed=3).sign()
+    for dtype in (torch.float32, torch.float64):
+        x = {name: t.to(dtype) for name, t in TRITON.inputs(S=40, state=False).items()}
+        x["i"] = signs.to(dtype) if i == "mixed" else torch.full_like(x["i"], i)
+        x["f"] = signs.flip(1).to(dtype) if f == "mixed" else torch.full_like(x["f"], f)
+        leaves = {name: t.requires_grad_() for name, t in x.items()}
+        out = TRITON._replace(variant=gate)(leaves, backend=form, **({"chunk_size": 16} if form == "torch" else {}))
+        assert all(t.isfinite().all() for t in with_gradients(out, leaves).values())
+
+
+def test_gates_of_ten_thousand() -> None:
+    """A chunk's sums of log f reach -5e4, of which float64 keeps 1e-11."""
+    subject = Subject(MLSTM, "chunks of 5", IMPLEMENTATIONS["torch"])
+    x = subject.inputs(S=23)
+    x |= {"i": x["i"] * 1e4, "f": torch.full_like(x["f"], -1e4)}
+    found, wanted = (subject(x, backend=form) for form in ("torch", "reference"))
+    assert_close(found, wanted, 1e-9, smallest=1.0)
+
+
+# Forget gates of one size, closed ones among open ones, and gates drawn from N(0, s).
+HARD_GATES = ("-8", "-50", "-1000", "mixed", "closed", "masked", "s=1", "s=5", "s=50", "s=200", "s=1000")
+
+
+def hard_gates(kind: str, S: int) -> Tensors:
+    x = TRITON.inputs(batch=1, S=S, H=1, DK=8, DV=8, scale=1.0)
+    i, f = x["i"], x["f"] - 1
+    if kind == "mixed":  # every tenth closed
+        f = f + 4
+        f[:, ::10] -= 1000
+    elif kind in ("closed", "masked"):
+        f = f + 5
+        f[:, S // 3], f[:, S // 2 + 7] = (-1000, -50) if kind == "closed" else (-torch.inf, -1e30)
+    elif kind.startswith("s="):
+        i, f = i * float(kind[2:]), f * float(kind[2:])
+    else:
+        f = f / 5 + float(kind)
+    return {**x, "i": i, "f": f}
+
+
+@INTERPRETED
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@crossed(
+    ("kind", HARD_GATES),
+    ("gate", GATES),
+    ("reverse", [False, True]),
+)
+def test_float32_keeps_its_digits_whatever_the_gates(kind: str, gate: str, reverse: bool, backend: str) -> None:
+    """Gates add nothing to (16 + S) roundings of 2^-24, beyond what the float32 recurrence is off by: this shows how
+    the division by |q.n| magnifies them. The gradient of a forget gate is a difference of sums of k . dk (which is also
+    that of log i) and of q . dq, and held to those. Weights below e^-60 may be left out."""
+    S = 100
+    x = hard_gates(kind, S)
+    marks = reset_marks(1, S, 60) if reverse else None
+    subject = TRITON._replace(variant=gate)
+
+    def results(name: str, dtype: torch.dtype) -> Tensors:
+        leaves = {key: t.float().to(dtype).requires_grad_() for key, t in x.items()}
+        out = with_gradients(subject(leaves, backend=name, reverse=reverse, resets=marks), leaves)
+        return {key: t.detach().double() for key, t in out.items()}
+
+    exact, wanted = (results("reference", dtype) for dtype in (torch.float64, torch.float32))
+    found = results(backend, torch.float32)
+    sums = [(x[n] * exact[f"gradient of {n}"]).sum(-1).abs().max() for n in ("q", "k")]
+    for name, e in exact.items():
+        scale = max([e.abs().max(), *(sums if name == "gradient of f" else ())])
+        allowed = (16 + S) * 2**-24 * scale + 4 * (wanted[name] - e).abs().max() + S * math.exp(-60)
+        error = (found[name] - e).abs().max()
+        assert error <= allowed, f"{name}: {error / scale:.1e}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forbidden_token_leaves_no_trace(form: str) -> None:
+    """i = -1e30 is how padding is written; f = 100 keeps what was there."""
+    x = TRITON.inputs(batch=1, S=8)
+    x["i"][:, 5:], x["f"][:, 5:] = -1e30, 100.0
+    padded, short = TRITON(x, backend=form), TRITON(TRITON.cut(x, 0, 5), backend=form)
+    assert_close({**padded, "out": padded["out"][:, :5]}, short, 1e-10)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+def test_a_forget_gate_that_lets_nothing_through(backend: str, gate: str) -> None:
+    """f of -inf or far below: what was before is gone, and nothing else is lost with it."""
+    x = TRITON.inputs(batch=1, S=40, H=1, DV=4, scale=1.0, state=False)
+    x["f"][0, 7], x["f"][0, 20], x["f"][0, 33] = -torch.inf, -1e6, -300.0
+    subject = TRITON._replace(variant=gate)
+    found = subject({name: t.float() for name, t in x.items()}, backend=backend)
+    wanted = subject({name: t.float().double() for name, t in x.items()}, backend="reference")
+    assert_close({"out": found["out"]}, {"out": wanted["out"]}, 5e-4)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("i", "f"), [(30.0, 30.0), (-30.0, -30.0), (30.0, -110.0), (-110.0, 30.0), (0.0, -110.0)])
+def test_extreme_gates_in_triton(i: float, f: float) -> None:
+    """Finite, and the output right."""
+    x = {name: t.float() for name, t in TRITON.inputs(batch=1, S=40, H=1, DK=8, DV=8, state=False).items()}
+    leaves = {name: t.requires_grad_() for name, t in (x | {"i": x["i"] + i, "f": x["f"] + f}).items()}
+    found = with_gradients(TRITON(leaves, return_state=False), leaves)
+    assert all(t.isfinite().all() for t in found.values())
+    wanted = mlstm(**{name: t.double() for name, t in leaves.items()}, backend="reference")
+    allowed = OUTPUT * wanted.abs().max()
+    # where i is -110, h is less than float32 can tell
+    assert (found["out"].double() - wanted).abs().max() <= allowed + 2**-126
+
+
+# ------------------------------------------------------------------------------------------------ the stabiliser
+
+
+@INTERPRETED
+def test_the_initial_state_stays_the_maximum() -> None:
+    """Through several chunks no input gate wins over the m that came in: its gradient comes from the last one."""
+    x = TRITON.inputs(batch=1, S=100, H=1, DV=4, scale=0.1)
+    x |= {"i": x["i"] - 30, "f": x["f"] + 4}
+    check(TRITON, x)
+    check(TRITON, x, eps=0.3)  # large enough to be seen in the gradients of every m
+
+
+@INTERPRETED
+@crossed(("eps", [0.0, 0.3]), ("resets", [False, True]))
+def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
+    x = TRITON.inputs(batch=1, S=70, H=1, DV=4)
+    check(TRITON, x, eps=eps, resets=reset_marks(1, 70, 23) if resets else None)
+
+
+# ------------------------------------------------------------------------------------------------ tiles and chunks
+
+
+@INTERPRETED
+@crossed(
+    ("parts", [2, 4]),
+    ("gate", GATES),
+    ("reverse", [False, True]),
+)
+def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
+    size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
+    monkeypatch.setattr(mlstm_triton, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
+    monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
+    subject = TRITON._replace(variant=gate)
+    x = subject.inputs(S=70, H=1, DK=20, DV=8)
+    check(subject, x, reverse=reverse, resets=reset_marks(2, 70, 23) if parts == 2 else None)
+
+
+@INTERPRETED
+def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
+    for width, chunk in ((64, 64), (128, 128), (192, 128), (256, 256), (1024, 256)):
+        assert mlstm_triton.chunk(width, width, True)["L"] == chunk
+    assert mlstm_triton.chunk(256, 512, True)["L"] == 256
+    assert mlstm_triton.chunk(256, 512, False)["L"] == 64
+    check(TRITON, TRITON.inputs(batch=1, S=70, H=1, DK=64, DV=64), resets=reset_marks(1, 70, 31))
+
+
+@INTERPRETED
+@crossed(
+    ("gate, reverse, resets", [("exp", True, True), ("sigmoid", False, False)]),
+)
+def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk by a program of its own, as in sequences longer than the interpreter has patience for."""
+    subject = TRITON._replace(variant=gate)
+    x = subject.exact(S=130, DV=4)
+    marks = reset_marks(2, 130, 37) if resets else None
+    results = []
+    for walked in (100, 1):
+        monkeypatch.setattr(mlstm_triton, "WALKED", walked)
+        results.append(with_gradients(subject(x, resets=marks, reverse=reverse), x))
+    assert_equal(*results)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("reverse", [False, True])
+def test_forward_alone_is_closer(reverse: bool) -> None:
+    x = {name: t.float() for name, t in TRITON.inputs(S=130, H=1, DK=24, DV=16).items()}
+    marks = reset_marks(2, 130, 40)
+    found = TRITON(x, resets=marks, reverse=reverse)
+    exact = {name: t.double() for name, t in x.items()}
+    assert_close(found, TRITON(exact, backend="reference", resets=marks, reverse=reverse), OUTPUT)
+
+
+@INTERPRETED
+@crossed(
+    ("precision", SIXTEEN[:2]),
+    ("gate", GATES),
+    ("reverse", [False, True]),
+)
+def test_narrow(gate: str, reverse: bool, precision: Precision) -> None:
+    """More tokens and channels than a tile of that dtype has."""
+    subject = TRITON._replace(variant=gate)
+    check(subject, subject.inputs(batch=1, S=70, H=1, DK=70, DV=24), precision=precision, reverse=reverse)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("state", [False, True])
+def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
+    check(TRITON, TRITON.inputs(batch=1, S=130, DK=8, DV=4, state=state), return_state=False)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("state_wins", [False, True])
+def test_chunks_are_read_a_number_of_times_that_does_not_grow(
+    state_wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, also where every chunk hands on the gradient of m: 8 more chunks are 8 times one more."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    counts = {"loads": 0}
+
+    def counted(original: Any) -> Any:
+        def load(*args: Any) -> Any:
+            counts["loads"] += 1
+            return original(*args)
+
+        return load
+
+    for name in ("create_load", "create_masked_load"):
+        monkeypatch.setattr(InterpreterBuilder, name, counted(getattr(InterpreterBuilder, name)))
+    size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
+    monkeypatch.setattr(mlstm_triton, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
+    monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16, "BT": 16})
+    loads = []
+    for chunks in (10, 14, 18):
+        x = TRITON.inputs(batch=1, S=16 * chunks, H=1, DV=4)
+        x |= {"i": x["i"] - 30 * state_wins, "f": x["f"] + 8 * state_wins}
+        leaves = {name: t.float().requires_grad_() for name, t in x.items()}
+        counts["loads"] = 0
+        torch.autograd.grad(sum(y.sum() for y in TRITON(leaves).values()), [*leaves.values()])
+        loads.append(counts["loads"])
+    assert loads[2] - loads[1] == loads[1] - loads[0] > 0
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+def test_steps(gate: str, backend: str) -> None:
+    subject = Subject(MLSTM, gate, IMPLEMENTATIONS[backend])
+    x = subject.exact(S=4)
+    whole = with_gradients(subject(x), x)
+    hs, state = [], MLSTMState(*(x[name] for name in MLSTM.states))
+    for t in range(4):
+        h, state = mlstm_step(*(x[name][:, t] for name in MLSTM.sequences), state, input_gate=gate, backend=backend)
+        hs.append(h)
+    steps = {"out": torch.stack(hs, 1), **state._asdict()}
+    assert_close(with_gradients(steps, x), whole, MLSTM.exactness(subject.on, subject.on.exact, 9), smallest=1.0)
+
+
+@INTERPRETED
+def test_steps_without_a_gradient_are_the_whole() -> None:
+    x = {name: t.detach() for name, t in TRITON.exact(batch=1, S=12, DK=8, DV=4, state=False).items()}
+    whole = TRITON(x)
+    hs, state = [], mlstm_init_state(1, 2, 8, 4)
+    for t in range(12):
+        h, state = mlstm_step(*(y[:, t] for y in x.values()), state, backend="triton")
+        hs.append(h)
+    assert_close({"out": torch.stack(hs, 1), **state._asdict()}, whole, OUTPUT)
+
+
+def one_token(on: Implementation, gate: str, width: tuple[int, int], precision: Precision, state: bool) -> None:
+    """In one launch, where nobody asks for a gradient: everything in float32, and h rounded once."""
+    subject = Subject(MLSTM, gate, on)
+    inputs = subject.rounded(subject.inputs(batch=3, S=1, DK=width[0], DV=width[1], state=state), precision)
+    marks = torch.tensor([[False], [True], [False]])
+    found = subject({name: t.to(on.device) for name, t in inputs.items()}, resets=marks)
+    on_cpu = subject._replace(on=IMPLEMENTATIONS["reference"])
+    wanted = on_cpu({name: t.double() for name, t in inputs.items()}, resets=marks)
+    for name, t in found.items():
+        assert_close({name: t}, {name: wanted[name]}, max(OUTPUT, ROUNDING.get(t.dtype, 0.0)))
+
+
+@INTERPRETED
+@crossed(
+    ("precision", SINGLE),
+    ("gate", GATES),
+    ("state", [False, True]),
+    ("width", [(4, 4), (70, 20), (20, 70)]),
+)
+def test_one_token(width: tuple[int, int], state: bool, gate: str, precision: Precision) -> None:
+    one_token(TRITON.on, gate, width, precision, state)
+
+
+@on_device
+@pytest.mark.parametrize("precision", SINGLE, ids=str)
+@pytest.mark.parametrize("width", [(4, 4), (70, 20), (256, 512)])
+def test_one_token_on_a_device(width: tuple[int, int], precision: Precision) -> None:
+    one_token(GPU.on, "exp", width, precision, True)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("layout", ["sliced", "strided", "transposed"])
+def test_one_token_in_any_layout(layout: str) -> None:
+    x = {name: t.detach() for name, t in TRITON.exact(S=1, DK=8, DV=4).items()}
+    assert_equal(TRITON({name: LAYOUTS[layout](t) for name, t in x.items()}), TRITON(x))
+
+
+@INTERPRETED
+def test_a_token_takes_the_short_way_only_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    original = mlstm_triton._step_op
+    monkeypatch.setattr(mlstm_triton, "_step_op", lambda *a: taken.append(1) or original(*a))
+    x = {name: t.detach() for name, t in TRITON.exact(batch=1, S=1).items()}
+    TRITON(x)
+    TRITON({**x, "q": x["q"].requires_grad_()})
+    assert len(taken) == 1
+
+
+@INTERPRETED
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_op_of_one_token_keeps_its_promises_to_torch(resets: bool) -> None:
+    x = [t.detach() for t in TRITON.exact(batch=1, S=1).values()]
+    marks = torch.zeros(1, 1, dtype=torch.uint8) if resets else None
+    torch.library.opcheck(mlstm_triton._step_op.traced, (*x, marks, 1e-6, "exp", True, True))

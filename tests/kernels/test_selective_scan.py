@@ -1,0 +1,318 @@
+"""What is special to the selective scan: segments, tiles, sums over channels, the step's softplus, addresses.
+
+Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_mamba.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks import BackendError
+from seqblocks.kernels import selective_scan, why
+from seqblocks.kernels.selective_scan import torch as selective_scan_torch
+from seqblocks.kernels.selective_scan import triton as selective_scan_triton
+from tests.kernels.conformance import (
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    SINGLE,
+    SIXTEEN,
+    Precision,
+    Subject,
+    Tensors,
+    assert_close,
+    assert_equal,
+    check,
+    crossed,
+    draw,
+    on_device,
+    reset_marks,
+    with_gradients,
+)  # fmt: skip
+from tests.kernels.families import BARE, SELECTIVE_SCAN
+
+TRITON, GPU = (Subject(SELECTIVE_SCAN, "all", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
+TORCH = Subject(SELECTIVE_SCAN, "all", IMPLEMENTATIONS["torch"])
+BARE_TRITON = TRITON._replace(variant="bare")
+
+
+def bare(**sizes: Any) -> Tensors:
+    """In float32, without a state."""
+    return {name: x.float() for name, x in BARE_TRITON.inputs(state=False, **sizes).items()}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_many_chunks_are_one_scan(reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective_scan_torch, "WORKING_SET", 1)
+    assert len(selective_scan_torch._spans(torch.empty(2, 45, 1, 4), 3, reverse)) == 6
+    check(TORCH, TORCH.inputs(S=45), precision=Precision(torch.float64), reverse=reverse)
+
+
+@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("size", [1e-6, 1e3])
+def test_extreme_steps_are_finite(form: str, size: float) -> None:
+    x = bare()
+    x["dt"] = torch.full_like(x["dt"], size)
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    out = TORCH(leaves, backend=form, dt_softplus=False)
+    assert all(t.isfinite().all() for t in with_gradients(out, leaves).values())
+
+
+def test_a_long_sequence_is_finite_and_close_to_float64() -> None:
+    """100,000 tokens in float32: each step forgets, so errors do not add up; the bar is 100 units in the last place."""
+    x = bare(batch=1, S=100_000, E=2, N=2)
+    short, exact = selective_scan(**x), selective_scan(**{name: t.double() for name, t in x.items()})
+    assert torch.isfinite(short).all()
+    assert (short.double() - exact).abs().max() <= 100 * 2**-23 * exact.abs().max()
+
+
+def test_complex_is_computed_by_the_reference() -> None:
+    x: dict[str, Any] = TORCH.inputs(state=False)
+    u, dt, _, B, C = (x[name] for name in ("u", "dt", "A", "B", "C"))
+    A = torch.complex(-torch.rand(4, 3), torch.randn(4, 3)).to(torch.complex128)
+    y = selective_scan(u, dt, A, B.to(A.dtype), C.to(A.dtype))
+    assert y.dtype == torch.float64
+    assert "complex" in next(v.reason for v in why("selective_scan", complex=True) if v.form == "torch")
+    with pytest.raises(BackendError, match="complex"):
+        selective_scan(u, dt, A, B, C, backend="torch")
+
+
+# ------------------------------------------------------------------------------------------------ segments, launches
+
+
+@INTERPRETED
+@crossed(
+    ("reverse", [False, True]),
+    ("places", [(), (5, 40, 64), (33,)]),
+)
+def test_segments(reverse: bool, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in three parts at once, the last one shorter; a new sequence may begin in some of them."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 3)
+    marks = torch.zeros(1, 70, dtype=torch.bool)
+    marks[:, list(places)] = True
+    check(TRITON, TRITON.inputs(batch=1, S=70), reverse=reverse, resets=marks if places else None)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("variant", ["constant B C", "bare", pytest.param("grouped", marks=pytest.mark.slow)])
+def test_segments_of_other_variants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    subject = TRITON._replace(variant=variant)
+    check(subject, subject.inputs(S=40))
+
+
+def test_sequences_are_cut_where_programs_are_few() -> None:
+    assert selective_scan_triton.segments(2048, 1 << 15) == 1
+    assert selective_scan_triton.segments(128, 1 << 15) == 9
+    assert selective_scan_triton.segments(1, 1000) == 7
+    assert selective_scan_triton.segments(1, 100) == 1
+
+
+@INTERPRETED
+@pytest.mark.parametrize("variant", ["all", "constant B", pytest.param("grouped", marks=pytest.mark.slow)])
+def test_a_large_batch_takes_several_launches(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, where each program has memory of its own: two sequences, and the third. The same bits as in one."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    monkeypatch.setattr(selective_scan_triton, "CHUNK", 4)
+    subject = TRITON._replace(variant=variant)
+    x = subject.exact(batch=3, S=6)
+    marks = reset_marks(3, 6)
+    whole = with_gradients(subject(x, resets=marks), x)
+    of_two = 2 * 2 * (2 if variant == "grouped" else 1)  # two sequences of two segments, one warp for each group
+    monkeypatch.setattr(selective_scan_triton, "AT_ONCE", of_two)
+    rows, launch = [], selective_scan_triton._scan_backward
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            rows.append(grid[0])
+            return launch[grid]
+
+    monkeypatch.setattr(selective_scan_triton, "_scan_backward", Counted())
+    assert_equal(with_gradients(subject(x, resets=marks), x), whole)
+    assert rows == [4, 2]
+
+
+@INTERPRETED
+@crossed(
+    ("sums", [("tf32", 8), ("twice", 8), ("ieee", 16), (None, 1)]),
+    ("sizes", [{"E": 20, "N": 16}, {"E": 40, "N": 32, "groups": 2}, {"E": 16, "N": 20}]),
+)
+def test_sums_over_channels(sizes: dict[str, int], sums: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a device adds; the interpreter's products cut nothing off."""
+    monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: sums)
+    check(TRITON, TRITON.inputs(batch=1, S=5, **sizes), resets=reset_marks(1, 5, 3))
+
+
+def test_sums_are_cut_off_only_where_results_are() -> None:
+    tile = selective_scan_triton.tiles(16, 64, True, "sm_90")
+    wide, half, narrow = (torch.empty(0, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    pairs = (narrow, narrow), (narrow, wide), (half, half), (narrow, half)
+    kinds = [selective_scan_triton._summing("sm_90", *x, tile)[0] for x in pairs]
+    assert kinds == ["tf32", "twice", "twice", "twice"]
+
+
+@INTERPRETED
+def test_twice_is_exact_where_units_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products that read eleven bits of a float32, as NVIDIA's do: what is left of the rest is 2^-21 of it."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    exact = InterpreterBuilder.create_dot
+
+    def cut(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a = TensorHandle((a.data.view("int32") & -8192).view("float32"), a.dtype)
+        return exact(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", cut)
+    x = TRITON.inputs(batch=1, S=5, E=20, N=16)
+    for precision in (SINGLE[0], *SIXTEEN[:2]):
+        check(TRITON, x, precision=precision)
+    monkeypatch.setattr(selective_scan_triton, "_summing", lambda *a: ("tf32", 8))
+    for precision in (SINGLE[0], SIXTEEN[1]):
+        with pytest.raises(AssertionError, match="differs by"):
+            check(TRITON, x, precision=precision)
+
+
+@INTERPRETED
+@crossed(("steps", [1, 4]), ("S", [1, 6, 35]))
+def test_tokens_at_a_time(S: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    static = selective_scan_triton.tiles
+    monkeypatch.setattr(selective_scan_triton, "tiles", lambda *a: {**static(*a), "STEPS": steps})
+    check(TRITON, TRITON.inputs(batch=1, S=S), reverse=S == 6, resets=reset_marks(1, S))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("B", "C"), [(4, 2), (1, 4)])
+def test_one_matrix_may_have_fewer_groups(B: int, C: int) -> None:
+    check(TRITON, TRITON.inputs(E=8, groups=B, groups_of_C=C))
+
+
+@INTERPRETED
+def test_the_bare_scan_takes_steps_as_they_are() -> None:
+    x = BARE_TRITON.inputs()
+    check(BARE_TRITON, {**x, "dt": x["dt"].abs()}, dt_softplus=False)
+
+
+@INTERPRETED
+def test_the_softplus_is_exact_for_small_and_large_steps() -> None:
+    """Relative to each step, not to the largest: with A = 0 and B = C = 1 a single token's y is dt u."""
+    raw = torch.linspace(-80, 80, 641, dtype=torch.float64).float()
+    one, E = torch.ones(1, 1, 1), raw.numel()
+    y = selective_scan(torch.ones(1, 1, E), raw.view(1, 1, E), torch.zeros(E, 1), one, one, backend="triton")
+    exact = torch.where(raw > 30, raw.double(), torch.log1p(raw.double().exp()))
+    # the exponential's argument is rounded (80 * 2^-24 of it), then a handful of roundings
+    assert ((y.flatten().double() - exact) / exact).abs().max() <= (80 + 16) * 2**-24
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+
+@INTERPRETED
+def test_windows_into_one_another() -> None:
+    """Of states that lie one number further for each token: what is made float32 has to lie in lines again."""
+    x = {name: t.bfloat16() for name, t in bare(batch=1, S=5, N=8).items()}
+    x["B"] = draw(1, 12).bfloat16().unfold(1, 8, 1)
+    found = selective_scan(**x, backend="triton")
+    assert torch.equal(found, selective_scan(**{**x, "B": x["B"].contiguous()}, backend="triton"))
+
+
+@INTERPRETED
+def test_resets_are_each_piece_on_its_own_to_the_bit() -> None:
+    x = bare(batch=1, S=8)
+    marks = torch.zeros(1, 8, dtype=torch.bool)
+    marks[0, [3, 4]] = True
+    packed = selective_scan(**x, resets=marks, backend="triton")
+    for a, b in ((0, 3), (3, 4), (4, 8)):
+        assert torch.equal(packed[:, a:b], selective_scan(**BARE_TRITON.cut(x, a, b), backend="triton"))
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of an infinite state, times zero
+def test_nothing_comes_over_from_a_sequence_that_overflows_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward, where states are made again."""
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    x = bare(batch=1, S=40)
+    alone = BARE_TRITON.cut(x, 10, 40)
+    x["u"][:, :10] = torch.inf
+    marks = torch.zeros(1, 40, dtype=torch.bool)
+    marks[0, 10] = True
+
+    def run(tensors: Tensors, resets: Tensor | None) -> Tensors:
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        y = selective_scan(**leaves, resets=resets, backend="triton")[:, -30:]
+        per_token = {name: t for name, t in leaves.items() if name != "A"}  # A's is a sum over all
+        grads = torch.autograd.grad(y.square().sum(), [*per_token.values()])
+        return {"out": y, **{name: g[:, -30:] for name, g in zip(per_token, grads, strict=True)}}
+
+    assert_close(run(x, marks), run(alone, None), SELECTIVE_SCAN.bar(30))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("S", "apart"), [(4, 2**30), (70, 2**25 - 16)])
+def test_offsets_beyond_31_bits(S: int, apart: int) -> None:
+    """Tokens so far apart that they are copied, or that chunks are; in memory that is promised and hardly touched."""
+    u = promised().as_strided((1, S, 4), (0, apart, 1))
+    x = bare(batch=1, S=S)
+    u.copy_(x["u"])
+    found, expected = (selective_scan(**{**x, "u": t}, backend="triton") for t in (u, u.contiguous()))
+    assert torch.equal(found, expected)
+
+
+@INTERPRETED
+def test_groups_beyond_31_bits() -> None:
+    B = promised().as_strided((1, 3, 3, 3), (0, 3, 2**30, 1))
+    x = {name: t.half() for name, t in bare(batch=1, S=3, E=3, groups=3).items()}
+    B.copy_(x["B"])
+    x["u"].requires_grad_()
+    found, expected = (
+        torch.autograd.grad(selective_scan(**{**x, "B": t}, backend="triton").sum(), x["u"])[0]
+        for t in (B, B.contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
+def promised() -> Tensor:
+    try:
+        return torch.empty(3 * 2**30 + 9, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("6 GB of address space are not to be had")
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+@INTERPRETED
+def test_states_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    original = selective_scan_triton._op
+    monkeypatch.setattr(selective_scan_triton, "_op", lambda *a: kept.append(a[-1]) or original(*a))
+    x = bare(S=2)
+    selective_scan(**x, backend="triton")
+    x["A"].requires_grad_()
+    with torch.no_grad():
+        selective_scan(**x, backend="triton")
+    selective_scan(**x, backend="triton")
+    assert kept == [False, False, True]
+
+
+@INTERPRETED
+def test_a_gradient_that_nobody_announced() -> None:
+    """The op without kept states makes them when it is differentiated all the same."""
+    x = TRITON.exact(S=3)
+    order = ("u", "dt", "A", "B", "C", *BARE, "state")
+    args = [x[name].unsqueeze(2) if name in ("B", "C") else x[name] for name in order]
+    results = []
+    for keep in (False, True):
+        y = selective_scan_triton._op(*args, None, True, False, keep)[0]
+        results.append(torch.autograd.grad(y.sum(), [*x.values()]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@on_device
+@pytest.mark.parametrize("precision", SINGLE, ids=str)
+def test_backward_in_several_launches(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence each, of which all but the first begin where no wide word does."""
+    monkeypatch.setattr(selective_scan_triton, "AT_ONCE", 1)
+    check(GPU, GPU.inputs(batch=3, S=37, E=71, N=16), precision=precision, resets=reset_marks(3, 37))

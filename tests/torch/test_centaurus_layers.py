@@ -1,0 +1,84 @@
+"""Layers of Centaurus and of other rates: counts, initial values, frames, the law.
+
+The kernel: tests/kernels/test_centaurus.py, tests/kernels/test_conformance.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.cost import macs
+from seqblocks.testing import check_law
+
+
+def build(steps: str, features: int = 4) -> Any:
+    text = f"seqblocks: 1\nmodel:\n  input: {{features: {features}}}\n  steps:\n{steps}"
+    return seqblocks.build_text(text, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("neck", 9_792), ("pointwise", 66_624), ("dws", 1_728), ("full", 110_592)]
+)
+def test_counts_of_the_reference(mode: str, wanted: int) -> None:
+    """64 features, 64 channels (full: 4,096), 8 sub-states: a complex number counts as the two reals it is."""
+    model = build(f"    - centaurus: {{mode: {mode}, sub_states: 8}}\n", 64)
+    assert sum(p.numel() for p in model.parameters()) == wanted
+
+
+def test_the_published_start() -> None:
+    own = dict(build("    - centaurus: {mode: neck, state: 5, sub_states: 4}\n").centaurus.named_parameters())
+    torch.testing.assert_close(-torch.nn.functional.softplus(own["A_real"]), torch.full_like(own["A_real"], -0.5))
+    torch.testing.assert_close(own["A_imag"][2].float(), math.pi * torch.arange(4))
+    torch.testing.assert_close(own["log_dt"].exp().float(), torch.logspace(-3, -1, 5))
+    assert own["B"].abs().max() <= 4**-0.5
+    assert own["C"].abs().max() <= 5**-0.5
+
+
+def test_a_rate_divides_and_restores() -> None:
+    model = build("    - downsample: {factor: 4}\n    - upsample: {factor: 2}\n")
+    x = torch.arange(32, dtype=torch.float64).reshape(1, 8, 4)
+    torch.testing.assert_close(model(x)[0, :, 0], torch.tensor([6.0, 6.0, 22.0, 22.0], dtype=torch.float64))
+    last = build("    - downsample: {factor: 4, method: last}\n")
+    torch.testing.assert_close(last(x)[0, :, 0], torch.tensor([12.0, 28.0], dtype=torch.float64))
+    with pytest.raises(seqblocks.RunError, match="a multiple of that many tokens, not 7"):
+        model(x[:, :7])
+    with pytest.raises(seqblocks.RunError, match="may hold two sequences"):
+        model(x, resets=torch.zeros(1, 8, dtype=torch.bool))
+
+
+def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
+    """Down by 2 and by 3, up by 3: frames of 6, of which the output has 3 tokens."""
+    model = build(
+        "    - causal_conv: {kernel: 3}\n    - downsample: {name: a, factor: 2}\n"
+        "    - causal_conv: {name: coarse, kernel: 2}\n    - downsample: {name: b, factor: 3}\n"
+        "    - centaurus: {mode: neck, state: 5}\n    - upsample: {factor: 3}\n"
+    )
+    assert model.frame_size == 6
+    check_law(model, seq=5, cuts=(1, 3))
+    x = torch.randn(2, 12, 4, dtype=torch.float64)
+    y, state = model.step(x[:, :6])
+    assert y.shape == (2, 3, 4)
+    torch.testing.assert_close(torch.cat([y, model.step(x[:, 6:], state)[0]], 1), model(x))
+    for call, why in (
+        (lambda: model(x[:, :8], return_state=True), "streams 6 tokens at a time: give it a multiple, not 8"),
+        (lambda: model.step(x[:, 0]), r"a step reads \[batch, 6, 4\], not \[2, 4\]"),
+        (lambda: model.step(x[:, :5]), "streams 6 tokens at a time: give it a multiple, not 5"),
+        (lambda: check_law(model, resets=[(0, 1)]), "may hold two sequences"),
+    ):
+        with pytest.raises(seqblocks.RunError, match=why):
+            call()
+    vector = build("    - downsample: {factor: 4}\n    - pool: {mode: last}\n")
+    check_law(vector, seq=3, cuts=(2,))
+
+
+def test_a_token_behind_a_rate_costs_its_share() -> None:
+    every, fourth = (
+        macs(build(f"{first}    - linear: {{features: 8, bias: false}}\n").graph.graph, None)
+        for first in ("", "    - downsample: {factor: 4}\n")
+    )
+    assert every == 4 * fourth == 32
