@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -20,6 +21,12 @@ from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, did_y
 
 def run(options: argparse.Namespace) -> None:
     """Import what `--import` names, in that order. Raises UsageError: what failed, where, and what to do."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise UsageError(
+            "--import looks in the working directory, and that has been removed: change to another one"
+        ) from None
     for name in options.imports:
         shown = visible(name)
         before = dict(op.PRIMITIVES)

@@ -52,7 +52,7 @@ def ops(options: argparse.Namespace) -> int:
             return 0
         width = max(map(len, verbs))
         for name, verb in verbs.items():
-            output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].splitlines()[0]}")
+            output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].partition(chr(10))[0]}".rstrip())
         return 0
     bundle = None if options.name in verbs else _bundle(options.name)
     if bundle:
@@ -186,10 +186,11 @@ def _source(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """The JSON schema of the language."""
+    from seqblocks.cli.check import load
     from seqblocks.report import schema as room
 
     file = None
-    if options.spec:
-        file, _ = check.load(options.spec, allow_use=options.allow_use)
+    if options.spec is not None:
+        file, _ = load(options.spec, options)
     output.dump(room.schema(file))
     return 0

@@ -14,7 +14,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from io import TextIOWrapper
+from typing import Any, ClassVar, NoReturn, cast
 
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, output
@@ -132,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
     )  # fmt: skip
     show.add_argument("--source", action="store_true", help="print the YAML of a bundled spec, to start your own from")
-    schema = verb("schema", use, plug)
+    schema = verb("schema", spec, use, plug)
     schema.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
     explain = verb("explain", spec, use, plug)
     explain.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
@@ -262,7 +263,7 @@ def _internal(error: BaseException, options: argparse.Namespace) -> int:
 def _traceback(error: BaseException) -> None:
     import traceback
 
-    output.write("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
+    output.write("".join(traceback.format_exception(error)).rstrip("\n"), output.stderr())
 
 
 def _broken_pipe() -> int:
@@ -293,8 +294,9 @@ def process() -> NoReturn:
     except OSError as error:
         output.silence(output.stdout())
         status = _report(output.Unwritable(error), None)
-    with contextlib.suppress(OSError):  # remarks that nobody can read change nothing
-        sys.stderr.flush()
+    for stream in (sys.stdout, output.stderr()):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # remarks that nobody can read change nothing
+            stream.flush()
     if sys.gettrace() is None:
         os._exit(status)
     sys.exit(status)
@@ -308,6 +310,7 @@ def _results_apart() -> None:
     except OSError:  # a stream is closed, or there are none
         return
     output.results = open(  # noqa: SIM115  # for as long as the process lives
-        results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=-1
+        results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors
     )
-    sys.stdout = sys.stderr
+    output.remarks = sys.stderr
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any, TextIO
@@ -9,7 +10,9 @@ from typing import Any, TextIO
 from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, render_all, visible
 
 results: TextIO | None = None
-"""Where results go in a process of our own; None: to `sys.stdout`. Only this module writes there."""
+remarks: TextIO | None = None
+"""Where results and everything else go in a process of our own, whatever plug-ins do to `sys.stdout` and `sys.stderr`,
+which stand in for them elsewhere. Only this module writes there."""
 
 _CODES = {
     "error": "1;31",
@@ -29,7 +32,9 @@ def coloured(stream: TextIO, choice: str) -> bool:
         return choice == "always"
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def style(stream: TextIO, choice: str) -> Style:
@@ -42,13 +47,18 @@ def style(stream: TextIO, choice: str) -> Style:
 class Unwritable(UnavailableError):
     """Results cannot be written: the disk is full, or something like it."""
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(f"the result cannot be written: {error.strerror or error}")
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the result cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def stdout() -> TextIO:
     """The stream of the results."""
     return results or sys.stdout
+
+
+def stderr() -> TextIO:
+    """The stream of everything else."""
+    return remarks or sys.stderr
 
 
 def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
@@ -63,8 +73,9 @@ def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
     except BrokenPipeError:
         raise
-    except OSError as error:
-        silence(stream)
+    except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+        with contextlib.suppress(OSError, ValueError):
+            silence(stream)
         if stream is stdout():
             raise Unwritable(error) from error
         # remarks that nobody can read change nothing: the exit status says what happened
@@ -108,7 +119,7 @@ def diagnostics(error: SpecError, options: Any) -> None:
             write(annotation(diagnostic))
     else:
         choice = options.color if options else "auto"
-        write(render_all(error.diagnostics, error.dropped, style(sys.stderr, choice)), sys.stderr, raw=True)
+        write(render_all(error.diagnostics, error.dropped, style(stderr(), choice)), stderr(), raw=True)
 
 
 def failed(error: SpecError) -> dict[str, Any]:
@@ -154,7 +165,7 @@ def notes(texts: list[str], options: Any) -> None:
         if options.format == "github":
             write(f"::notice ::{_escape(text)}")
         else:
-            write(f"{style(sys.stderr, options.color)('note', 'note')}: {inert(text)}", sys.stderr, raw=True)
+            write(f"{style(stderr(), options.color)('note', 'note')}: {inert(text)}", stderr(), raw=True)
 
 
 def problem(message: str, options: Any) -> None:
@@ -165,7 +176,7 @@ def problem(message: str, options: Any) -> None:
         write(f"::error ::{_escape(message)}")
     else:
         choice = options.color if options else "auto"
-        write(f"{style(sys.stderr, choice)('error', 'error')}: {inert(message)}", sys.stderr, raw=True)
+        write(f"{style(stderr(), choice)('error', 'error')}: {inert(message)}", stderr(), raw=True)
 
 
 def count(value: float) -> str:

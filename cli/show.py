@@ -21,7 +21,9 @@ def console(options: argparse.Namespace) -> Console:
     """Rich's for standard output, coloured as asked."""
     stream = output.stdout()
     colour = output.coloured(stream, options.color)
-    return Console(file=stream, no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
+    made = Console(file=stream, no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
+    made.width = max(made.width, NARROWEST)
+    return made
 
 
 def summary(found: Summary, options: argparse.Namespace) -> None:
@@ -34,7 +36,8 @@ def summary(found: Summary, options: argparse.Namespace) -> None:
 
 def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
     plain = not (out.encoding or "").lower().startswith("utf")
-    out.print(f"[bold]{_text(found.name)}[/]  {_text(found.input)} {_arrow(plain)} {_text(found.output)}")
+    wires = f"{_text(found.input)} {_arrow(plain)} {_text(found.output)}"
+    out.print(f"[bold]{_text(found.name)}[/]  {wires}", soft_wrap=True)
     out.print(_table(found, out.width, plain))
     for label, value in _totals(found, options):
         first, *more = wrap(value, max(out.width - LABEL, 20), break_long_words=False, break_on_hyphens=False)
@@ -43,6 +46,7 @@ def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
             out.print(" " * LABEL + _text(line), soft_wrap=True)
 
 
+NARROWEST = 60  # columns: below, a terminal that wraps shows more than cells that are cut
 LABEL = 12  # columns before what a footer says
 
 # What a narrow terminal does without, step by step; verb, output and parameters stay. "verb" is the column alone: the

@@ -137,7 +137,7 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: it is not a regular file", used))
     except OSError as error:
         reason = error.strerror or str(error)
-        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+        beside = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
         there = os.path.lexists(path)  # a link that leads nowhere is there, and no other is meant
         near = None if there else did_you_mean(path.name, (other.name for other in beside))
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near))

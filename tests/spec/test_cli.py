@@ -605,6 +605,57 @@ def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path
     assert check <= 2.5 * imports
 
 
+UNUSUAL: dict[str, tuple[str, int, str]] = {
+    "a name that is too long for the system": ("check $(printf 'x/%.0s' $(seq 3000))y.yaml", 1, "File name too long"),
+    "a part of a name that is too long": ("check $(printf 'x%.0s' $(seq 300)).yaml", 1, "File name too long"),
+    "a name that is not UTF-8": (r"check $(printf '\377').yaml", 1, "cannot be read: No such file or directory"),
+    "a file below a file": ("check good.yaml/x.yaml", 1, "Not a directory"),
+    "a folder": ("check .", 1, "there is no bundled spec '.'"),
+    "the root": ("check /", 1, "'/' cannot be read: Is a directory"),
+    "a name that begins with a dash": ("check -dash.yaml", 2, "SPEC"),
+    "the same, told apart": ("check -- -dash.yaml", 0, "-dash.yaml: ok"),
+    "a working directory that is gone": ("check vil_tiny; cd gone; rmdir ../gone; seqblocks check vil_tiny", 0, "ok"),
+    "an import from there": ("list -q; cd gone; rmdir ../gone; seqblocks check vil_tiny --import x.py", 2, "removed"),
+    "docstrings stripped": ("list -q; PYTHONOPTIMIZE=2 seqblocks ops", 0, "layer_norm"),
+    "warnings that are errors": ("list -q; PYTHONWARNINGS=error seqblocks check good.yaml", 0, "36 parameters"),
+    "development mode": ("list -q; PYTHONDEVMODE=1 seqblocks check good.yaml", 0, "36 parameters"),
+    "no HOME": ("list -q; env -u HOME -u USER $SEQBLOCKS check good.yaml", 0, "36 parameters"),
+    "few files": ("list -q; ulimit -n 8; seqblocks check good.yaml", 0, "36 parameters"),
+    "no room in files": ("list -q; ulimit -f 0; seqblocks list > list.txt", 4, "cannot be written: File too"),
+    "a schema for standard input": ("schema --for - < good.yaml", 0, '"dim"'),
+    "a schema for nothing": ("schema --for ''", 1, "there is no bundled spec ''"),
+    "a module that closes the streams": ("check good.yaml --import closing.py", 0, "36 parameters"),
+    "the same, and a fault": ("check bad.yaml --import closing.py", 1, ""),
+    "a module that replaces the streams": ("check good.yaml --import replacing.py", 0, "36 parameters"),
+    "the same with a fault": ("check bad.yaml --import replacing.py", 1, "did you mean 'linear'?"),
+    "a module that never returns": ("check good.yaml --import deep.py", 2, "deep.py:1: RecursionError"),
+    "a name with a null byte in --set": ("check good.yaml --set $(printf 'dim=\\377')", 1, "cannot be read as YAML"),
+    "a huge number": ("check good.yaml --set dim=$(printf '9%.0s' $(seq 5000))", 1, "too long"),
+    "terminals of one column": ("list -q; COLUMNS=1 seqblocks --help", 0, "usage: seqblocks"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="shells of other systems do other things")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
+    """Each has the exit status that is promised, and says what is wrong: no traceback, no internal error."""
+    line, status, told = UNUSUAL[name]
+    (folder / "-dash.yaml").write_text(GOOD)
+    (folder / "gone").mkdir()
+    (folder / "closing.py").write_text("import sys\nsys.stdout.close()\nsys.stderr.close()\n")
+    (folder / "replacing.py").write_text("import sys\nsys.stdout = sys.stderr = None\n")
+    (folder / "deep.py").write_text("def f(): f()\nf()\n")
+    command = f'{sys.executable} -m seqblocks.cli'
+    script = f"seqblocks() {{ {command} \"$@\"; }}\nSEQBLOCKS='{command}'\nseqblocks {line}"
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, check=False)
+    printed = (done.stdout + done.stderr).decode(errors="replace")
+    assert done.returncode == status, printed
+    assert told in printed
+    assert "Traceback" not in printed
+    assert "internal error" not in printed
+
+
 @pytest.mark.skipif(os.name != "posix", reason="what a shell of another system does to streams is another matter")
 @pytest.mark.parametrize(
     ("line", "status", "told"),

@@ -104,6 +104,16 @@ def test_a_classifier_is_counted_by_what_it_classifies(spec: str, per: str, toke
     assert "MACs for 3\n" in table
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "20", "-3", "x"])
+def test_a_terminal_too_narrow_for_a_table(columns: str, run_cli: Run) -> None:
+    """Lines that the terminal wraps say more than cells without a letter."""
+    lines = run_cli("build", "vil_digits", "--summary", env={"COLUMNS": columns}).stdout.splitlines()
+    (row,) = (line for line in lines if line.startswith("patch_embed"))
+    assert "[batch, 16, 48]" in row
+    assert "240" in row.split()
+    assert "parameters  73,626" in "\n".join(lines)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_long_name_is_cut_before_its_verb(encoding: str, run_cli: Run, tmp_path: Path) -> None:
     step = "linear: {features: 1234, name: a_name_that_says_all_there_is_to_say_of_a_step}"
