@@ -339,6 +339,8 @@ _CALLED = {
     "product": "mul multiply times gate",
     "mean": "avg average",
     "reverse": "backward backwards flip",
+    "fwd": "forward",
+    "rev": "reverse",
     "squared_relu": "relu2 relu_squared",
     "floor": "int trunc",
     "int": "integer",

@@ -28,6 +28,15 @@ class Entry(NamedTuple):
     node: tuple[Any, ...]  # of each alternative, in the document
 
 
+# A direction is a child module, and a torch module has a method `forward`.
+DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
+
+
+def direction_name(order: str) -> str:
+    """The namespace of what one order of a scan owns."""
+    return DIRECTION_NAMES.get(order, order)
+
+
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
 
 
@@ -62,10 +71,10 @@ class Node:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """The namespaces of a several-order scan; empty for everything else."""
+        """The namespaces of the orders of a several-order scan; empty for everything else."""
         if self.kind != "scan" or len(self.arguments.orders) < 2:
             return ()
-        return tuple(self.arguments.orders)
+        return tuple(map(direction_name, self.arguments.orders))
 
     def macs_at(self, tokens: int | None) -> int:
         """Multiply-accumulates of an op for one token of its output, where the model's input has so many."""

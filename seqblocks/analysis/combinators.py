@@ -105,8 +105,8 @@ class Scan(Combinator):
     """Run the steps over the sequence in another order, or in several orders whose results are merged.
 
     Every sequence that enters is re-ordered, and the order of what leaves is restored. With several orders, `own` says
-    which parameters each order has for itself (named `forward.…`, `reverse.…`); all others are shared. `init:` says
-    how those of one order start: `init: {reverse.c.bias: zeros}`.
+    which parameters each order has for itself (named `fwd.…`, `rev.…`); all others are shared. `init:` says
+    how those of one order start: `init: {rev.c.bias: zeros}`.
     """
 
     steps: Any = argument(..., "the steps to run")
@@ -152,7 +152,8 @@ class Scan(Combinator):
     def _starts(self, frame: Frame, step: Step, body: graph.Graph, owned: frozenset[str]) -> dict[str, Init]:
         """What `init:` says of the parameters of one order."""
         inside = [item for item in graph.parameters(body) if item.name in owned]
-        table = {graph.join(order, item.name): item.parameter for order in self.orders for item in inside}
+        directions = map(graph.direction_name, self.orders)
+        table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
         known = frame.types[body.result] is not None and all(node.type for node in graph.walk(body))
         if "init" in step.common and known and not table:
             message = "no order of this scan has parameters of its own to init"

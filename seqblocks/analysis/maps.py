@@ -46,7 +46,7 @@ RECIPES: dict[str, tuple[str, ...]] = {  # and what goes with each
 }  # fmt: skip
 OPTIONAL = ("axis", "start")
 SEVERAL = ("concat", "stack")
-ORDERS = get_args(Order)
+DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
 MAX_ALTERNATIVES = 16
 MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
 _HOLE = re.compile(r"\{([^}]*)\}")
@@ -348,7 +348,7 @@ class _Places:
                     found |= things if matches(name) else {}
             else:
                 found |= self.layers[1] if absent else self.named.get(part, {})
-            if open and part in ORDERS:
+            if open and part in DIRECTIONS:
                 scans = [t for t in self.things if isinstance(t, graph.Node) and t.kind == "scan"]
                 found |= {id(scan): scan for scan in scans if part not in scan.directions}
             self._below[key] = _Places(list(found.values()), self.inside)

@@ -23,7 +23,7 @@ from seqblocks.op import FieldKind
 # tests/torch/test_module.py holds the list against the real thing.
 RESERVED_NAMES = frozenset(
     (
-        "forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
         "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
         "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
         "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",

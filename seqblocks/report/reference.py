@@ -319,7 +319,7 @@ EXAMPLES = {
     "scan": """- scan:
     order: [forward, reverse]
     merge: concat
-    own: [c.weight]               # stored as scan.forward.c.weight and scan.reverse.c.weight
+    own: [c.weight]               # stored as scan.fwd.c.weight and scan.rev.c.weight
     steps:
       - causal_conv: {kernel: 4, as: c}
 - proj_down: {features: dim}

@@ -493,47 +493,45 @@ class Scan(Block):
         return f"order={'+'.join(self._orders)}{many}"
 
 
-class OwnedScan(Scan):
-    """A scan whose directions own parameters, stored under the names of the orders.
-
-    The name `forward` is then a child's (the state_dict says `forward.conv.weight`), so that attribute is a property,
-    and calling the module goes straight to `Scan.forward`; hooks belong on the modules inside or around it.
-    """
+class SeparateScan(Scan):
+    """Several orders that share no parameter: each is a child that runs all steps."""
 
     def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        nn.Module.__init__(self)
+        self._label, self._wanted = "scan", reads(node)
         body = node.bodies[""]
-        names = {item.name for item in graph.parameters(body)}
-        self._separate = node.owned == names
-        owned = frozenset(graph.join(path, name) for name in node.owned)
-        if self._separate:
-            nn.Module.__init__(self)
-            self._separate, self._label, self._wanted = True, "scan", reads(node)
-            self._entering_one = _entering(body)
-            for order in node.arguments.orders:
-                self._modules[order] = Layer(body, model, graph.join(path, order), skip)
-        else:
-            Block.__init__(self, node, model, path, skip | owned)
-            self._separate = False
-            for order in node.arguments.orders:
-                self._modules[order] = _holder(node)
-            self._holders = {graph.join(path, step): step for step in _steps_of(node)}
+        self._read_inside = _entering(body)
+        for name in node.directions:
+            self._modules[name] = Layer(body, model, graph.join(path, name), skip)
         self._describe(node, model)
 
-    @property
-    def forward(self) -> Any:  # type: ignore[override]
-        return self._modules.get("forward", self.__call__)
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        values = dict(zip(self._wanted, tensors, strict=True))
+        name = graph.direction_name(order)
+        return _called(self._modules[name], [values[v] for v in self._read_inside], call, name)
 
-    def __call__(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        return Scan.forward(self, *tensors, call=call)
+
+class PartlySharedScan(Scan):
+    """Several orders that share some parameters: what an order owns is held by a child that bears its name."""
+
+    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+        super().__init__(node, model, path, skip | {graph.join(path, name) for name in node.owned})
+        for name in node.directions:
+            self._modules[name] = _holder(node)
+        self._holders = {graph.join(path, step): step for step in _steps_of(node)}
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
-        own = self._modules[order]
-        if not self._separate:
-            assert own is not None
-            owned = {path: own.get_submodule(step) for path, step in self._holders.items()}
-            return super()._one(order, tensors, replace(call, owned=owned))
-        env = dict(zip(self._wanted, tensors, strict=True))
-        return _called(own, [env[v] for v in self._entering_one], call, order)
+        own = self.get_submodule(graph.direction_name(order))
+        owned = {path: own.get_submodule(step) for path, step in self._holders.items()}
+        return super()._one(order, tensors, replace(call, owned=owned))
+
+
+def _scan(node: Node) -> type[Scan]:
+    """The kind of module for a scan, by what its orders share."""
+    if not (node.directions and node.owned):
+        return Scan
+    inside = {item.name for item in graph.parameters(node.bodies[""])}
+    return SeparateScan if node.owned == inside else PartlySharedScan
 
 
 def _steps_of(node: Node) -> list[str]:
@@ -587,7 +585,7 @@ def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module
     """The module of a node; parameters named in `skip` are held elsewhere."""
     if node.kind == "op":
         return Primitive(node, path, model.types, skip)
-    kind = OwnedScan if node.kind == "scan" and node.directions and node.owned else _KINDS[node.kind]
+    kind = _scan(node) if node.kind == "scan" else _KINDS[node.kind]
     made: nn.Module = kind(node, model, path, skip)
     made._type = node.type  # type: ignore[assignment]  # what its output was checked to be
     return made

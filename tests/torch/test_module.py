@@ -162,7 +162,7 @@ def test_directions_are_merged(merge: str) -> None:
 
 def test_owned_parameters_carry_the_order_and_shared_ones_no_prefix() -> None:
     model = built(scan_text("[forward, reverse]", ", own: [causal_conv.bias]"))
-    names = ["scan.causal_conv.weight", "scan.forward.causal_conv.bias", "scan.reverse.causal_conv.bias"]
+    names = ["scan.causal_conv.weight", "scan.fwd.causal_conv.bias", "scan.rev.causal_conv.bias"]
     assert sorted(model.state_dict()) == names
     assert names == sorted(item.name for item in graph.parameters(model.graph.graph))
     with torch.no_grad():
@@ -177,20 +177,34 @@ def test_directions_that_own_all_equal_two_scans() -> None:
     one = built(scan_text("forward"))
     x = torch.randn(2, 15, 4, dtype=torch.float64)
     results = []
-    for order, sight in (("forward", x), ("reverse", x.flip(1))):
-        prefix = f"scan.{order}."
+    for direction, sight in (("fwd", x), ("rev", x.flip(1))):
+        prefix = f"scan.{direction}."
         weights = {k.replace(prefix, "scan."): v for k, v in model.state_dict().items() if k.startswith(prefix)}
         one.load_state_dict(weights)
         results.append(one(sight))
     torch.testing.assert_close(model(x), torch.cat([results[0], results[1].flip(1)], -1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("own", ["all", "[causal_conv.bias]"])
+def test_directions_are_ordinary_modules(own: str) -> None:
+    """Hooks run, children are found by name, and a program made by torch.export becomes a module again."""
+    model = randomised(built(scan_text("[forward, reverse]", f", own: {own}")))
+    x = torch.randn(2, 15, 4, dtype=torch.float64)
+    seen: list[str] = []
+    for name in ("scan", "scan.fwd") if own == "all" else ("scan",):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    assert model.get_submodule("scan.rev") is model.scan.rev
+    y = model(x)
+    assert seen == (["scan.fwd", "scan"] if own == "all" else ["scan"])
+    plain = built(scan_text("[forward, reverse]", f", own: {own}"))
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(torch.export.export(plain, (x,), strict=False).module()(x), y, rtol=0, atol=0)
+
+
 def test_directions_within_directions() -> None:
     inner = "{scan: {order: [forward, columns_reverse], own: all, steps: [{causal_conv: {kernel: 2}}]}}"
     model = randomised(built(scan_text("[forward, reverse]", ", own: all", steps=inner)))
-    names = {
-        f"scan.{a}.scan.{b}.causal_conv.bias" for a in ("forward", "reverse") for b in ("forward", "columns_reverse")
-    }
+    names = {f"scan.{a}.scan.{b}.causal_conv.bias" for a in ("fwd", "rev") for b in ("fwd", "columns_reverse")}
     assert names <= set(model.state_dict())
     assert {item.name for item in graph.parameters(model.graph.graph)} == set(model.state_dict())
     x = torch.randn(2, 15, 4, dtype=torch.float64)

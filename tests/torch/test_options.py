@@ -149,10 +149,10 @@ model:
               steps:
                 - residual: {name: block, steps: [rms_norm: {name: norm, eps: 1e-5}, vim_v2_mixer: {name: mixer, dim: 6, state: 2}]}
 checkpoint:
-  "pairs.{pair}.scan.forward.block": "layers.{2 * pair}"
-  "pairs.{pair}.scan.reverse.block": "layers.{2 * pair + 1}"
-  "pairs.{pair}.scan.forward.block.mixer": "layers.{2 * pair}.mixer"
-  "pairs.{pair}.scan.reverse.block.mixer": "layers.{2 * pair + 1}.mixer"
+  "pairs.{pair}.scan.fwd.block": "layers.{2 * pair}"
+  "pairs.{pair}.scan.rev.block": "layers.{2 * pair + 1}"
+  "pairs.{pair}.scan.fwd.block.mixer": "layers.{2 * pair}.mixer"
+  "pairs.{pair}.scan.rev.block.mixer": "layers.{2 * pair + 1}.mixer"
 """  # noqa: E501 - a line of YAML
 
 
@@ -184,7 +184,7 @@ def test_vision_mamba_starts_as_the_official_code_does() -> None:
         torch.cat(
             [F.softplus(model.get_parameter(f"layers.{i}.block.mixer.scan.{order}.dt_proj.bias")) for i in range(9)]
         )
-        for order in ("forward", "reverse")
+        for order in ("fwd", "rev")
     )
     assert there.min() >= 9.9e-4
     assert there.max() <= 0.101

@@ -135,7 +135,7 @@ def test_directions_that_own_all_can_be_wrapped() -> None:
     model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n")
     x = torch.randn(2, 5, 4)
     wanted = model(x)
-    model.s._modules["reverse"] = Around(model.s._modules["reverse"])
+    model.s._modules["rev"] = Around(model.s._modules["rev"])
     torch.testing.assert_close(model(x), wanted)
 
 
