@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seqblocks.analysis import lookahead
 from seqblocks.errors import RunError, UsageError
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.module import OwnedScan, Primitive
+from seqblocks.runtime.module import Primitive
 from seqblocks.state import declared
 from seqblocks.types import Wire
 
@@ -145,8 +145,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
         return step.register_forward_hook(look)
 
     # a scan whose orders own parameters cannot be hooked (its `forward` may be a child); what is inside it can
-    steps = [(name, step) for name, step in model.named_modules() if not isinstance(step, OwnedScan)]
-    typed = [(name, step, step.__dict__.get("_type")) for name, step in steps]
+    typed = [(name, step, step.__dict__.get("_type")) for name, step in model.named_modules()]
     hooks = [watch(name, step, wire) for name, step, wire in typed if wire]
     try:
         with torch.no_grad():

@@ -578,7 +578,7 @@ def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
 
 
-_KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel, "scan": Scan}
+_KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel}
 
 
 def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module:
