@@ -90,11 +90,13 @@ class Conv2d(Op):
         return x.features * self.kernel**2
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from einops import rearrange
         from torch.nn.functional import conv2d, silu
 
         rows, columns = call.grid_of(x)
-        batch, seq, width = x.shape
-        image = x.transpose(1, 2).reshape(batch, width, rows, columns)
-        y = conv2d(image, p["weight"], p.get("bias"), padding=self.kernel // 2, groups=width)
-        y = y.reshape(batch, width, seq).transpose(1, 2)
+        image = rearrange(
+            x, "batch (rows columns) features -> batch features rows columns", rows=rows, columns=columns
+        )
+        y = conv2d(image, p["weight"], p.get("bias"), padding=self.kernel // 2, groups=x.shape[-1])
+        y = rearrange(y, "batch features rows columns -> batch (rows columns) features")
         return silu(y) if self.activation == "silu" else y

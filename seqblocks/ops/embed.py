@@ -59,6 +59,7 @@ class PatchEmbed(Op):
         return "it reads a whole image"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from einops import rearrange
         from torch.nn.functional import conv2d
 
         step = self.stride or self.patch
@@ -71,7 +72,7 @@ class PatchEmbed(Op):
             )
         y = conv2d(x, p["weight"], p.get("bias"), stride=step)
         call.set_grid((y.shape[-2], y.shape[-1]))
-        return y.flatten(2).transpose(1, 2)
+        return rearrange(y, "batch features rows columns -> batch (rows columns) features")
 
 
 @primitive("position_embed")
@@ -123,7 +124,10 @@ class PositionEmbed(Op):
 
         weight = p["weight"]
         if weight.ndim == 4:
-            return x + _resized(weight, call.grid_of(x)).flatten(1, 2), {}
+            from einops import rearrange
+
+            places = _resized(weight, call.grid_of(x))
+            return x + rearrange(places, "1 rows columns features -> 1 (rows columns) features"), {}
         before = call.state["position"] if call.state else None
         count = weight.shape[1]
         if call.grid and call.grid.size and self.length is None and x.shape[1] != count and not call.streaming:
@@ -142,13 +146,15 @@ class PositionEmbed(Op):
 
 def _resized(weight: Any, grid: tuple[int, int]) -> Any:
     import torch
+    from einops import rearrange
     from torch.nn.functional import interpolate
 
     if tuple(weight.shape[1:3]) == tuple(grid):
         return weight
-    image = weight.permute(0, 3, 1, 2)
+    image = rearrange(weight, "1 rows columns features -> 1 features rows columns")
     image = image if weight.dtype == torch.float64 else image.float()
-    return interpolate(image, size=grid, mode="bicubic").permute(0, 2, 3, 1).to(weight.dtype)
+    resized = interpolate(image, size=grid, mode="bicubic").to(weight.dtype)
+    return rearrange(resized, "1 features rows columns -> 1 rows columns features")
 
 
 @primitive("class_token")

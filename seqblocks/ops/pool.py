@@ -66,5 +66,8 @@ class ToImage(Op):
         return Wire("image", x.features, None, x.grid, x.origin)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from einops import rearrange
+
         rows, columns = call.grid_of(x)
-        return x.transpose(1, 2).unflatten(2, (rows, columns))
+        pattern = "batch (rows columns) features -> batch features rows columns"
+        return rearrange(x, pattern, rows=rows, columns=columns)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from seqblocks import graph
@@ -575,7 +576,8 @@ def _reversed_resets(resets: Tensor | None) -> Tensor | None:
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
     """Tokens of a grid, row by row -> column by column."""
-    return x.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
+    pattern = "batch (rows columns) features -> batch (columns rows) features"
+    return rearrange(x, pattern, rows=rows, columns=columns)
 
 
 _KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel}

@@ -314,6 +314,41 @@ def test_torch_compile_and_export_see_one_graph() -> None:
     torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+IMAGES = """
+seqblocks: 1
+model:
+  input: {image: {size: [8, 12], channels: 2}}
+  steps:
+    - patch_embed: {patch: 2, features: 4}
+    - position_embed
+    - conv2d: {kernel: 3}
+    - scan: {order: columns, steps: [causal_conv: {kernel: 3}]}
+    - to_image
+"""
+
+
+def test_a_compiler_sees_one_graph_of_a_model_of_images() -> None:
+    """Whose tokens einops arranges; of another size too, to which the positions are resized."""
+    model = seqblocks.build_text(IMAGES).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in ((8, 12), (4, 6)):
+        x = torch.randn(2, 2, *size)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    exported = torch.export.export(model, (x,), strict=False)
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_of_an_image_by_columns() -> None:
+    """A scan in that order reads the tokens of a grid one column after the other, and puts them back by rows."""
+    text = "seqblocks: 1\nmodel: {input: {features: 1, grid: [2, 3]}, steps: [scan: {order: columns, steps: [%s]}]}\n"
+    model = seqblocks.build_text(text % "causal_conv: {kernel: 2, bias: false}")
+    with torch.no_grad():
+        model.scan.causal_conv.weight.copy_(torch.tensor([[[10.0, 1.0]]]))  # ten times the token before, and this one
+    found = model(torch.arange(1.0, 7.0).view(1, 6, 1))
+    assert found.flatten().tolist() == [1.0, 42.0, 53.0, 14.0, 25.0, 36.0]  # columns 1 4, 2 5, 3 6
+
+
 def test_functional_call_deepcopy_pickle_and_checkpointing() -> None:
     model = seqblocks.build_text(STREAM)
     x = torch.randn(2, 7, 8)
