@@ -1,20 +1,16 @@
 """Choose which implementation of a kernel runs, and say why.
 
-An *op* ("mlstm") has up to three implementations (*forms*) with one signature: "triton", "torch" and "reference". Each
-says whether it can run on given *facts* (device, dtype, widths, options), and why not. The backend is the first of: the
-`backend=` argument, `use_backend` around the call, the environment variable SEQBLOCKS_BACKEND, "auto".
+An op ("mlstm") has up to three implementations (forms) with one signature: "triton", "torch" and "reference". Each says
+whether it can run on given facts (device, dtype, widths, options), and why not. The backend is the first of: `backend=`
+in the call, `use_backend` around it, the environment variable SEQBLOCKS_BACKEND, "auto". `auto` runs the first form
+that can. A form asked for by name runs or raises BackendError; nothing is substituted.
 
-`auto` takes the first form that can run, and never fails. A form asked for by name runs or raises BackendError; nothing
-is substituted.
+Add a form by adding a file: `load_forms("mlstm")` imports every `mlstm/<form>.py`, which calls `register`. The file
+must be importable without a GPU.
 
-Add a form by adding a file: `load_forms("mlstm")` imports every `mlstm/<form>.py`, and the file calls `register`. The
-file must be importable without a GPU.
-
-A backward pass uses what its forward pass has chosen. Activation checkpointing runs the forward pass again, on a GPU in
+A backward pass runs what its forward pass has chosen. Activation checkpointing runs the forward pass again, on a GPU in
 another thread, where `use_backend` does not hold: give `torch.utils.checkpoint` the `context_fn` called `same_backend`.
-
-Compiled code follows `use_backend` around its call, and keeps the value that the environment variable had when it was
-compiled.
+Compiled code follows `use_backend` around its call; the environment variable is read when it is compiled.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels.dispatch import self_check
 from seqblocks.kernels.dispatch.compiled import constant
 
@@ -43,7 +40,7 @@ Tiles = Callable[..., dict[str, dict[str, int]]]
 
 
 class Form(NamedTuple):
-    """One implementation of an op: `run` has the op's signature, `can(**facts)` returns (whether it can run, reason).
+    """One implementation of an op. run has the op's signature; can(**facts) returns (whether it can run, the reason).
 
     tiles(arch, **facts): how its own kernels are launched, {"forward": {"num_warps": 4, ...}, ...}.
     example(**facts): what is checked before its first use (self_check.py): the op's function, small tensors, options.
@@ -70,17 +67,13 @@ _fallbacks: dict[str, dict[str, str]] = {}
 _local = threading.local()  # .backend: that of the innermost `use_backend`. Compilers watch it for each thread
 
 
-# ------------------------------------------------------------------------------
-# The forms
-
-
 def register(
     op: str, form: str, run: Callable[..., Any], can: Can, tiles: Tiles | None = None,
     example: self_check.Example | None = None, by_hand: bool = False,
 ) -> None:
     """Add (or replace) a form of an op. Raises ValueError for a form that is not in FORMS."""
     if form not in FORMS:
-        raise ValueError(f"unknown form {form!r}; forms are {', '.join(FORMS)}")
+        raise ValueError(f"unknown form {form!r}; choose from {', '.join(FORMS)}")
     _ops.setdefault(op, {})[form] = Form(run, can, tiles, example, by_hand or form == "triton")
 
 
@@ -109,21 +102,13 @@ def form(op: str, name: str) -> Callable[..., Any]:
 
 def always(reason: str) -> Can:
     """A `can` for forms that run wherever torch does."""
-
-    def can(**facts: Any) -> tuple[bool, str]:
-        return True, reason
-
-    return can
+    return lambda **facts: (True, reason)
 
 
 def tiles(op: str, form: str, arch: str, **facts: Any) -> dict[str, dict[str, int]]:
     """How a form launches its kernels on an architecture ("sm_90"), by pass; empty where torch launches them."""
     of = _ops[op][form].tiles
     return of(arch, **facts) if of else {}
-
-
-# ------------------------------------------------------------------------------
-# The backend
 
 
 @contextlib.contextmanager
@@ -160,18 +145,8 @@ def _from_environment() -> str:
 
 def _check_name(backend: str, where: str) -> str:
     if backend not in BACKENDS:
-        raise _backend_error(f"{where}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+        raise BackendError(f"{where}: unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
     return backend
-
-
-def _backend_error(message: str) -> Exception:
-    from seqblocks.errors import BackendError  # when needed: kernels use nothing else of seqblocks
-
-    return BackendError(message)
-
-
-# ------------------------------------------------------------------------------
-# The choice
 
 
 def why(op: str, **facts: Any) -> list[Verdict]:
@@ -191,68 +166,58 @@ def choose(
     Raises RunError if the inputs are on several devices, BackendError if the form asked for by name cannot run.
     """
     name = requested(backend)
-    call: tuple[Any, ...] = ()  # a Call; compilers do not trace named tuples everywhere
+    call: tuple[Any, ...] = ()  # a Call: compilers do not trace named tuples everywhere
     if inputs is not None:
         device = _common_device(op, inputs)
         facts["device"], facts["index"] = device.type, device.index
         if device.type == self_check.DEVICE:
-            compiling = torch.compiler.is_compiling()  # sizes may be symbols then
-            call = (_dtypes(inputs), None if compiling else tuple((sizes or {}).items()))
+            dtypes = tuple((key, None if x is None else x.dtype) for key, x in inputs.items())
+            # while code is compiled, sizes may be symbols
+            call = (dtypes, None if torch.compiler.is_compiling() else tuple((sizes or {}).items()))
     facts["asked"] = name
-    if name != "auto":
-        can, reason = _verdict(op, name, facts, call)
-        if not can:
-            raise _backend_error(f"backend {name!r} cannot run {op}: {reason}")
-        return _ops[op][name].run
     reasons: dict[str, str] = {}
-    for form in FORMS:
+    for form in FORMS if name == "auto" else (name,):
         can, reason = _verdict(op, form, facts, call)
         if can:
-            _remember(op, reasons)
+            if name == "auto":
+                _remember(op, reasons)
             return _ops[op][form].run
         reasons[form] = reason
-    raise _backend_error(f"no form of {op} can run: " + "; ".join(f"{form}: {why}" for form, why in reasons.items()))
+    if name != "auto":
+        raise BackendError(f"backend {name!r} cannot run {op}: {reasons[name]}")
+    raise BackendError(f"no form of {op} can run: " + "; ".join(f"{form}: {why}" for form, why in reasons.items()))
 
 
 def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
-    """Kernels are launched on the device of the first input: any other would be an illegal access there."""
-    device = None
+    """The device of all inputs: kernels are launched there, and would read another's memory as if it were there."""
+    device: Any = None
     for x in inputs.values():
-        if x is not None:
-            if device is None:
-                device = x.device
-            elif x.device != device:
+        if x is not None and x.device != device:
+            if device is not None:
                 raise _device_error(op, inputs)
-    assert device is not None
+            device = x.device
     return device
 
 
-def _device_error(op: str, inputs: Mapping[str, Tensor | None]) -> Exception:
-    from seqblocks.errors import RunError
-
-    devices: dict[str, list[str]] = {}
+def _device_error(op: str, inputs: Mapping[str, Tensor | None]) -> RunError:
+    devices: dict[torch.device, list[str]] = {}
     for name, x in inputs.items():
         if x is not None:
-            devices.setdefault(str(x.device), []).append(name)
+            devices.setdefault(x.device, []).append(name)
     found = "; ".join(f"{', '.join(names)} on {device}" for device, names in devices.items())
     return RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
 
 
-def _dtypes(inputs: Mapping[str, Tensor | None]) -> tuple[tuple[str, torch.dtype | None], ...]:
-    return tuple((name, None if x is None else x.dtype) for name, x in inputs.items())
-
-
 def _verdict(op: str, form: str, facts: dict[str, Any], call: tuple[Any, ...] | None = None) -> tuple[bool, str]:
+    """Whether a form can run, and the reason; without a call, nothing is probed or checked."""
     made = _ops[op].get(form) if op in _ops else None
     if made is None:
         return False, f"{op} has no {form} form" if op in _ops else f"there is no op called {op}"
     can, reason = made.can(**facts)
-    if not can or call is None:
-        return can, reason
-    if made.by_hand and _transformed():
-        return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
-    if made.example is not None:
-        wrong = _fault(op, form, facts, call)
+    if can and call is not None:
+        if made.by_hand and _transformed():
+            return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
+        wrong = _fault(op, form, facts, call) if made.example else ""
         if wrong:
             return False, f"it failed its check on this device: {wrong}"
     return can, reason
@@ -277,10 +242,6 @@ def _remember(op: str, reasons: dict[str, str]) -> bool:
 def fallbacks() -> dict[str, dict[str, str]]:
     """By op, for the last call that left the choice to `auto`: the faster forms that did not run, and why."""
     return {op: dict(reasons) for op, reasons in _fallbacks.items()}
-
-
-# ------------------------------------------------------------------------------
-# For the implementations
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:

@@ -51,7 +51,7 @@ def test_a_call_checks_once_and_a_wrong_form_is_refused(cache: Path, monkeypatch
     x = torch.randn(2, 5, 32, device="cuda")
     assert kernels.head_norm(x, 4).isfinite().all()
     assert values(cache) == [""]
-    monkeypatch.setattr(self_check, "_in_subprocess", lambda request: ("its output is off", True))
+    monkeypatch.setattr(self_check, "run_in_subprocess", lambda request: ("its output is off", True))
     kernels.head_norm(x, 4, backend="triton")  # known to be sound
     with pytest.raises(BackendError, match="its output is off"), pytest.warns(UserWarning, match="is not used here"):
         kernels.head_norm(x, 8, backend="triton")
@@ -61,7 +61,7 @@ def test_a_call_checks_once_and_a_wrong_form_is_refused(cache: Path, monkeypatch
 def test_an_illegal_access_in_a_check_does_no_harm_here() -> None:
     facts = {"device": "cuda", "index": 0, "dtype": torch.float32, "how": "illegal access"}
     request = self_check.Request("broken", "tests.triton.broken", facts, self_check.Call())
-    fault, lasting = self_check._in_subprocess(request)
+    fault, lasting = self_check.run_in_subprocess(request)
     assert "crashes" in fault
     assert lasting
     torch.cuda.synchronize()

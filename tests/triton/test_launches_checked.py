@@ -183,7 +183,7 @@ def test_the_check_launches_what_the_call_launches(op: str, device: None, monkey
         key = self_check.key_of(op, form, facts, about, "a device", triton_common.arch(torch.empty(0)), "", "")
         if str(key) not in keys:
             with recorded(monkeypatch) as found:
-                for _ in self_check.launched(*self_check._made(form.example, facts, about), about):
+                for _ in self_check.results(*self_check.example_for(form.example, facts, about), about):
                     pass
             keys[str(key)] = found
         assert wanted <= keys[str(key)], (call, wanted - keys[str(key)], keys[str(key)])

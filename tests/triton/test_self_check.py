@@ -135,7 +135,7 @@ def test_mixed_dtypes_are_checked_as_they_come() -> None:
 
 
 def check(how: str) -> tuple[str, bool]:
-    return self_check._in_subprocess(
+    return self_check.run_in_subprocess(
         self_check.Request("broken", "tests.triton.broken", {**CPU, "how": how}, self_check.Call())
     )
 
@@ -165,7 +165,7 @@ def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     request = self_check.Request("broken", "no_such_module", {**CPU, "how": "right"}, self_check.Call())
-    fault, lasting = self_check._in_subprocess(request)
+    fault, lasting = self_check.run_in_subprocess(request)
     assert "cannot be started" in fault
     assert "No module named 'no_such_module'" in fault
     monkeypatch.setattr(self_check.sys, "executable", "/no/such/python")
@@ -179,7 +179,7 @@ def test_a_real_form_is_checked_there() -> None:
     op = "headwise_linear"
     call = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 1 << 20),))
     module = dispatch.implementation(op, "triton").run.__module__
-    assert self_check._in_subprocess(self_check.Request(op, module, {**CPU, **FACTS[op]}, call)) == ("", True)
+    assert self_check.run_in_subprocess(self_check.Request(op, module, {**CPU, **FACTS[op]}, call)) == ("", True)
 
 
 # ------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setenv("SEQBLOCKS_CACHE", str(tmp_path))
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
     monkeypatch.setattr(self_check, "device_and_source", lambda op, index: (f"{index}", "sm_90", "3", "digest"))
-    monkeypatch.setattr(self_check, "_in_subprocess", made.check)
+    monkeypatch.setattr(self_check, "run_in_subprocess", made.check)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     self_check.forget()
     return made
