@@ -167,3 +167,14 @@ def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "6,088,360" in done.stdout
     shutil.rmtree(tmp_path, ignore_errors=True)  # two gigabytes
+
+
+def test_the_oldest_versions_are_those_of_the_page() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    torch, triton = (re.search(rf'"{name}>=(\d+\.\d+)', text) for name in ("torch", "triton"))
+    assert torch is not None
+    assert triton is not None
+    page = (ROOT / "docs" / "kernels" / "README.md").read_text(encoding="utf-8")
+    assert f"\ntorch {torch[1]} and Triton {triton[1]}, which come together on Linux, are the oldest" in page
+    rows = re.findall(r"^\| (\d+\.\d+)\.\d+ \| ([\d., ]*)\| (yes|no)", page, re.M)
+    assert next((version, of.strip()) for version, of, compiles in rows if compiles == "yes") == (triton[1], torch[1])

@@ -116,4 +116,4 @@ def test_the_metadata(built):
     lines = next(text for name, text in contents(built[1]).items() if name.endswith("/METADATA")).decode().splitlines()
     assert "License-Expression: Apache-2.0" in lines
     assert "Requires-Python: >=3.10" in lines
-    assert 'Requires-Dist: triton>=3.1; platform_system == "Linux"' in lines
+    assert 'Requires-Dist: triton>=3.5; platform_system == "Linux"' in lines

@@ -1104,7 +1104,7 @@ def _checked(
     """A scan, from a state if one is given, and a token without a derivative, which has a kernel of its own."""
     from seqblocks.kernels.mlstm import mlstm
 
-    state = None if C is None else (C, n, m)
+    state = None if C is None or n is None or m is None else MLSTMState(C, n, m)
     out = mlstm(**given, state=state, resets=resets, return_state=return_state)
     with torch.no_grad():
         token: dict[str, Any] = {name: x[:, :1] if isinstance(x, Tensor) else x for name, x in given.items()}
