@@ -178,13 +178,15 @@ class Scan(Combinator):
 
         Raises Fault (E407).
         """
-        by_columns = [order for order in self.orders if order.startswith("columns")]
-        for node in graph.walk(body) if by_columns else ():
+        by_columns = next((order for order in self.orders if order.startswith("columns")), None)
+        if by_columns is None or wire is None:
+            return
+        for node in graph.walk(body):
             if node.op and node.type and node.op.is_upright(*node.wires):
-                message = f"{node.verb} needs rows as rows, and the order {by_columns[0]} exchanges rows and columns"
-                note = Note("it is here", node.span)
-                raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
-        for value in body.captures if by_columns and wire else ():
+                message = f"{node.verb} needs rows as rows, and the order {by_columns} exchanges rows and columns"
+                here = Note("it is here", node.span)
+                raise Fault("E407", message, at="order", notes=[here], hint=f"move {node.verb} out of the scan")
+        for value in body.captures:
             other = frame.types[value]
             alike = other and (other.grid, other.places) == (wire.grid, wire.places)
             if other and other.kind in ("sequence", "tokens") and not alike:
@@ -192,7 +194,7 @@ class Scan(Combinator):
                 note = other.whence(f"`{label}`")
                 raise Fault(
                     "E407",
-                    f"order {by_columns[0]} re-orders every sequence that its steps read, "
+                    f"order {by_columns} re-orders every sequence that its steps read, "
                     f"and {quote(label)} does not have the rows and columns of its input",
                     at="order",
                     expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
@@ -241,7 +243,7 @@ class Scan(Combinator):
 
 
 def _rows_by_columns(wire: Wire) -> str:
-    return f"{wire.grid[0]} rows of {wire.grid[1]}" if wire.grid else "without rows and columns"
+    return f"{wire.grid[0]} x {wire.grid[1]}" if wire.grid else "without rows and columns"
 
 
 @combinator("parallel")
