@@ -341,7 +341,7 @@ _CALLED = {
     "reverse": "backward backwards flip",
     "fwd": "forward",
     "rev": "reverse",
-    "squared_relu": "relu2 relu_squared",
+    "squared_relu": "relu2 relu^2 relu**2 relu² relu_2 relu_squared relu_square square_relu",
     "floor": "int trunc",
     "int": "integer",
     "float": "double",
@@ -363,7 +363,10 @@ _ABSENT = {
     "the norms are head_norm, layer_norm and rms_norm": "batch_norm batchnorm instance_norm weight_norm l2_norm",
     "`linear: {from: [a, b], features: …}` joins wires; `parallel` with merge: concat joins its branches": "cat concat",
     "`residual` adds what its steps were given; `parallel` with merge: sum adds its branches": "add sum",
-    "an empty list of steps, `[]`, is the identity": "id identity",
+    "leave the step out: a wire goes on as it is, and a branch that changes nothing is an empty list, []":
+        "id identity noop no_op passthrough pass skip",
+    "a list of steps is no step; `residual`, `scan` and `repeat` hold one: - residual: [silu]":
+        "steps",
 }  # fmt: skip
 INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}
 
@@ -376,7 +379,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     word = word[:80].lower()
     close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.65)
     alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
-    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.85):
+    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.9):
         return lowered[alias]
     return lowered[close[0]] if close else None
 

@@ -340,7 +340,10 @@ class Repeat(Combinator):
     def _sequence(self, words: dict[str, Node]) -> list[Node]:
         if (self.pattern is None) == (self.steps is None):
             message = "repeat takes either `steps` or a `pattern`"
-            raise Fault("E202" if self.steps is None else "E210", message, hint="times: 12 with steps: […]")
+            if self.steps is None:
+                raise Fault("E202", message, hint="times: 12 with steps: […]")
+            hint = "keep `times` and `steps`, or the pattern with the steps of each of its words: m: […]"
+            raise Fault("E210", message, at="steps", hint=hint)
         if self.pattern is None:
             return [self.steps] * self.times
         out: list[Node] = []

@@ -7,9 +7,10 @@ in one run, each once. Blocks that nothing uses are walked too, with UNKNOWN for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from seqblocks.analysis.inputs import read_input
 from seqblocks.analysis.liveness import fault_of, idle_steps
 from seqblocks.analysis.maps import check_map, has_sizes, read_map
 from seqblocks.analysis.ownership import initialised, ties
-from seqblocks.analysis.scope import Names, Step, Values, effort
+from seqblocks.analysis.scope import Keys, Names, Step, Values, effort
 from seqblocks.analysis.wiring import Shared, Wiring, captures, named, namespace_of
 from seqblocks.errors import INSTEAD, Fault, Note, Report, Span, hidden, key_hint, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
@@ -104,7 +105,10 @@ class Frame(Wiring):
         out = graph.Graph(x, [], x, ports=ports or {})
         if self.shared.full or not isinstance(steps, Sequence):
             if steps is not None and not self.shared.full:
-                self.fault(Fault("E203", "steps must be a list", found=kind_of(steps), hint="- silu"), steps.span)
+                hint = "- silu"
+                if isinstance(steps, Mapping) and steps.entries:
+                    hint = f"each step is an item of a list: put '- ' before {listing(steps.entries)}"
+                self.fault(Fault("E203", "steps must be a list", found=kind_of(steps), hint=hint), steps.span)
             out.result = self.value(None, "?")
             return out
         current: graph.Node | None = None
@@ -133,13 +137,26 @@ class Frame(Wiring):
         """A document node as a step; read once however often its body is lowered."""
         cache = self.shared.step_cache
         if id(item) not in cache:
-            cache[id(item)] = self.read_step(item, self.is_verb)
+            cache[id(item)] = self.read_step(item, self.keys)
             if found := cache[id(item)]:
                 found.effort = _effort(found)
         return cache[id(item)]
 
-    def is_verb(self, word: str) -> bool:
-        return word in COMBINATORS or word in self.home.visible or find_primitive(word) is not None
+    def keys(self, verb: str) -> Keys | None:
+        """What a verb takes; None if there is no such verb."""
+        combinator, block = COMBINATORS.get(verb), self.home.visible.get(verb)
+        if combinator:
+            return Keys(combinator.holds[0], (), (*fields_of(combinator), *STEP_KEYS))
+        if block:
+            required = (name for name, argument in block.args.items() if argument.default is None)
+            return Keys(None, tuple(required), (*block.args, "from", "as", "name"))
+        op = find_primitive(verb)
+        if op is None:
+            return None
+        ports = (port.name for port in op.ports if not (port.main or port.optional))
+        required = (key for key, info in field_infos(op).items() if info.is_required())
+        every = (*(port.name for port in op.ports if not port.main), *field_infos(op))
+        return Keys(None, (*ports, *required), (*every, *STEP_KEYS) if every else ())
 
     def lower_step(self, step: Step, previous: int, maker: graph.Node | None) -> graph.Node | None:
         """The node of a step whose predecessor gave value `previous`; None after a fault."""
@@ -168,7 +185,7 @@ class Frame(Wiring):
     def _verb_hint(self, step: Step) -> str:
         """What may be meant by an unknown verb."""
         verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *self.home.visible]
-        return _offered(step.verb) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
+        return _offered(step.verb, self.home.visible) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
 
     def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
         """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""
@@ -207,12 +224,11 @@ class Frame(Wiring):
             if port.main:
                 inputs[port.name] = self.main(step, previous, maker, port.name, port.joins)
             elif port.name in step.fields:
-                inputs[port.name] = self.read(step.fields[port.name][1], port.joins)
+                inputs[port.name] = self.read(step.fields[port.name][1], port.joins, step)
             elif not port.optional:
                 words = [*(each.name for each in cls.ports), *fields_of(cls), *STEP_KEYS]
                 if not hidden(step.fields, port.name, words):
-                    hint = f"{port.name}: {port.name}" if port.name in self.wires else f"{port.name}: the wire to read"
-                    self.fault(Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint), step.span)
+                    self.fault(self._no_input(step, cls, port), step.span)
                 inputs[port.name] = (self.value(None, "?"),)
         if "from" in step.common and not any(port.main for port in cls.ports):
             names = listing(port.name for port in cls.ports)
@@ -252,6 +268,19 @@ class Frame(Wiring):
             if held.numel > MAX_STATE:
                 message = f"the state {name} of {step.verb} is too large: {held.numel:.0e} numbers a sequence"
                 raise Fault("E504", message, expected="at most 10^12")
+
+    def _no_input(self, step: Step, cls: type[Op], port: Port) -> Fault:
+        wanted = [each.name for each in cls.ports if not (each.main or each.optional)]
+        if len(wanted) == 1 or any(name in step.fields for name in wanted):
+            hint = f"{port.name}: {port.name}" if port.name in self.wires else f"{port.name}: the wire to read"
+            return Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint)
+
+        def layer() -> str:
+            use = _files_of_blocks().get(f"{step.verb}_layer")
+            named = f"name the wires: {step.verb}: {{{', '.join(f'{name}: …' for name in wanted)}}}"
+            return f"`{step.verb}_layer` (`use: [{use}]`) makes them from one wire; or {named}" if use else named
+
+        return Fault("E411", f"{step.verb} needs its inputs {listing(wanted)}", hint=layer)
 
     @staticmethod
     def _shape(op: Op, ports: tuple[Port, ...], wires: list[Wire | None]) -> Wire:
@@ -358,8 +387,11 @@ class Frame(Wiring):
     def _block(self, step: Step, block: Block, previous: int, maker: graph.Node | None) -> graph.Node:
         for key in ("init", "tie"):
             if key in step.common:
-                hint = "make it an argument of the block"
-                self.fault(Fault("E201", f"a block's parameters cannot be given {key}", hint=hint), step.key_span(key))
+                what = f"`{key}` is for the parameters of one primitive, and {step.verb} is a block"
+                hint = f"write `{key}` at a step inside the block"
+                if key == "tie":
+                    hint += "; whole blocks cannot share their parameters"
+                self.fault(Fault("E201", what, hint=hint), step.key_span(key))
         if block in self.callers:
             names = [b.name for b in self.callers]
             ring = " -> ".join([*names[names.index(block.name) :], block.name])
@@ -455,7 +487,7 @@ class Frame(Wiring):
                 values[name] = self._block_argument(entry[1], block, argument)
                 written[name] = (entry[1], self.names)
             elif argument.default is not None:
-                values[name] = default_value(argument.default)
+                values[name] = default_value(argument)
                 self.shared.unread[id(argument.default)] = False
                 written[name] = (argument.default, Names())
             else:
@@ -507,17 +539,33 @@ def _effort(step: Step) -> int:
     return total
 
 
-def default_value(node: Node) -> Any:
+def default_value(argument: Argument) -> Any:
     """A block argument's default: plain data, never an expression (it would have no scope)."""
-    return plain(node)
+    assert argument.default is not None
+    return plain(argument.default) if argument.sound else UNKNOWN
 
 
-def _offered(verb: str) -> str | None:
-    """Which bundled file defines a block of this name."""
-    for name, path in bundled().items():
-        if path.parent.name == "blocks" and f"\n  {verb}:\n" in path.read_text(encoding="utf-8"):
-            return f"`use: [{name}]` brings it in"
-    return None
+@lru_cache(maxsize=1)
+def _files_of_blocks() -> dict[str, str]:
+    """The bundled blocks, and the file of each."""
+    paths = {name: path for name, path in bundled().items() if path.parent.name == "blocks"}
+    texts = ((name, path.read_text(encoding="utf-8")) for name, path in paths.items())
+    return {block: name for name, text in texts for block in re.findall(r"^  (\w+):$", text, re.MULTILINE)}
+
+
+def _offered(verb: str, visible: Container[str]) -> str | None:
+    """What a bundled file of this name, or with a block of this name, offers."""
+    files = _files_of_blocks()
+    if verb in files:
+        return f"`use: [{files[verb]}]` brings it in"
+    path = bundled().get(verb)
+    if path is None:
+        return None
+    if path.parent.name == "models":
+        return f"{verb} is a whole model: `seqblocks build {verb}`"
+    blocks = [block for block, file in files.items() if file == verb]
+    there = "is in use, and its blocks are" if all(block in visible for block in blocks) else "brings in"
+    return f"`use: [{verb}]` {there} {listing(blocks)}"
 
 
 # --- a whole file --------------------------------------------------------------------------------------------------
@@ -587,5 +635,5 @@ def _check_unused(frame: Frame, block: Block) -> None:
         if argument.type == "wire":
             ports[name] = lost.value(None, name)
         else:
-            values[name] = UNKNOWN if argument.default is None else default_value(argument.default)
+            values[name] = UNKNOWN if argument.default is None else default_value(argument)
     lost.call(block, x, values, ports, block.name, Note(f"in block {block.name}, which nothing uses", block.span))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
 from seqblocks.language import expressions
-from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.document import MAX_DEPTH, SOLE, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.language.overrides import CALL, OPTION
 from seqblocks.language.spec import STEP_KEYS, is_name
@@ -337,6 +338,11 @@ class Scope:
                     hint = f"YAML 1.2 knows only true and false: write {_TRUTHS[word]}"
                     self.fault(Fault("E203", "true or false is needed here", found=kind_of(node), hint=hint), node.span)
                     return UNKNOWN
+                if word in ("true", "false") and node.text not in self.names:
+                    hint = f"leave the quotes out: {word}"
+                    fault = Fault("E203", "true or false is needed here", found="text in quotes", hint=hint)
+                    self.fault(fault, node.span)
+                    return UNKNOWN
                 value = self.evaluate(node.text, node)
                 if isinstance(value, bool) or value is UNKNOWN:
                     return value
@@ -362,8 +368,9 @@ class Scope:
                 return value
             if isinstance(value, list) and kind.kind == "words":
                 return value
-            found = f"{quote(text)}, which is {_shown(value)}"
-            self.fault(Fault("E208", "not a legal word here", expected=_choices(kind), found=found), node)
+            message = f"{_shown(value)} is not a legal word for {text}"
+            hint = partial(_word_hint, value, kind) if isinstance(value, str) else None
+            self.fault(Fault("E208", message, expected=_choices(kind), hint=hint), node)
             return UNKNOWN
         if not kind.choices and isinstance(node.value, str):
             return text
@@ -374,7 +381,7 @@ class Scope:
                 "E208",
                 f"{quote(text)} is not a legal word here",
                 expected=_choices(kind),
-                hint=lambda: did_you_mean(text, [*kind.choices, *self.names]),
+                hint=lambda: _word_hint(text, kind, self.names),
             ),
             node.span,
         )
@@ -445,8 +452,8 @@ class Scope:
 
     # --- steps
 
-    def read_step(self, item: Node, is_verb: Callable[[str], bool]) -> Step | None:
-        """A document node as a step; None after a fault."""
+    def read_step(self, item: Node, keys: Callable[[str], Keys | None]) -> Step | None:
+        """A document node as a step; None after a fault. `keys` says what a verb takes; None where there is none."""
         match item:
             case Scalar(value=str(verb)):
                 return Step(verb, item.span, {}, {})
@@ -455,9 +462,9 @@ class Scope:
             case Mapping(entries=entries) if entries:
                 verb, span, node = next(iter(item))
                 others = [key for key in entries if key != verb]
-                steps = [other for other in others if is_verb(other)]
-                hint = f"indent {listing(others)} below `{verb}:`" if is_verb(verb) else "one verb a step"
-                if steps and is_verb(verb):
+                steps = [other for other in others if keys(other)]
+                hint = f"indent {listing(others)} below `{verb}:`" if keys(verb) else "one verb a step"
+                if steps and keys(verb):
                     hint = f"put '- ' before {listing(steps)}: that is a step of its own"
                 message = f"a step is one verb with its arguments, not {len(entries)} keys"
                 self.fault(Fault("E204", message, found=listing(entries), hint=hint), entries[others[0]][0])
@@ -468,22 +475,54 @@ class Scope:
         if isinstance(node, Scalar) and node.value is None:
             return Step(verb, span, {}, {})
         if not isinstance(node, Mapping):
-            message = f"the arguments of {quote(verb)} must be a mapping"
-            first = verb.partition(" ")[0]
-            if first != verb and is_verb(first):  # `- embed {features: 64}`
-                fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))
-                self.fault(fault, span.within(0, len(first)))
+            alias = None if item.span.holds(span) else item.span
+            known = keys(verb)
+            if known is None:
+                return self._unknown_verb(verb, span, node, keys)
+            key = self._sole(verb, node, known)
+            return Step(verb, span, {key: (node.span, node)}, {}, alias) if key else None
+        if SOLE in node.entries:  # put there by an override
+            entries = dict(node.entries)
+            where, only = entries.pop(SOLE)
+            known = keys(verb)
+            key = self._sole(verb, only, known) if known else None
+            if key is None:
                 return None
-            text = missing_colon(node.text) if isinstance(node, Scalar) else None
-            fault = Fault("E203", message, found=kind_of(node), hint=text or f"{verb}: {{name: value}}")
-            self.fault(fault, node.span)
-            return None
+            node = replace(node, entries={key: (where, only), **entries})
         torn = self.comma_trap(node)
         fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
         common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
         inside = next((s for _, s, _ in node), node.span)
         alias = next((o.span for o, first in ((item, span), (node, inside)) if not o.span.holds(first)), None)
         return Step(verb, span, fields, common, alias, bool(torn))
+
+    def _unknown_verb(self, verb: str, span: Span, node: Node, keys: Callable[[str], Keys | None]) -> Step | None:
+        """A step whose verb there is not, which is reported when it is lowered, or here if a colon is missing."""
+        first = verb.partition(" ")[0]
+        if first == verb or not keys(first):
+            return Step(verb, span, {}, {})
+        fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))  # `- embed {features: 64}`
+        self.fault(fault, span.within(0, len(first)))
+        return None
+
+    def _sole(self, verb: str, node: Node, known: Keys) -> str | None:
+        """The argument that `linear: 64` and `residual: [silu]` give; None after a fault."""
+        colon = missing_colon(node.text, known.all) if isinstance(node, Scalar) else None
+        if known.steps and isinstance(node, Sequence):
+            return known.steps
+        if len(known.required) == 1 and not known.steps and isinstance(node, Scalar) and not colon:
+            return known.required[0]
+        hint = f"{verb}: {{{', '.join(f'{key}: …' for key in known.required)}}}"
+        if not known.all:
+            hint = f"write `{verb}` alone: it has no arguments"
+        elif known.steps:
+            hint = f"{verb}: [{node.text if isinstance(node, Scalar) and len(node.text) < 40 else '…'}]"
+        elif not known.required:
+            own = (key for key in known.all if key not in STEP_KEYS)
+            hint = f"name the argument; {verb} takes {listing(own)}"
+        message = f"the arguments of {quote(verb)} must be a mapping"
+        self.fault(Fault("E203", message, found=kind_of(node), hint=colon or hint), node.span)
+        return None
 
 
 class Values(list[Any]):
@@ -509,6 +548,14 @@ def effort(node: Node) -> int:
     return 1
 
 
+class Keys(NamedTuple):
+    """What a verb takes: the argument that a list is, the ones it cannot do without, and all of them."""
+
+    steps: str | None
+    required: tuple[str, ...]
+    all: tuple[str, ...]
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{listing('[…]' if isinstance(each, list) else _shown(each) for each in value)}]"
@@ -532,6 +579,13 @@ def _needed(node: Node) -> list[str]:
 
 
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
+
+
+def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | None:
+    """What may be meant by a word that is not legal."""
+    if word.lower() in ("bidirectional", "bidirection", "bidir", "bi", "both") and "reverse" in kind.choices:
+        return "[forward, reverse] runs both ways"
+    return did_you_mean(word, [*kind.choices, *names])
 
 
 def _choices(kind: FieldKind) -> str:

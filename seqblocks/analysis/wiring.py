@@ -13,7 +13,7 @@ from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, hidden, li
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import SpecFile
-from seqblocks.op import Port, ids_are_no_numbers
+from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive, ids_are_no_numbers
 from seqblocks.types import Origin, Wire, show_axes
 
 
@@ -202,18 +202,26 @@ class Wiring(Scope):
 
     # --- what a step reads
 
-    def wire(self, node: Node) -> int | None:
+    def wire(self, node: Node, step: Step | None = None) -> int | None:
         """The value a wire name stands for; None after a fault."""
         if not isinstance(node, Scalar) or not isinstance(node.value, str):
             self.fault(Fault("E203", "the name of a wire is needed here", found=kind_of(node)), node.span)
             return None
         number = self.wires.get(node.value)
         if number is None and not self.vague:
-            self.fault(self._no_wire(node.value), node.span)
+            self.fault(self._no_wire(node.value, step), node.span)
         return number
 
-    def _no_wire(self, name: str) -> Fault:
+    def _no_wire(self, name: str, step: Step | None) -> Fault:
         hint = None
+        if name in builtin_verbs() or name in self.home.visible:
+            hint = f"'{name}' is a verb: name what it makes, `- {name}: {{as: a}}`, and read `a`"
+            op = find_primitive(step.verb) if step else None
+            kind = fields_of(op).get("activation") if op else None
+            if step and kind and name in kind.choices:
+                fields = step.fields.items()
+                key = next(key for key, (_, node) in fields if isinstance(node, Scalar) and node.text == name)
+                hint = f"an activation has a key of its own: `{step.verb}: {{{key}: …, activation: {name}}}`"
         if name in self.giving:
             hint = "it is what this step gives out, and a step reads only what stands above it"
         elif name in self.coming:
@@ -244,9 +252,9 @@ class Wiring(Scope):
             return (previous,)
         return self.read(entry[1], joins)
 
-    def read(self, node: Node, joins: bool) -> tuple[int, ...]:
+    def read(self, node: Node, joins: bool, step: Step | None = None) -> tuple[int, ...]:
         if not isinstance(node, Sequence):
-            found = self.wire(node)
+            found = self.wire(node, step)
             return (self.value(None, "?"),) if found is None else (found,)
         if not joins:
             wires = listing(item.text for item in node.items if isinstance(item, Scalar))
@@ -367,4 +375,13 @@ _KIND_HINTS = {
     ("tokens", "sequence"): "look the tokens up first, with embed",
     ("sequence", "vector"): "pool the sequence first, with pool",
     ("vector", "sequence"): "the sequence was pooled before; move this step above the pooling",
+    **dict.fromkeys(
+        (("sequence", "tokens"), ("vector", "tokens"), ("image", "tokens")),
+        "only `input: {tokens: vocabulary}` gives token numbers: leave this step out where the input has features",
+    ),
+    **dict.fromkeys(
+        (("sequence", "image"), ("vector", "image"), ("tokens", "image")),
+        "only `input: {image: {size: 224, channels: 3}}` gives an image, and to_image makes one of its tokens",
+    ),
+    ("tokens", "vector"): "look the tokens up with embed and pool them with pool first",
 }

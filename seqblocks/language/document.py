@@ -19,6 +19,7 @@ from seqblocks.errors import Diagnostic, Note, Report, Source, Span, quote
 MAX_BYTES = 2 * 1024 * 1024
 MAX_DEPTH = 48
 MAX_NODES = 100_000  # after aliases are followed
+SOLE = "\0"  # the key of a step's only argument, where an override made a mapping of `linear: 64`
 
 Value = None | bool | int | float | str
 

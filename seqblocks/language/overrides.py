@@ -210,7 +210,8 @@ def _choices(node: Node) -> dict[str, Slot]:
     out: dict[str, Slot] = {}
     if isinstance(node, Mapping):
         for key, _, value in node:
-            out[key] = Slot(node, key)
+            if key != document.SOLE:
+                out[key] = Slot(node, key)
             if key in ("args", "let"):
                 out |= {k: v for k, v in _choices(value).items() if k not in out}
             elif key in ("steps", "branches"):
@@ -221,14 +222,19 @@ def _choices(node: Node) -> dict[str, Slot]:
 
 
 def _with_arguments(item: Node) -> Node:
-    """A step that is a verb alone, `- silu` or `- silu:`, as `- silu: {}`: what it means, with room for an argument."""
+    """A step with its arguments as a mapping: `- silu`, `- linear: 64` and `- residual: [silu]` are short for one."""
     match item:
         case Scalar(value=str(verb)):
             return Mapping(item.span, 2, 2, {verb: (item.span, Mapping(item.span, 1, 1, {}))})
         case Mapping(entries=entries) if len(entries) == 1:
             ((verb, span, arguments),) = list(item)
-            if isinstance(arguments, Scalar) and arguments.value is None:
-                return replace(item, entries={verb: (span, Mapping(arguments.span, 1, 1, {}))})
+            given: dict[str, tuple[Span, Node]] = {}
+            if isinstance(arguments, Sequence):
+                given["branches" if verb == "parallel" else "steps"] = (arguments.span, arguments)
+            elif isinstance(arguments, Scalar) and arguments.value is not None:
+                given[document.SOLE] = (arguments.span, arguments)
+            if not isinstance(arguments, Mapping):
+                return replace(item, entries={verb: (span, Mapping(arguments.span, 1, 1, given))})
     return item
 
 

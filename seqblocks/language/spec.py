@@ -10,7 +10,7 @@ import keyword
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from seqblocks.errors import (
 )
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.expressions import parse
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
@@ -61,6 +62,7 @@ class Argument:
     type: str  # one of ARGUMENT_TYPES, or "any" where the default is a list, a mapping or nothing
     span: Span
     default: Node | None
+    sound: bool = True  # whether the default can be used
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -391,6 +393,8 @@ class Reader:
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
         if given and not all(map(_NAME.match, given.entries)):
             return
+        for argument in args.values():
+            self._plain_default(argument, [*args, *(let.entries if let else ())])
         steps = node.get("steps")
         if steps is None and not hidden(node.entries, "steps", BLOCK_KEYS):
             self.fault("E202", f"block {name} has no steps", span)
@@ -398,6 +402,21 @@ class Reader:
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, names)
         file.blocks[name] = file.visible[name] = block
         file.lost.discard(name)
+
+    def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
+        """Report a default that is meant as an expression over other arguments."""
+        node = argument.default
+        if not isinstance(node, Scalar) or not isinstance(node.value, str) or node.value.isidentifier():
+            return
+        try:
+            needed = parse(node.value).names
+        except Fault:  # a word, then
+            return
+        if needed and all(name in names for name, _ in needed):
+            message = f"a default is a value, and {quote(node.value)} is an expression"
+            hint = f"compute it in the block's `let:`, for instance `let: {{{argument.name}: {node.value}}}`"
+            self.fault("E203", message, node.span, hint=hint)
+            argument.sound = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:

@@ -172,8 +172,9 @@ files hold. To use a library that lies elsewhere, allow its folder: `seqblocks c
 
 ## Steps
 
-A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. Verbs are primitives, combinators
-and blocks; all are written alike. `seqblocks ops mlstm_block` lists the arguments of a bundled block, `seqblocks ops
+A step is one verb with its arguments: `- layer_norm: {bias: false}`, or just `- silu`. A verb that needs one argument alone
+takes it directly, `- linear: 64` for `- linear: {features: 64}`, and a combinator its list of steps (or branches):
+`- residual: [layer_norm, {linear: dim}]`. Verbs are primitives, combinators and blocks; all are written alike. `seqblocks ops mlstm_block` lists the arguments of a bundled block, `seqblocks ops
 my.yaml::my_block` those of your own, and `seqblocks show xlstm --source` prints the YAML of a bundled file. Every step may have
 
 - `from: name` (or `x: name`): the wire it reads, instead of the output of the step before. `input` is what the enclosing

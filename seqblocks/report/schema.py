@@ -30,7 +30,9 @@ from seqblocks.report.reference import Verb, facts, verbs
 
 Schema = dict[str, Any]
 STEPS: Schema = {"$ref": "#/definitions/steps"}
+STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
+LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "not")
 _FALSE_FRIENDS = {"not": {"enum": ["yes", "no", "on", "off"]}}
 
 
@@ -202,6 +204,24 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
             "description": properties["branches"]["description"],
             "items": {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": STEPS},
         }
+    if not issubclass(verb, Op):  # `residual: [silu]`
+        held = properties[verb.holds[0]]
+        out |= {"type": [*_types(out), "array"], "items": held.get("items", STEP)}
+        return out | {"required": required} if required else out
+    return _short(out, properties, required)
+
+
+def _types(made: Schema) -> list[str]:
+    found = made.get("type", "string")
+    return found if isinstance(found, list) else [found]
+
+
+def _short(out: Schema, properties: dict[str, Schema], required: list[str]) -> Schema:
+    """What a verb takes; where it needs one argument alone, that may stand by itself: `linear: 64`."""
+    if len(required) == 1:
+        only = properties[required[0]]
+        limits = {key: value for key, value in only.items() if key in LIMITS}
+        out |= {**limits, "type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
     return out | {"required": required} if required else out
 
 
@@ -264,7 +284,7 @@ def _block(block: Block, words: list[str] | None) -> Schema:
         "properties": properties,
         "additionalProperties": False,
     }
-    return out | {"required": required} if required else out
+    return _short(out, properties, required)
 
 
 def _block_argument(argument: Argument) -> Schema:

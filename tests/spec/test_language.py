@@ -382,6 +382,80 @@ def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() 
     assert "not checked" in summarise(changed).notes[0]
 
 
+SHORT = """seqblocks: 1
+let: {dim: 8}
+blocks:
+  wide: {args: {width: int, expand: 2}, steps: [{linear: {features: expand * width}}, {proj_down: width}]}
+  gated: {args: {other: wire}, steps: [{gate: other}]}
+  mixed: {args: {mode: word}, steps: [silu]}
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: dim
+    - residual: [layer_norm, {wide: dim}]
+    - linear: {features: dim, as: z}
+    - gated: z
+    - mixed: quick
+    - repeat: [{residual: [{wide: dim * 1}]}]
+    - scan: [{causal_conv: {kernel: 3}}]
+    - parallel: [{a: [silu]}, {b: [{linear: dim + 0}]}]
+    - dropout: {p: 0.1}
+"""
+LONG = """seqblocks: 1
+let: {dim: 8}
+blocks:
+  wide: {args: {width: int, expand: 2}, steps: [{linear: {features: expand * width}}, {proj_down: {features: width}}]}
+  gated: {args: {other: wire}, steps: [{gate: {by: other}}]}
+  mixed: {args: {mode: word}, steps: [silu]}
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: {features: dim}
+    - residual: {steps: [layer_norm, {wide: {width: dim}}]}
+    - linear: {features: dim, as: z}
+    - gated: {other: z}
+    - mixed: {mode: quick}
+    - repeat: {steps: [{residual: {steps: [{wide: {width: dim * 1}}]}}]}
+    - scan: {steps: [{causal_conv: {kernel: 3}}]}
+    - parallel: {branches: [{a: [silu]}, {b: [{linear: {features: dim + 0}}]}]}
+    - dropout: {p: 0.1}
+"""
+
+
+def test_one_value_stands_for_the_only_argument_and_a_list_for_the_steps() -> None:
+    short, long = check.load_text(SHORT)[1], check.load_text(LONG)[1]
+    assert short is not None
+    assert long is not None
+    assert graph.show(short) == graph.show(long)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.embed", 16), ("model.embed.features", 16), ("model.embed.init", {"weight": "zeros"}),
+        ("model.residual.wide", 12), ("model.residual.wide.expand", 3), ("model.residual.drop_path", 0.5),
+        ("model.repeat.times", 3), ("model.repeat.residual.wide.expand", 1), ("model.parallel.b.linear.bias", False),
+        ("model.scan.causal_conv.kernel", 2), ("model.mixed.mode", "slow"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::seqblocks.OverrideWarning")
+def test_overrides_reach_what_is_short(path: str, value: object) -> None:
+    more = {path: value}
+    long = {path + {"model.embed": ".features", "model.residual.wide": ".width"}.get(path, ""): value}
+    if path in ("model.embed", "model.embed.features"):
+        more["dim"] = long["dim"] = 16
+    if path == "model.residual.wide":
+        for text, given in ((SHORT, more), (LONG, long)):
+            with pytest.raises(SpecError, match=r"\[batch, seq, 12\]"):
+                check.load_text(text, set=given)
+        return
+    short, other = check.load_text(SHORT, set=more)[1], check.load_text(LONG, set=long)[1]
+    assert short is not None
+    assert other is not None
+    assert graph.show(short) == graph.show(other)
+    assert len(short.overridden) == len(other.overridden)
+
+
 def test_use_brings_in_relative_files(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.yaml").write_text("seqblocks: 1\nuse: [./b.yaml]\nblocks:\n  a: {steps: [b]}\n")

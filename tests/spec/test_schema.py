@@ -21,6 +21,7 @@ use: [vil]
 let: {dim: 16, act: silu}
 blocks:
   bare: {steps: [silu]}
+  short: {args: {width: int}, steps: [{linear: width}]}
   mine:
     args: {width: int, order: forward, other: wire, on_or_off: true}
     let: {twice: 2 * width}
@@ -49,6 +50,10 @@ model:
           - proj_down: {features: dim}
     - linear: {from: [a, deep], features: 8, name: first}
     - linear: {from: [a, deep], features: 8, tie: first}
+    - residual: [layer_norm, {linear: 8}]
+    - parallel: [{one: [silu]}, {two: [{proj_down: 2 * 4}]}]
+    - repeat: [{short: dim}]
+    - proj_down: {features: 8, name: back}
     - pool: {mode: mean}
 expect: {tolerance: 0.1}
 """
@@ -87,6 +92,8 @@ TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the f
     "mine: {width": ("mine: {widht", True),
     "expect: {tolerance": ("expect: {tolerence", False),
     "pool: {mode: mean}": ("pool: {mode: mean, moed: 1}", False),
+    "[layer_norm, {linear": ("[layer_nrom, {linear", True),
+    "{linear: 8}]": ("{linear: 0}]", False),
 }
 
 
