@@ -207,7 +207,7 @@ def map_of_layers_that_are_absent(k: float) -> str:
 def map_of_owned_parameters(k: float) -> str:
     steps = each("          - layer_norm: {name: n#}\n", 10_000 * k)
     text = spec(f"    - scan:\n        order: [forward, reverse]\n        own: all\n        steps:\n{steps}")
-    return text + "checkpoint:\n" + each("  scan.forward.n#: x#\n", 10_000 * k)
+    return text + "checkpoint:\n" + each("  scan.fwd.n#: x#\n", 10_000 * k)
 
 
 @case

@@ -578,7 +578,7 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]
     words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
-    known = {*verbs, *INITIALISERS, *words}
+    known = {*verbs, *INITIALISERS, *words, *graph.DIRECTION_NAMES.values()}
     assert {ours for names in ELSEWHERE.values() for ours in names} <= known
     told = {word for text in INSTEAD.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
