@@ -37,12 +37,13 @@ from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, over,
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
 # and di, df [B, S, H] contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
-# gates [7, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den, and the weight with
-# which a token stands in the state that leaves its chunk; factors [5, N, T] are 1 / (max + eps), dden, dm, and the
-# first two with u and the scale; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the m that
-# enters it, and 1 where it passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of q . dq
-# and k . dk, the sums of weight times gradient by reading and by written token: of one dden, so that what both contain
-# cancels, rounded or not.
+# gates [9, N, T] are e, x (both as binary logarithms), u, floor, 1 where p made the maximum x, den, the weight with
+# which a token stands in the state that leaves its chunk, what rounding e to float32 left, and in the last place of a
+# chunk the weight of the state that enters it in the one that leaves; factors [5, N, T] are 1 / (max + eps), dden, dm,
+# and the first two with u and the scale; segments [N, T]; links [2, N, K] are what a chunk adds to the gradient of the
+# m that enters it, and 1 where it passes on that of the m that leaves; rows, columns [tiles of DK, N, T] are parts of
+# q . dq and k . dk, the sums of weight times gradient by reading and by written token: of one dden, so that what both
+# contain cancels, rounded or not.
 # C, dC [N, K, DK, DV] and n, dn [N, K, DK]: states before, gradients of states after each chunk.
 
 
@@ -91,6 +92,20 @@ def _most(a, b):
 
 @jit
 @no_type_check
+def _then(sum_a, most_a, sum_b, most_b):
+    """One stretch of tokens and then another, as functions of the m before: max(m + sum, most)."""
+    return sum_a + sum_b, tl.maximum(most_a + sum_b, most_b)
+
+
+@jit
+@no_type_check
+def _power(x):
+    """2^x in float32, of a float64 x that is a difference."""
+    return tl.exp2(x.to(tl.float32))
+
+
+@jit
+@no_type_check
 def _sums(segment, x, SEGMENTS: tl.constexpr):
     """Of x [BT] up to each place, each segment by itself."""
     if SEGMENTS:
@@ -103,29 +118,55 @@ def _sums(segment, x, SEGMENTS: tl.constexpr):
 def _chunk_gates(
     i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr
 ):
-    """Of chunk c by itself: b, e, the largest e so far in the token's segment, and the number of that segment."""
+    """Of chunk c by itself, as binary logarithms in float64: b, e, and what b leaves out; e in float32, the largest of
+    those so far in the token's segment; and the number of that segment.
+
+    Float64, because differences of sums are what counts. A gate that lets nothing through would make the sums large, or
+    infinite. So b has of it as much as leaves all tokens before with 2^-300 of the weight of the gate's own token. The
+    rest is for what enters the chunk, which may weigh more.
+    """
     j = tl.arange(0, BT)
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
     raw_f = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
     log_i = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
     # beyond S nothing is written and nothing forgotten: the last place is like the last token
-    # and a gate that lets nothing through must not be infinite: sums are subtracted
-    log_f = tl.where(live, tl.maximum(log_sigmoid(raw_f), -1e3), 0.0)
+    log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
     if not EXP:
         log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))
+    least = tl.maximum(log_i - tl.max(log_i, 0) - 208.0, -1e6)
+    closed = log_f < least
+    rest = tl.where(closed, binary(log_f - least), 0.0)
+    log_f = binary(tl.where(closed, least, log_f).to(tl.float64))
+    log_i = binary(log_i.to(tl.float64))
     segment = tl.zeros((BT,), tl.int32)
     if resets is not None:
         marks = tl.load(_start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
         segment = tl.cumsum(marks, 0)
     b = _sums(segment, log_f, resets is not None)
+    if tl.min(rest, 0) < 0.0:
+        rest = _sums(segment, rest, resets is not None)
     e = log_i - b
+    high = e.to(tl.float32)
     if resets is not None:
-        best = tl.associative_scan((segment, e), 0, _most_within)[1]
+        best = tl.associative_scan((segment, high), 0, _most_within)[1]
     else:
-        best = tl.associative_scan(e, 0, _most)
-    return b, e, best, segment
+        best = tl.associative_scan(high, 0, _most)
+    return b, e, rest.to(tl.float64), high, best, segment
+
+
+@jit
+@no_type_check
+def _passage(b, e, rest, segment, BT: tl.constexpr):
+    """What a chunk makes of the m that enters it, max(m + sum, most): after a reset that m is 0."""
+    last = tl.arange(0, BT) == BT - 1
+    sum = tl.sum(tl.where(last, b, 0.0), 0)
+    most = tl.max(tl.where(segment == tl.max(segment, 0), e, float("-inf")), 0)
+    enters = tl.sum(tl.where(last, rest, 0.0), 0)
+    if tl.max(segment, 0) > 0:
+        return tl.full((), float("-inf"), tl.float64), tl.maximum(most, enters) + sum
+    return sum + enters, most + sum
 
 
 @common.kernel(do_not_specialize=["S"])  # one compiled kernel for all lengths
@@ -134,27 +175,49 @@ def _totals(
     i, f, resets, totals,
     S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
-    """What m needs to go through a chunk: b and the largest e at its end, and 1 unless it is reset there."""
+    """totals [2, N, K]: what every chunk makes of m."""
     at = tl.program_id(0)
     chunks = tl.cdiv(S, BT)
-    b, _, best, segment = _chunk_gates(
+    b, e, rest, _, _, segment = _chunk_gates(
         i, f, resets, at // chunks, H, at % chunks, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
     )
-    last = tl.arange(0, BT) == BT - 1
-    plane = tl.num_programs(0)
-    tl.store(totals + at, tl.sum(tl.where(last, b, 0.0), 0))
-    tl.store(totals + plane + at, tl.max(tl.where(last, best, float("-inf")), 0))
-    tl.store(totals + 2 * plane + at, tl.where(tl.sum(tl.where(last, segment, 0), 0) == 0, 1.0, 0.0))
+    sum, most = _passage(b, e, rest, segment, BT)
+    tl.store(totals + at, sum)
+    tl.store(totals + tl.num_programs(0) + at, most)
+
+
+@common.kernel(do_not_specialize=["K"])
+@no_type_check
+def _entering(totals, m0, entering, K, BC: tl.constexpr):
+    """entering [N, K + 1]: m before every chunk and after the last. A program per head reads every chunk once."""
+    n = tl.program_id(0)
+    j = tl.arange(0, BC)
+    m = tl.full((), 0.0, tl.float64)
+    if m0 is not None:
+        m = binary(tl.load(m0 + n).to(tl.float64))
+    entering += n * (K + 1)
+    tl.store(entering, m)
+    for first in range(0, K, BC):
+        at = totals + n * K + first + j
+        sum = tl.load(at, first + j < K, 0.0)
+        most = tl.load(at + tl.num_programs(0) * K, first + j < K, float("-inf"))
+        sum, most = tl.associative_scan((sum, most), 0, _then)
+        after = tl.maximum(most, sum + m)
+        tl.store(entering + 1 + first + j, after, first + j < K)
+        m = tl.sum(tl.where(j == BC - 1, after, 0.0), 0)
 
 
 @common.kernel(do_not_specialize=["S", "N"])
 @no_type_check
 def _gates(
-    i, f, resets, m0, totals, gates, segments, m_out,
+    i, f, resets, m0, entering, gates, segments, m_out,
     S, N, H, ib, js, ih, fb, fs, fh,
     EACH: tl.constexpr, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
 ):
-    """A program per head, which walks the chunks; or, if EACH, one per chunk, to which `totals` say what m enters."""
+    """A program per head, which walks the chunks; or, if EACH, one per chunk, to which `entering` says what m enters.
+
+    m is a binary logarithm in float64; the last one, which a state keeps in float32, is rounded before it is used.
+    """
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
     first = tl.program_id(0) % chunks if EACH else 0
@@ -163,46 +226,63 @@ def _gates(
     plane = tl.cast(N, tl.int64) * chunks * BT
     j = tl.arange(0, BT)
     last = j == BT - 1
-    m = 0.0
-    if m0 is not None:
-        m = tl.load(m0 + n)
+    m = tl.full((), 0.0, tl.float64)
     if EACH and EXP:
-        for group in range(0, first, 8):
-            for c in tl.static_range(8):  # loads that do not wait for one another
-                at = totals + n * chunks + group + c
-                counts = group + c < first
-                passes = tl.load(at + 2 * N * chunks, counts, 1.0)
-                m = tl.load(at, counts, 0.0) + tl.maximum(tl.load(at + N * chunks, counts, float("-inf")), m * passes)
+        m = tl.load(entering + n * (chunks + 1) + first)
+    elif m0 is not None:
+        m = binary(tl.load(m0 + n).to(tl.float64))
     if not EXP:
         m = tl.where(first == 0, m, 0.0)  # a given m counts until the first token
     for c in range(first, end):
-        b, e, best, segment = _chunk_gates(
+        b, e, rest, high, best, segment = _chunk_gates(
             i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
         )
-        p = tl.where(segment == 0, m, 0.0)
+        whole = segment == 0
+        p = tl.where(whole, m, 0.0) + rest
+        after = tl.full((), 0.0, tl.float64)
         if EXP:
-            x = tl.maximum(best, p)
-            floor = exp(tl.minimum(-b - x, 87.0))
-        else:
-            x = -b
-            floor = tl.zeros((BT,), tl.float32) + 1.0
+            sum, most = _passage(b, e, rest, segment, BT)
+            after = tl.maximum(most, sum + m)
+            if c == chunks - 1:
+                after = _rounded(after)
+        # x, in float32, is whatever makes weights no larger than 1; all else is relative to it as it was rounded
+        carried = tl.zeros((BT,), tl.int1)
+        x = (-b).to(tl.float32)
+        if EXP:
+            carried = p.to(tl.float32) > best
+            x = tl.maximum(best, p.to(tl.float32))
         to = gates + place + c * BT + j
-        tl.store(to, binary(e))
-        tl.store(to + plane, binary(x))
-        tl.store(to + 2 * plane, tl.where(segment == 0, exp(p - x), 0.0))
-        tl.store(to + 3 * plane, floor)
-        tl.store(to + 4 * plane, tl.where(p > best, 1.0, 0.0))
+        tl.store(to, high)
+        tl.store(to + plane, x)
+        tl.store(to + 2 * plane, tl.where(whole, _power(p - x.to(tl.float64)), 0.0))
+        tl.store(to + 3 * plane, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), 125.51447)))
+        tl.store(to + 4 * plane, tl.where(carried, 1.0, 0.0))
         reaches = segment == tl.max(segment, 0)  # the end of the chunk
-        final = tl.sum(tl.where(last, binary(x), 0.0), 0)
-        tl.store(to + 6 * plane, tl.exp2(tl.where(reaches, binary(e) - final, float("-inf"))))
+        through = tl.sum(tl.where(last, b, 0.0), 0) - after
+        tl.store(to + 6 * plane, tl.where(reaches, _power(e + through), 0.0))
+        low = e - tl.where(high > float("-inf"), high, 0.0).to(tl.float64)
+        tl.store(to + 7 * plane, tl.where(high > float("-inf"), low, 0.0).to(tl.float32))
+        tl.store(to + 8 * plane, tl.where(whole, _power(m + rest + through), 0.0), last)
         if segments is not None:
             tl.store(segments + place + c * BT + j, segment)
-        m = 0.0
-        if EXP:
-            m = tl.sum(tl.where(last, b + x, 0.0), 0)
+        m = after
         if m_out is not None:
             if c == chunks - 1:
-                tl.store(m_out + n, m)
+                tl.store(m_out + n, _natural(m).to(tl.float32))
+
+
+@jit
+@no_type_check
+def _natural(x):
+    """A binary logarithm as a natural one."""
+    return x * 0.6931471805599453
+
+
+@jit
+@no_type_check
+def _rounded(m):
+    """The binary logarithm m as it comes back from a state, which keeps the natural one in float32."""
+    return binary(_natural(m).to(tl.float32).to(tl.float64))
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -241,7 +321,7 @@ def _states(
             at = wide * chunks + tile // (L // BT)
             tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
             tl.store(norm + at * DK + dk, total, first)
-            keep = tl.load(gates + 2 * plane + here + L - 1)
+            keep = tl.load(gates + 8 * plane + here + L - 1)
             state *= keep
             total *= keep
         live = j < S - tile * BT
@@ -289,23 +369,29 @@ def _segment(segments, here, j):
 
 @jit
 @no_type_check
-def _reach(gates, segments, written, x, segment, t, s, j):
-    """Weights [t, s] of what tokens t of one tile, of known x and segment, read of tokens s of another: 2^(e_s - x_t),
-    or 0."""
+def _reach(gates, segments, plane, written, x, segment, t, s, j, log_scale, LOW: tl.constexpr):
+    """Weights [t, s] of what tokens t of one tile, of known x and segment, read of tokens s of another: the scale times
+    2^(e_s - x_t), or 0. LOW: e in two parts, and the scale with the second; if not, it is in x."""
     sees = s[None, :] <= t[:, None]
     if segments is not None:
         sees = sees & (tl.load(segments + written + j)[None, :] == segment[:, None])
-    return tl.exp2(tl.where(sees, tl.load(gates + written + j)[None, :] - x[:, None], float("-inf")))
+    weights = tl.load(gates + written + j)[None, :] - x[:, None]
+    if LOW:
+        weights += (tl.load(gates + 7 * plane + written + j) + log_scale)[None, :]
+    return tl.exp2(tl.where(sees, weights, float("-inf")))
 
 
 @jit
 @no_type_check
-def _reached(gates, segments, plane, reading, e, segment, t, s, j):
+def _reached(gates, segments, plane, reading, e, segment, t, s, j, log_scale, LOW: tl.constexpr, here):
     """The same as [s, t], of known e and segment of s: nothing is transposed."""
     seen = s[:, None] <= t[None, :]
     if segments is not None:
         seen = seen & (tl.load(segments + reading + j)[None, :] == segment[:, None])
-    return tl.exp2(tl.where(seen, e[:, None] - tl.load(gates + plane + reading + j)[None, :], float("-inf")))
+    weights = e[:, None] - tl.load(gates + plane + reading + j)[None, :]
+    if LOW:
+        weights += (tl.load(gates + 7 * plane + here + j) + log_scale)[:, None]
+    return tl.exp2(tl.where(seen, weights, float("-inf")))
 
 
 @jit
@@ -349,7 +435,10 @@ def _outputs(
     u = tl.load(gates + 2 * plane + here + j) * scale
     num *= u[:, None]
     den = tl.sum(parts, 1) * u
-    x = tl.load(gates + plane + here + j) - log_scale
+    LOW: tl.constexpr = tl.bfloat16 != DOT  # which rounds weights at 2^-9
+    x = tl.load(gates + plane + here + j)
+    if not LOW:
+        x -= log_scale
     segment = _segment(segments, here, j)
     for back in range(part + 1):
         other = tile - back
@@ -358,13 +447,17 @@ def _outputs(
         weights = _products(
             queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
         )
-        weights *= _reach(gates, segments, here - back * BT, x, segment, tile * BT + j, other * BT + j, j)
+        weights *= _reach(
+            gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, LOW
+        )
         values = _tile(_start(v, n, H, other, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, seen, is_v)
         den += tl.sum(weights, 1)
         num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
     if NORMALIZE:
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(0) % over == 0, BT, 0))
         num *= (1.0 / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps))[:, None]
+    else:  # x is rounded: so far below, or above, is the scale of m = 0
+        num *= (1.0 / tl.load(gates + 3 * plane + here + j))[:, None]
     to = _start(h, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + dv[None, :]
     tl.store(to, num.to(h.dtype.element_ty), live[:, None] & is_v[None, :])
@@ -394,7 +487,7 @@ def _factors(
         is_v = _inside(dv, DV, BV)
         a = _tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
         r += tl.sum(a * _tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
-    inverse = tl.where(live, 1.0, 0.0)
+    inverse = tl.where(live, 1.0 / tl.load(gates + 3 * plane + here + j), 0.0)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
     if NORMALIZE:
@@ -421,12 +514,15 @@ def _factors(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _state_gradients(
-    q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm, dC0, dn0, flows,
+    q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, links, dC, dnorm, dC0, dn0, flows, ahead,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """flows [N, K + 1, tiles]: this tile's part of <C, dC> + <n, dn> before every chunk, and after the last."""
+    """flows [N, K + 1, tiles]: this tile's part of <C, dC> + <n, dn> before every chunk, and after the last.
+
+    ahead [2, N, K]: what chunks after this one give to the m that leaves it, and 1 if that is the m after the last.
+    """
     over: tl.constexpr = (DV + BV - 1) // BV
     blocks: tl.constexpr = (DK + BK - 1) // BK * over
     n = tl.program_id(0) // blocks
@@ -451,6 +547,8 @@ def _state_gradients(
         total = tl.load(dn_out + wide * DK + dk, first, 0.0)
         flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
         flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
+    given, passes = 0.0, 1.0
+    of_all = (tl.num_programs(0) // blocks).to(tl.int64) * chunks
     parts = flows + wide * (chunks + 1) * blocks + block
     tl.store(parts + chunks * blocks, flow)
     for back in range(chunks * (L // BT)):
@@ -461,9 +559,16 @@ def _state_gradients(
         if tile % (L // BT) == L // BT - 1:
             tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
             tl.store(dnorm + at * DK + dk, total, first)
-            keep = tl.load(gates + 2 * plane + here + BT - 1)
+            keep = tl.load(gates + 8 * plane + here + BT - 1)
             grad *= keep
             total *= keep
+            if links is not None:
+                if block == 0:
+                    tl.store(ahead + at, given)
+                    tl.store(ahead + of_all + at, passes)
+                    goes_on = tl.load(links + of_all + at)
+                    given = tl.load(links + at) + goes_on * given
+                    passes *= goes_on
         live = j < S - tile * BT
         rows = _start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
         queries = _tile(rows, dk, sign * j * qs, is_k, live)
@@ -507,7 +612,10 @@ def _query_gradients(
     dden = tl.load(factors + plane + here + j)
     total *= tl.load(factors + 3 * plane + here + j)[:, None]
     total += tl.load(factors + 4 * plane + here + j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
-    x = tl.load(gates + plane + here + j) - log_scale
+    LOW: tl.constexpr = tl.bfloat16 != DOT  # which rounds weights at 2^-9
+    x = tl.load(gates + plane + here + j)
+    if not LOW:
+        x -= log_scale
     segment = _segment(segments, here, j)
     for back in range(part + 1):
         other = tile - back
@@ -517,7 +625,9 @@ def _query_gradients(
             grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BD
         )
         weights = weights * inverse[:, None] + dden[:, None]
-        weights *= _reach(gates, segments, here - back * BT, x, segment, tile * BT + j, other * BT + j, j)
+        weights *= _reach(
+            gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, LOW
+        )
         b = _tile(_start(k, n, H, other, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, seen, is_d)
         total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
     to = _start(dq, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -550,7 +660,10 @@ def _key_gradients(
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
     total *= tl.load(gates + 6 * plane + here + j)[:, None]
-    e = tl.load(gates + here + j) + log_scale
+    LOW: tl.constexpr = tl.bfloat16 != DOT
+    e = tl.load(gates + here + j)
+    if not LOW:
+        e += log_scale
     segment = _segment(segments, here, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
@@ -563,7 +676,9 @@ def _key_gradients(
         inverse = tl.load(factors + there + j)
         dden = tl.load(factors + plane + there + j)
         weights = weights * inverse[None, :] + dden[None, :]
-        weights *= _reached(gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j)
+        weights *= _reached(
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, LOW, here
+        )
         a = _tile(_start(q, n, H, other, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
     to = _start(dk, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
@@ -594,7 +709,10 @@ def _value_gradients(
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total *= tl.load(gates + 6 * plane + here + j)[:, None]
-    e = tl.load(gates + here + j) + log_scale
+    LOW: tl.constexpr = tl.bfloat16 != DOT
+    e = tl.load(gates + here + j)
+    if not LOW:
+        e += log_scale
     segment = _segment(segments, here, j)
     for ahead in range(L // BT - part):
         other = tile + ahead
@@ -604,7 +722,9 @@ def _value_gradients(
         weights = _products(
             keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
         )
-        weights *= _reached(gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j)
+        weights *= _reached(
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, LOW, here
+        )
         weights *= tl.load(factors + there + j)[None, :]
         grads = _tile(_start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, reads, is_d)
         total += tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
@@ -648,7 +768,7 @@ def _gradients(
 @common.kernel(do_not_specialize=["S"])
 @no_type_check
 def _gate_gradients(
-    i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df, dm0,
+    i, f, dm_out, gates, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
     S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
     EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
@@ -676,16 +796,10 @@ def _gate_gradients(
         segment = tl.load(segments + here + j)
         reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
     if EXP:
-        g = 0.0  # of the m that leaves this chunk
-        passes = 1.0
-        k = c + 1
-        while (k < chunks) & (passes > 0.0):
-            at = n * chunks + k
-            g += tl.load(links + at)
-            passes = tl.load(links + tl.num_programs(0) + at)
-            k += 1
+        g = tl.load(ahead + tl.program_id(0))  # of the m that leaves this chunk
         if dm_out is not None:
             end = tl.sum(tl.load(flows + chunks * state_tiles, tile < state_tiles, 0.0), 0)
+            passes = tl.load(ahead + tl.num_programs(0) + tl.program_id(0))
             g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
         dm = tl.load(factors + 2 * plane + here + j) + tl.where(j == BT - 1, g, 0.0)
         read += dm
@@ -866,13 +980,15 @@ class _Plan:
         self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, gates: Tensor,
         segments: Tensor | None, m_out: Tensor | None,
     ) -> None:
-        each, totals = self.each, None
+        each, entering = self.each, None
         given = {"EXP": self.exp, **self.way}
         if each and self.exp:
-            totals = gates.new_empty(3, self.N, self.chunks)
+            totals = gates.new_empty(2, self.N, self.chunks, dtype=torch.float64)
+            entering = gates.new_empty(self.N, self.chunks + 1, dtype=torch.float64)
             _totals[(self.N * self.chunks,)](i, f, resets, totals, self.S, self.H, *_strides(i, f), **given)
+            _entering[(self.N,)](totals, m0, entering, self.chunks, BC=256, num_warps=1)
         _gates[(self.N * self.chunks if each else self.N,)](
-            i, f, resets, m0, totals, gates, segments, m_out,
+            i, f, resets, m0, entering, gates, segments, m_out,
             self.S, self.N, self.H, *_strides(i, f), EACH=each, **given,
         )
 
@@ -938,7 +1054,7 @@ def _op_fake(  # type: ignore[no-untyped-def]
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
     shapes = ((B, H, DK, v.shape[-1]), (B, H, DK), (B, H)) if return_state else ((0,),) * 3
     state = [f.new_empty(shape) for shape in shapes]
-    gates = f.new_empty(7, plan.N, plan.places)
+    gates = f.new_empty(9, plan.N, plan.places)
     segments = f.new_empty((plan.N, plan.places) if resets is not None else (0,), dtype=torch.int32)
     # not [N, K, ...]: a trace with one chunk would be for one chunk only
     C = f.new_empty(plan.N, plan.chunks * DK * v.shape[-1], dtype=plan.between)
@@ -962,7 +1078,7 @@ def _op_backward(
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
     factors = gates.new_empty(5, plan.N, plan.places)
-    links = gates.new_empty(2, plan.N, plan.chunks)
+    links, ahead = (gates.new_empty(2, plan.N, plan.chunks) for _ in range(2))
     per_chunk = plan.N * plan.chunks
     sizes = (plan.S, plan.H, plan.DK, plan.DV)
 
@@ -977,8 +1093,8 @@ def _op_backward(
         state_tiles = plan.k_tiles(tile) * plan.v_tiles(tile)
         flows = gates.new_empty(plan.N, plan.chunks + 1, state_tiles)
         _state_gradients[(plan.N * state_tiles,)](
-            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, dC, dnorm,
-            dC0 if given else None, dn0 if given else None, flows,
+            q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, links if plan.exp else None, dC, dnorm,
+            dC0 if given else None, dn0 if given else None, flows, ahead,
             *sizes, *_strides(q, dh), **plan.all, **tile,
         )
         tile = plan.tile("gradients", q)
@@ -988,7 +1104,7 @@ def _op_backward(
             *sizes, *_strides(q, k, v, dh), plan.scales[1], **plan.all, **tile,
         )
         _gate_gradients[(per_chunk,)](
-            i, f, dm_out, gates, segments, factors, links, rows, columns, flows, di, df,
+            i, f, dm_out, gates, segments, factors, links, ahead, rows, columns, flows, di, df,
             dm0 if given else None,
             plan.S, plan.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2], EXP=plan.exp,
             **{key: common.power_of_two(x.shape[at]) for key, x, at in (

@@ -44,7 +44,8 @@ SHOWN = (
     "num_warps",
 )
 TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8", torch.int32: "i32",
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "u8",
+    torch.int32: "i32",
 }
 
 
