@@ -262,6 +262,21 @@ def over(x):
 
 @jit
 @no_type_check
+def operand(x, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a dot takes it. Of float32 that goes through tf32, tensor cores cut 13 bits off: rounded to nearest before,
+    ties away from zero, these are zeros. (float16 and bfloat16 have fewer digits than tf32.)
+
+    Added to the bits, half a unit carries into the exponent as it should, up to infinity; a NaN is left as it is.
+    """
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        return tl.where(x == x, (bits + 0x1000) & -0x2000, bits).to(tl.float32, bitcast=True)
+    else:
+        return x.to(DOT)
+
+
+@jit
+@no_type_check
 def log_sigmoid(x):
     """min(x, 0) - log(1 + e^-|x|), as 2 artanh(r), r = v / (2 + v) <= 1/3.
 

@@ -1,7 +1,7 @@
-"""The mLSTM in Triton: three or four launches forward, four backward; one for a single token.
+"""The mLSTM in Triton: three launches forward, or five, four backward; one for a single token.
 
-The mathematics and the letters are those of `mlstm_torch.py`. Forward: gates (sums and maxima over [L, L] tiles where
-one would scan; of many chunks each has a program, after one more launch that finds what m goes through), states before
+The mathematics and the letters are those of `torch.py`. Forward: gates (a program per head walks few chunks; of many
+each has a program, after two launches that find what each makes of m, and the m that enters each), states before
 every chunk (a tile of C in registers), outputs (a program per tile of tokens and of values). Backward, with the states
 kept: one number a token from dh and h, the gradients of the states from the last chunk to the first, then tile by tile
 those of q, of k and of v, and chunk by chunk those of the gates.
@@ -12,11 +12,12 @@ read the same lie side by side in a grid, so that it comes from memory once and 
 With the stabiliser m held constant, the gradient of log f at t is that of all weights that reach from before t to t or
 beyond. A chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the
 sequence. The rest is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so
-its gradient goes to the one input gate that made it, or to the m that enters the chunk; a chunk asks those after it,
-while they pass it on, what comes.
+its gradient goes to the one input gate that made it, or to the m that enters the chunk, which is handed on from chunk
+to chunk by the launch that walks back through the states.
 
-All gates, sums and states are float32. Dots take bfloat16 as it is; float16, whose range a state may exceed, goes
-through tf32, which has as many digits; float32 stays float32. Nothing is transposed but by loading it that way: several
+All gates and states are float32, sums of log f float64. Dots take bfloat16 as it is; float16, whose range a state may
+exceed, goes through tf32, which has as many digits; float32 stays float32, and goes through tf32 where it meets another
+dtype. States between chunks are kept as dots take them. Nothing is transposed but by loading it that way: several
 compilers for sm_90 turn an accumulator into a transposed operand wrongly. There are no atomic additions.
 """
 
@@ -32,7 +33,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.mlstm.reference import MLSTMState
-from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, over, tl, up
+from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, operand, over, tl, up
 
 # ------------------------------------------------------------------------------
 # The kernels.   Places: q, k, v, dh, i, f by strides xb, xs, xh over batch, tokens, heads; h, dq, dk, dv [B, S, H, D]
@@ -254,15 +255,15 @@ def _gates(
         to = gates + place + c * BT + j
         tl.store(to, high)
         tl.store(to + plane, x)
-        tl.store(to + 2 * plane, tl.where(whole, _power(p - x.to(tl.float64)), 0.0))
+        tl.store(to + 2 * plane, _power(tl.where(whole, p - x.to(tl.float64), float("-inf"))))
         tl.store(to + 3 * plane, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), 125.51447)))
         tl.store(to + 4 * plane, tl.where(carried, 1.0, 0.0))
         reaches = segment == tl.max(segment, 0)  # the end of the chunk
         through = tl.sum(tl.where(last, b, 0.0), 0) - after
-        tl.store(to + 6 * plane, tl.where(reaches, _power(e + through), 0.0))
+        tl.store(to + 6 * plane, _power(tl.where(reaches, e + through, float("-inf"))))
         low = e - tl.where(high > float("-inf"), high, 0.0).to(tl.float64)
         tl.store(to + 7 * plane, tl.where(high > float("-inf"), low, 0.0).to(tl.float32))
-        tl.store(to + 8 * plane, tl.where(whole, _power(m + rest + through), 0.0), last)
+        tl.store(to + 8 * plane, _power(tl.where(whole & last, m + rest + through, float("-inf"))), last)
         if segments is not None:
             tl.store(segments + place + c * BT + j, segment)
         m = after
@@ -319,7 +320,7 @@ def _states(
         here = place + tile * BT
         if tile % (L // BT) == 0:
             at = wide * chunks + tile // (L // BT)
-            tl.store(C + at * DK * DV + cell, state.to(C.dtype.element_ty), own)
+            tl.store(C + at * DK * DV + cell, operand(state, C.dtype.element_ty, PRECISION), own)
             tl.store(norm + at * DK + dk, total, first)
             keep = tl.load(gates + 8 * plane + here + L - 1)
             state *= keep
@@ -332,7 +333,8 @@ def _states(
         values = _tile(rows, sign * j * vs, dv, live, is_v)
         # the dot and n weigh keys each for itself, in its own layout: a product of both would go between threads. As a
         # fused multiply-add, which compilers do not take for that product
-        state += tl.dot((keys.to(tl.float32) * weight[None, :]).to(DOT), values.to(DOT), input_precision=PRECISION)
+        written = operand(keys.to(tl.float32) * weight[None, :], DOT, PRECISION)
+        state += tl.dot(written, operand(values, DOT, PRECISION), input_precision=PRECISION)
         if block % over == 0:
             total += tl.sum(tl.fma(keys.to(tl.float32), weight[None, :] + tl.zeros((BK, BT), tl.float32), 0.0), 1)
     if C_out is not None:
@@ -351,8 +353,8 @@ def _products(
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
         is_d = _inside(d, D, BD)
-        rows = _tile(a, down, d, is_down, is_d).to(DOT)
-        columns = _tile(b, d, across, is_d, is_across).to(DOT)
+        rows = operand(_tile(a, down, d, is_down, is_d), DOT, PRECISION)
+        columns = operand(_tile(b, d, across, is_d, is_across), DOT, PRECISION)
         out += tl.dot(rows, columns, input_precision=PRECISION)
     return out
 
@@ -430,7 +432,7 @@ def _outputs(
         is_k = _inside(dk, DK, BK)
         a = _tile(queries, sign * j * qs, dk, live, is_k)
         state = _tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
-        num += tl.dot(a.to(DOT), state.to(DOT), input_precision=PRECISION)
+        num += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
         parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
     u = tl.load(gates + 2 * plane + here + j) * scale
     num *= u[:, None]
@@ -452,7 +454,7 @@ def _outputs(
         )
         values = _tile(_start(v, n, H, other, S, vb, vs, vh, REVERSE, BT), sign * j * vs, dv, seen, is_v)
         den += tl.sum(weights, 1)
-        num += tl.dot(weights.to(DOT), values.to(DOT), input_precision=PRECISION)
+        num += tl.dot(operand(weights, DOT, PRECISION), operand(values, DOT, PRECISION), input_precision=PRECISION)
     if NORMALIZE:
         tl.store(gates + 5 * plane + here + j, den, j < tl.where(tl.program_id(0) % over == 0, BT, 0))
         num *= (1.0 / (tl.maximum(tl.abs(den), tl.load(gates + 3 * plane + here + j)) + eps))[:, None]
@@ -487,17 +489,18 @@ def _factors(
         is_v = _inside(dv, DV, BV)
         a = _tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
         r += tl.sum(a * _tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
-    inverse = tl.where(live, 1.0 / tl.load(gates + 3 * plane + here + j), 0.0)
+    floor = tl.load(gates + 3 * plane + here + j)
     dden = tl.zeros((BT,), tl.float32)
     dm = tl.zeros((BT,), tl.float32)
     if NORMALIZE:
         den = tl.load(gates + 5 * plane + here + j)
-        floor = tl.load(gates + 3 * plane + here + j)
         wins = tl.abs(den) >= floor
         inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
         dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
         if EXP:
             dm = -eps * r * inverse
+    else:
+        inverse = tl.where(live, 1.0 / floor, 0.0)
     tl.store(factors + here + j, inverse)
     tl.store(factors + plane + here + j, dden)
     tl.store(factors + 2 * plane + here + j, dm)
@@ -557,7 +560,7 @@ def _state_gradients(
         c = tile // (L // BT)
         at = wide * chunks + c
         if tile % (L // BT) == L // BT - 1:
-            tl.store(dC + at * DK * DV + cell, grad.to(dC.dtype.element_ty), own)
+            tl.store(dC + at * DK * DV + cell, operand(grad, dC.dtype.element_ty, PRECISION), own)
             tl.store(dnorm + at * DK + dk, total, first)
             keep = tl.load(gates + 8 * plane + here + BT - 1)
             grad *= keep
@@ -575,7 +578,7 @@ def _state_gradients(
         rows = _start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
         outs = _tile(rows, sign * j * gs, dv, live, is_v)
         read = queries.to(tl.float32) * tl.load(factors + 3 * plane + here + j)[None, :]
-        grad += tl.dot(read.to(DOT), outs.to(DOT), input_precision=PRECISION)
+        grad += tl.dot(operand(read, DOT, PRECISION), operand(outs, DOT, PRECISION), input_precision=PRECISION)
         if block % over == 0:
             total += tl.sum(queries.to(tl.float32) * tl.load(factors + 4 * plane + here + j)[None, :], 1)
         if tile % (L // BT) == 0:
@@ -605,7 +608,7 @@ def _query_gradients(
     for first in range(0, DV, BD):
         dv = first + tl.arange(0, BD)
         is_v = _inside(dv, DV, BD)
-        a = _tile(grads, sign * j * gs, dv, live, is_v).to(DOT)
+        a = operand(_tile(grads, sign * j * gs, dv, live, is_v), DOT, PRECISION)
         state = tl.load(C + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     inverse = tl.load(factors + here + j)
@@ -629,7 +632,7 @@ def _query_gradients(
             gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, LOW
         )
         b = _tile(_start(k, n, H, other, S, kb, ks, kh, REVERSE, BT), sign * j * ks, d, seen, is_d)
-        total += tl.dot(weights.to(DOT), b.to(DOT), input_precision=PRECISION)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
     to = _start(dq, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dq.dtype.element_ty), live[:, None] & is_d[None, :])
@@ -655,7 +658,7 @@ def _key_gradients(
     for first in range(0, DV, BD):
         dv = first + tl.arange(0, BD)
         is_v = _inside(dv, DV, BD)
-        a = _tile(values, sign * j * vs, dv, live, is_v).to(DOT)
+        a = operand(_tile(values, sign * j * vs, dv, live, is_v), DOT, PRECISION)
         state = tl.load(dC + at * DK * DV + dv[:, None] + (d * DV)[None, :], is_v[:, None] & is_d[None, :], 0.0)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
@@ -680,7 +683,7 @@ def _key_gradients(
             gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, LOW, here
         )
         a = _tile(_start(q, n, H, other, S, qb, qs, qh, REVERSE, BT), sign * j * qs, d, reads, is_d)
-        total += tl.dot(weights.to(DOT), a.to(DOT), input_precision=PRECISION)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
     to = _start(dk, n, H, tile, S, tl.cast(S, tl.int64) * H * DK, H * DK, DK, REVERSE, BT)
     to += (sign * j * H * DK)[:, None] + d[None, :]
     tl.store(to, total.to(dk.dtype.element_ty), live[:, None] & is_d[None, :])
@@ -705,7 +708,7 @@ def _value_gradients(
     for first in range(0, DK, BD):
         dk = first + tl.arange(0, BD)
         is_k = _inside(dk, DK, BD)
-        a = _tile(keys, sign * j * ks, dk, live, is_k).to(DOT)
+        a = operand(_tile(keys, sign * j * ks, dk, live, is_k), DOT, PRECISION)
         state = _tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total *= tl.load(gates + 6 * plane + here + j)[:, None]
@@ -727,7 +730,7 @@ def _value_gradients(
         )
         weights *= tl.load(factors + there + j)[None, :]
         grads = _tile(_start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT), sign * j * gs, d, reads, is_d)
-        total += tl.dot(weights.to(DOT), grads.to(DOT), input_precision=PRECISION)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(grads, DOT, PRECISION), input_precision=PRECISION)
     to = _start(dv, n, H, tile, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
     to += (sign * j * H * DV)[:, None] + d[None, :]
     tl.store(to, total.to(dv.dtype.element_ty), live[:, None] & is_d[None, :])
@@ -890,7 +893,7 @@ def _step(
 
 
 WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
-WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth another launch
+WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth two more launches
 
 
 def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:

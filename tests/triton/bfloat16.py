@@ -1,7 +1,9 @@
-"""bfloat16 for triton's interpreter, which keeps it as its bits, multiplies those, and cuts off what does not fit.
+"""bfloat16 and tf32 for triton's interpreter, which keeps bfloat16 as its bits, multiplies those, and cuts off what
+does not fit; and takes dots in tf32 of all digits.
 
-Imported for what it does: dots of bfloat16 are taken of the values, and float32 is rounded to the nearest, ties
-to even, as devices do. All other arithmetic on bfloat16 stays wrong; the kernels convert to float32 first.
+Imported for what it does: dots of bfloat16 are taken of the values, and float32 is rounded to the nearest, ties to
+even, as devices do. Dots in tf32 lose the last 13 bits of their operands, as in tensor cores. All other arithmetic on
+bfloat16 stays wrong; the kernels convert to float32 first.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ def narrowed(values: Any) -> Any:
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
+def cut(values: Any) -> Any:
+    """float32 as tensor cores read it as tf32: without its last 13 bits."""
+    return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def install() -> None:
     """Teach the interpreter; again is no harm."""
     from triton import language as tl
+    from triton._C.libtriton.ir import INPUT_PRECISION
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     if getattr(InterpreterBuilder, "knows_bfloat16", False):
@@ -44,6 +52,8 @@ def install() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         a, b = (cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        if rest[0] == INPUT_PRECISION.TF32:
+            a, b = (TensorHandle(cut(x.data), x.dtype) if x.dtype.scalar == tl.float32 else x for x in (a, b))
         return dot(self, a, b, d, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
