@@ -21,6 +21,7 @@ from torch import Tensor
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, without_autocast
+from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
 
 __all__ = ["MLSTMElement", "mlstm_algebra", "mlstm_memoroid"]
@@ -85,18 +86,23 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of f, C, n, m from those of the states; Cs, ns, ms: the states."""
     with without_autocast(f.device.type):
-        goes_on = torch.ones_like(f[:, 1:])
+        goes_on = torch.ones_like(f[:, 1:], dtype=torch.bool)
         if resets is not None:
-            goes_on = goes_on * ~resets[:, 1:, None]
+            goes_on = goes_on & ~resets[:, 1:, None]
+
+        def within(x: Tensor) -> Tensor:
+            """0 across a reset, whatever x is there."""
+            return torch.where(goes_on, x, 0.0)
+
         carried = ms[:, :-1] + f[:, 1:]
-        old = torch.exp((carried - ms[:, 1:]).clamp(max=0.0)) * goes_on  # across a reset it might be above
+        old = within(torch.exp(carried - ms[:, 1:]))
         new = torch.exp(m[:, 1:] - ms[:, 1:])
         GC, Gn = _back(old, dC, dn)
         gC, gn = GC[:, 1:], Gn[:, 1:]
-        a = old * ((gC * Cs[:, :-1]).sum((3, 4)) + (gn * ns[:, :-1]).sum(3))
-        b = new * goes_on * ((gC * C[:, 1:]).sum((3, 4)) + (gn * n[:, 1:]).sum(3))
-        w = ((carried > m[:, 1:]).to(f.dtype) + 0.5 * (carried == m[:, 1:])) * goes_on
-        (Gf,) = _back(goes_on, df)
+        a = within(old * ((gC * Cs[:, :-1]).sum((3, 4)) + (gn * ns[:, :-1]).sum(3)))
+        b = within(new * ((gC * C[:, 1:]).sum((3, 4)) + (gn * n[:, 1:]).sum(3)))
+        w = within((carried > m[:, 1:]).to(f.dtype) + 0.5 * (carried == m[:, 1:]))
+        (Gf,) = _back(goes_on.to(f.dtype), df)
         (Gm,) = _back(w, torch.cat([dm[:, :-1] + a - w * (a + b), dm[:, -1:]], 1))
         q = Gm[:, 1:] - a - b
         grad_f = torch.cat([Gf[:, :1], Gf[:, 1:] + a + w * q], 1)
@@ -108,7 +114,8 @@ def _scan_backward(
 def _back(decay: Tensor, *values: Tensor) -> list[Tensor]:
     """G_t = values_t + decay_t G_(t+1), by a scan from the right; decay [B, S - 1, H], values [B, S, H, ...]."""
     def step(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-        past = (b[0].view(*b[0].shape, *[1] * (x.dim() - 3)) * x for x in a[1:])
+        decays = (b[0].view(*b[0].shape, *[1] * (x.dim() - 3)) for x in a[1:])
+        past = (torch.where(decay == 0, 0.0, decay * x) for decay, x in zip(decays, a[1:], strict=True))
         return [a[0] * b[0], *(x + y for x, y in zip(past, b[1:], strict=True))]
 
     decay = torch.cat([decay, decay.new_zeros(decay.shape[0], 1, decay.shape[2])], 1)
@@ -180,6 +187,10 @@ def mlstm_memoroid(
         fresh = x[4].new_full((B, H), NOTHING)
         state = MLSTMState(fresh.new_zeros(B, H, DK, v.shape[-1]), fresh.new_zeros(B, H, DK), fresh)
     C, n, m = (t.to(dtype) for t in state)
+    found = None
+    if resets is not None and torch.is_grad_enabled() and S:
+        found = nonfinite.find(*x, (C, n, m), resets, reverse)
+        x, (C, n, m) = tuple(found.clean(*x)), found.clean_state(C, n, m)
     if S == 0:
         h, last = nothing(v, *x).to(v.dtype), MLSTMState(C, n, m)
     else:
@@ -189,4 +200,7 @@ def mlstm_memoroid(
                 reverse=reverse, backend=backend,
             )
         h, last = h.to(v.dtype), MLSTMState(end.C, end.n, end.m)
+    if found is not None:
+        h, (C, n, m) = nonfinite.marked(found, h, last)
+        last = MLSTMState(C, n, m)
     return (h, last) if return_state else h

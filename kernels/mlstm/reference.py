@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
+from seqblocks.kernels.mlstm import nonfinite
 
 
 class MLSTMState(NamedTuple):
@@ -58,13 +59,20 @@ def run(
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
     with without_autocast(q.device.type):
-        return _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
+        if resets is None or not torch.is_grad_enabled() or q.numel() == 0:
+            return _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
+        found = nonfinite.find(q, k, v, i, f, state or (), resets, reverse)
+        q, k, v, i, f = found.clean(q, k, v, i, f)
+        state = None if state is None else MLSTMState(*found.clean_state(*state))
+        h, last = _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
+        h, last = nonfinite.marked(found, h, last)
+        return h, MLSTMState(*last)
 
 
 def _scan(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: MLSTMState | None, resets: Tensor | None,
     reverse: bool, eps: float, input_gate: str, normalize: bool,
-) -> tuple[Tensor, MLSTMState | None]:
+) -> tuple[Tensor, MLSTMState]:
     dtype = f.dtype
     B, S, H, DK = q.shape
     if state is None:

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent, log_input_gate
 
@@ -303,6 +304,10 @@ def _mlstm(
         for out, given in ((C_out, C0), (n_out, n0), (m_out, m0)):
             out.zero_() if given is None or not return_state else out.copy_(given)
         return h, C_out, n_out, m_out
+    found = None
+    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
+        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
+        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, _, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
@@ -333,6 +338,8 @@ def _mlstm(
         if return_state:
             m_out.copy_(m)
             _rescale(C_out, n_out, m)
+    if found is not None:
+        found.mark(h, C_out, n_out, m_out)
     return h, C_out, n_out, m_out
 
 
@@ -484,6 +491,12 @@ def _mlstm_backward(
         state = [f.new_zeros(shape) if g is None else g.clone()
                  for g, shape in ((dC_out, dC0.shape), (dn_out, dn0.shape), (dm_out, (B, H)))]
         return dq, dk, dv, torch.zeros_like(i), torch.zeros_like(f), state[0], state[1], state[2]
+    spoiled = None
+    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
+        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
+        spoiled = found.spoiled(dh, dC_out, dn_out, dm_out)
+        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
+        dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
         plan = _plan(q, v, chunk_size, reverse)
         gates, scan, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
@@ -526,7 +539,10 @@ def _mlstm_backward(
             dn0.zero_()
         de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
         di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
-    return dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0.contiguous()
+    grads = dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0.contiguous()
+    if spoiled is not None:
+        nonfinite.fill(grads, *spoiled)
+    return grads
 
 
 @_mlstm_backward.register_fake

@@ -32,6 +32,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
+from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, operand, over, tl, up
 
@@ -1031,6 +1032,10 @@ def _op(
     reverse: bool, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """h, the last C, n, m (empty if not asked for), and for the backward pass gates, segments, C and n by chunks."""
+    found = None
+    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
+        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
+        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
     outputs = _op_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
     h, C_out, n_out, m_out, gates, segments, C, norm = outputs
@@ -1046,6 +1051,8 @@ def _op(
             plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
             NORMALIZE=normalize, **plan.all, **tile,
         )
+    if found is not None:
+        found.mark(h, C_out, n_out, m_out)
     return outputs
 
 
@@ -1069,15 +1076,22 @@ def _op_fake(  # type: ignore[no-untyped-def]
 def _op_backward(
     dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
-    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
     h: Tensor, C_out: Tensor | None, n_out: Tensor | None, gates: Tensor, segments: Tensor | None,
     C: Tensor, norm: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
+    spoiled = None
+    if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
+        found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
+        spoiled = found.spoiled(dh, dC_out, dn_out, dm_out)
+        (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
+        dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
+        h, C_out, n_out = found.clean_outputs(h, C_out, n_out)
     dh, q, k, v, dC_out, dn_out, dm_out, h = _laid_out((dh, q, k, v), (dC_out, dn_out, dm_out, h))
     plan = _Plan(q, k, v, i, f, reverse, input_gate)
-    like = _op_backward_fake(dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
-                             C, norm, reverse, eps, input_gate, normalize)
+    like = _op_backward_fake(dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, h, C_out, n_out, gates,
+                             segments, C, norm, reverse, eps, input_gate, normalize)
     dq, dk, dv, di, df, dC0, dn0, dm0 = like
     given = C0 is not None
     factors = gates.new_empty(5, plan.N, plan.places)
@@ -1114,12 +1128,14 @@ def _op_backward(
                 ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
             **plan.way,
         )
+    if spoiled is not None:
+        nonfinite.fill(like, *spoiled)
     return like
 
 
 @_op_backward.register_fake
 def _op_backward_fake(  # type: ignore[no-untyped-def]
-    dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, h, C_out, n_out, gates, segments,
+    dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, h, C_out, n_out, gates, segments,
     C, norm, reverse, eps, input_gate, normalize
 ):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
@@ -1131,13 +1147,13 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.options, ctx.return_state = inputs[9:13], inputs[13]
     state = (C_out, n_out) if ctx.return_state else (None, None)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, h, *state, gates, segments if resets is not None else None, C, norm)
+    ctx.save_for_backward(*tensors, resets, h, *state, gates, segments if resets is not None else None, C, norm)
     ctx.mark_non_differentiable(gates, segments, C, norm)
 
 
 def _differentiate(ctx, dh, dC, dn, dm, *_):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    h, C_out, n_out = saved[8:11]
+    h, C_out, n_out = saved[9:12]
     last = (dC, dn, dm)
     if any(x is not None for x in last):
         last = common.filled(dC, C_out), common.filled(dn, n_out), common.filled(dm, n_out[..., 0])

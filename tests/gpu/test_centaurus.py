@@ -22,7 +22,7 @@ BARS = {torch.float32: 1e-4, **NARROW}
 
 
 def check(x: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    compare.check(centaurus, x, BARS[dtype], narrow=("x",), dtype=dtype, device="cuda", **options)
+    compare.check(centaurus, x, BARS[dtype], narrow=("x",), dtype=dtype, device=compare.DEVICE, **options)
 
 
 @pytest.mark.parametrize("dtype", BARS)

@@ -24,7 +24,7 @@ BARS = {torch.float32: GRADIENT, **NARROW}
 
 
 def check(tensors: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    compare.check(run, tensors, BARS[dtype], narrow=("q", "k", "v"), dtype=dtype, device="cuda", **options)
+    compare.check(run, tensors, BARS[dtype], narrow=("q", "k", "v"), dtype=dtype, device=compare.DEVICE, **options)
 
 
 @pytest.mark.parametrize("dtype", BARS)
@@ -50,7 +50,7 @@ def test_any_layout(view: compare.View) -> None:
 @pytest.mark.parametrize("width", [(4, 4), (70, 20), (256, 512)])
 def test_one_token(width: tuple[int, int], dtype: torch.dtype) -> None:
     x = inputs(3, 1, 2, *width, state=True)
-    x = {name: y.to(dtype if name in "qkv" else torch.float32).cuda() for name, y in x.items()}
+    x = {name: y.to(dtype if name in "qkv" else torch.float32).to(compare.DEVICE) for name, y in x.items()}
     wanted = run(**{name: y.double() for name, y in x.items()}, backend="reference")
     for a, b in zip(run(**x, backend="triton"), wanted, strict=True):
         bar = max(2e-5, compare.ROUNDING.get(a.dtype, 0.0))

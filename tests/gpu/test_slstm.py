@@ -29,14 +29,15 @@ BARS = {torch.float32: 1e-4, torch.float16: 40 * 2**-11, torch.bfloat16: 20 * 2*
 def test_any_width(width: int, reverse: bool, dtype: torch.dtype) -> None:
     x = inputs(5, 40, 2, width, state=True)
     compare.check(
-        run, x, BARS[dtype], narrow=GATES, dtype=dtype, device="cuda", reverse=reverse, resets=compare.resets(5, 40, 17)
+        run, x, BARS[dtype], narrow=GATES, dtype=dtype, device=compare.DEVICE, reverse=reverse,
+        resets=compare.resets(5, 40, 17),
     )
 
 
 @pytest.mark.parametrize("batch", [1, 16, 17, 40])
 @pytest.mark.parametrize("seq", [1, 2, 130])
 def test_any_length(batch: int, seq: int) -> None:
-    compare.check(run, inputs(batch, seq, 2, 32), 1e-4, narrow=GATES, device="cuda")
+    compare.check(run, inputs(batch, seq, 2, 32), 1e-4, narrow=GATES, device=compare.DEVICE)
 
 
 def team(x: torch.Tensor, width: int, heads: int, backward: bool) -> bool:
@@ -51,12 +52,12 @@ def team(x: torch.Tensor, width: int, heads: int, backward: bool) -> bool:
 )
 def test_teams(batch: int, heads: int, width: int) -> None:
     x = inputs(batch, 40, heads, width, state=True)
-    on_device = x["i"].bfloat16().cuda()
+    on_device = x["i"].bfloat16().to(compare.DEVICE)
     if triton_common.arch(on_device) in slstm_triton.ON_CHIP:
         assert team(on_device, width, heads, False)
         assert team(on_device, width, heads, True) or (width == 1024 and triton_common.arch(on_device) == "sm_80")
     compare.check(
-        run, x, BARS[torch.bfloat16], narrow=GATES, dtype=torch.bfloat16, device="cuda",
+        run, x, BARS[torch.bfloat16], narrow=GATES, dtype=torch.bfloat16, device=compare.DEVICE,
         resets=compare.resets(batch, 40, 17),
     )
 

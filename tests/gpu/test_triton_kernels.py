@@ -37,7 +37,7 @@ def scan(batch: int, S: int, E: int, N: int, groups: int = 0, constant: str = ""
 def check_scan(given: dict[str, Tensor], **options: Any) -> None:
     bar = float32_bar(given["u"].shape[1])
     narrow = ("u", "dt", "z", "B", "C")
-    compare.check(selective_scan, given, bar, narrow=narrow, device="cuda", return_state=True, **options)
+    compare.check(selective_scan, given, bar, narrow=narrow, device=compare.DEVICE, return_state=True, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +78,7 @@ def conv(batch: int, S: int, D: int, K: int) -> dict[str, Tensor]:
 def check_conv(given: dict[str, Tensor], **options: Any) -> None:
     B, S, _ = given["x"].shape
     compare.check(
-        causal_conv, given, float32_bar(B * S), narrow=("x", "state"), device="cuda", return_state=True,
+        causal_conv, given, float32_bar(B * S), narrow=("x", "state"), device=compare.DEVICE, return_state=True,
         activation="silu", **options,
     )
 
@@ -109,7 +109,7 @@ def norm(*shape: int) -> dict[str, Tensor]:
 def test_head_norm_of_any_width(D: int, dtype: torch.dtype) -> None:
     """The bar: statistics are sums over a head, the gain's gradient over 3 x 130 tokens."""
     bar = float32_bar(max(D, 390))
-    compare.check(head_norm, norm(3, 130, 2 * D), bar, heads=2, dtype=dtype, narrow=("x",), device="cuda")
+    compare.check(head_norm, norm(3, 130, 2 * D), bar, heads=2, dtype=dtype, narrow=("x",), device=compare.DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +119,7 @@ def test_norm_skip_and_gate_of_any_width(D: int, dtype: torch.dtype) -> None:
     given |= {name: draw(3, 130, 2 * D, seed=at) for at, name in ((3, "skip"), (5, "gate"))}
     given["skip_weight"] = draw(2 * D, seed=4)
     bar, narrow = float32_bar(max(D, 390)), ("x", "skip", "gate")
-    compare.check(head_norm, given, bar, heads=2, dtype=dtype, narrow=narrow, device="cuda")
+    compare.check(head_norm, given, bar, heads=2, dtype=dtype, narrow=narrow, device=compare.DEVICE)
 
 
 def linear(*lead: int, G: int, O: int, I: int) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def linear(*lead: int, G: int, O: int, I: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("blocks", [(192, 4, 4), (7, 3, 5), (33, 16, 16), (5, 1, 2)], ids=str)
 def test_headwise_linear_with_any_blocks(blocks: tuple[int, int, int], dtype: torch.dtype) -> None:
     given = linear(3, 130, **dict(zip("GOI", blocks, strict=True)))
-    compare.check(headwise_linear, given, float32_bar(390), dtype=dtype, narrow=("x", "weight"), device="cuda")
+    compare.check(headwise_linear, given, float32_bar(390), dtype=dtype, narrow=("x", "weight"), device=compare.DEVICE)
 
 
 CALLS: dict[str, Any] = {

@@ -244,6 +244,7 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     yield "mlstm D=64 bf16", mlstm_triton, lambda: mlstm(64, torch.bfloat16)
     yield "mlstm D=128 bf16", mlstm_triton, lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
     yield "mlstm D=128 fp32", mlstm_triton, lambda: mlstm(128, torch.float32)
+    yield "mlstm D=64 fp16", mlstm_triton, lambda: mlstm(64, torch.float16)
     yield "mlstm D=128 bf16 sigmoid reverse resets", mlstm_triton, lambda: mlstm(
         128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
     yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(

@@ -21,6 +21,8 @@ interpreted = pytest.mark.skipif(
     reason=triton_common.MISSING or "triton's interpreter is off: TRITON_INTERPRET=1, or no GPU, turns it on",
 )
 
+DEVICE = "cpu" if triton_common.INTERPRETED else "cuda"  # where kernels run
+
 # One rounding to nearest on the way out, relative to the largest value: half the distance between neighbours.
 # Everything before is float32, and adds 2 % to that at most.
 ROUNDING = {torch.float16: 0.51 * 2**-10, torch.bfloat16: 0.51 * 2**-7}

@@ -1,0 +1,141 @@
+"""A reset stops NaN and infinities: in every implementation, in both directions, in values and in gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from seqblocks.kernels import mlstm, mlstm_memoroid, mlstm_step, triton_common
+
+BACKENDS = ["reference", "torch", "memoroid", "memoroid compiled", pytest.param("triton", marks=pytest.mark.skipif(
+    not triton_common.INTERPRETED, reason="triton's interpreter is off"))]
+S, RESETS, POISONED = 23, (5, 14, 15), 9  # a token in the middle of the sequence from 5 to 13
+NAMES = ("q", "k", "v", "i", "f", "C", "n", "m")
+
+
+def inputs(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    shapes = ((1, S, 2, 4), (1, S, 2, 4), (1, S, 2, 3), (1, S, 2), (1, S, 2), (1, 2, 4, 3), (1, 2, 4), (1, 2))
+    return {name: torch.randn(shape, generator=g).to(dtype) for name, shape in zip(NAMES, shapes, strict=True)}
+
+
+def run(x, backend, resets, reverse=False, gate="exp"):
+    options = {"state": (x["C"], x["n"], x["m"]), "return_state": True, "resets": resets, "reverse": reverse}
+    if backend == "memoroid compiled":
+        call = torch.compile(mlstm_memoroid, backend="aot_eager", fullgraph=True)
+    elif backend == "memoroid":
+        call = mlstm_memoroid
+    else:
+        call, options = mlstm, {**options, "backend": backend, "input_gate": gate, "chunk_size": 8}
+    h, last = call(*(x[name] for name in "qkvif"), **options)
+    return (h, *last)
+
+
+def marks(reverse):
+    resets = torch.zeros(1, S, dtype=torch.bool)
+    resets[0, list(RESETS)] = True
+    return resets.flip(1) if reverse else resets
+
+
+def poisoned(x, name, value, reverse):
+    """x with a value that is not finite in one token, or in the state; and the tokens of that sequence."""
+    x = {key: y.clone() for key, y in x.items()}
+    if name in "Cnm":
+        x[name].view(-1)[0] = value
+        span = slice(0, RESETS[0])
+    else:
+        x[name][:, S - 1 - POISONED if reverse else POISONED].view(-1)[0] = value
+        span = slice(RESETS[0], RESETS[1])
+    within = torch.zeros(S, dtype=torch.bool)
+    within[span] = True
+    return x, within.flip(0) if reverse else within
+
+
+def gradients(x, backend, resets, weights, last_too, **options):
+    leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
+    h, *last = run(leaves, backend, resets, **options)
+    loss = torch.where(weights.view(1, -1, 1, 1) != 0, h * weights.view(1, -1, 1, 1), 0.0).sum()
+    loss = loss + sum(y.sum() for y in last) * last_too
+    return torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, name):
+    if name == "f" and value == math.inf:
+        pytest.skip("an open forget gate is sound")
+    clean, resets = inputs(), marks(reverse)
+    x, within = poisoned(clean, name, value, reverse)
+    wanted, found = (run(y, backend, resets, reverse) for y in (clean, x))
+    torch.testing.assert_close(found[0][:, ~within], wanted[0][:, ~within], rtol=1e-6, atol=1e-6)
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert not found[0][:, within].isfinite().all()  # and nothing is hidden
+
+    # a loss of tokens of other sequences alone
+    others = (~within).float()
+    wanted, found = (gradients(y, backend, resets, others, 1.0, reverse=reverse) for y in (clean, x))
+    for key, a, b in zip(NAMES, found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+        if a.shape[1] == S:
+            assert not a[:, within].any()
+
+    # a loss that is not finite itself: it says so, in the gradients of that sequence alone
+    found = gradients(x, backend, resets, torch.ones(S), 1.0, reverse=reverse)
+    wanted = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
+    for a, b in zip(found[:5], wanted[:5], strict=True):
+        torch.testing.assert_close(a[:, ~within], b[:, ~within], rtol=1e-5, atol=1e-5)
+    assert not all(a[:, within].isfinite().all() for a in found[:5])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_are_not_finite_stay_within_their_sequence(backend, reverse):
+    clean, resets = inputs(), marks(reverse)
+    weights = torch.ones(S)
+    weights[S - 1 - POISONED if reverse else POISONED] = math.nan
+    _, within = poisoned(clean, "q", 0.0, reverse)
+    found = gradients(clean, backend, resets, weights, 1.0, reverse=reverse)
+    wanted = gradients(clean, backend, resets, torch.ones(S), 1.0, reverse=reverse)
+    for a, b in zip(found[:5], wanted[:5], strict=True):
+        torch.testing.assert_close(a[:, ~within], b[:, ~within], rtol=1e-5, atol=1e-5)
+    assert found[2][:, within].isnan().any()
+    for a, b in zip(found[5:], wanted[5:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("memoroid", "memoroid compiled")])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_step_with_a_reset_forgets_a_poisoned_state(grad, backend, gate):
+    x = {name: y[:, :1] if y.shape[1] == S else y for name, y in inputs().items()}
+    wanted = run({**x, **{name: torch.zeros_like(x[name]) for name in "Cnm"}}, backend, None, gate=gate)
+    for value in (math.nan, math.inf):
+        bad = {**x, **{name: torch.full_like(x[name], value) for name in "Cnm"}}
+        with torch.set_grad_enabled(grad):
+            bad = {name: y.requires_grad_(grad) for name, y in bad.items()}
+            found = run(bad, backend, torch.ones(1, 1, dtype=torch.bool), gate=gate)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        if grad:
+            grads = torch.autograd.grad(sum(y.sum() for y in found), [*bad.values()])
+            assert all(g.isfinite().all() for g in grads)
+            assert not any(g.any() for g in grads[5:])
+
+
+def test_chunks_of_a_stream_recover_at_a_reset():
+    x, resets = inputs(), torch.zeros(1, S, dtype=torch.bool)
+    resets[0, 12] = True
+    x["k"][0, 3] = math.nan
+    state, outs = (x["C"], x["n"], x["m"]), []
+    for a, b in ((0, 4), (4, 10), (10, S)):
+        h, state = mlstm(*(x[name][:, a:b] for name in "qkvif"), state=state, return_state=True, resets=resets[:, a:b])
+        outs.append(h)
+    h = torch.cat(outs, 1)
+    assert h[:, 12:].isfinite().all()
+    assert not h[:, 3:12].isfinite().any()
+    assert mlstm_step(*(x[name][:, 0] for name in "qkvif"), state)[0].isfinite().all()
