@@ -264,7 +264,7 @@ def _gates(
         tl.store(to + 6 * plane, _power(tl.where(reaches, e + through, float("-inf"))))
         low = e - tl.where(high > float("-inf"), high, 0.0).to(tl.float64)
         tl.store(to + 7 * plane, tl.where(high > float("-inf"), low, 0.0).to(tl.float32))
-        tl.store(to + 8 * plane, _power(tl.where(whole & last, m + rest + through, float("-inf"))), last)
+        tl.store(to + 8 * plane, _power(tl.where(whole & last, m + rest + through, float("-inf"))))
         if segments is not None:
             tl.store(segments + place + c * BT + j, segment)
         m = after
@@ -824,9 +824,9 @@ def _gate_gradients(
     dlog_f = _sums(segment, read - dlog_i, segments is not None) + reaches
     if not EXP:
         raw = tl.load(_start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        dlog_i *= over(1.0 + exp(raw))
+        dlog_i *= over(1.0 + exp(tl.minimum(raw, 88.0)))
     raw = tl.load(_start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    dlog_f *= over(1.0 + exp(raw))
+    dlog_f *= over(1.0 + exp(tl.minimum(raw, 88.0)))
     to = _start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     tl.store(di + to, dlog_i, live)
     tl.store(df + to, dlog_f, live)
