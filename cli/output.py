@@ -148,8 +148,8 @@ def annotation(diagnostic: Diagnostic) -> str:
 
     where = ""
     span = diagnostic.span
-    if span and span.source.name.startswith("<bundled"):  # the line of the reader's own file that led there
-        own = [note.span for note in diagnostic.notes if note.span and not note.span.source.name.startswith("<")]
+    if span and span.source.bundled:  # the line of the reader's own file that led there
+        own = [note.span for note in diagnostic.notes if note.span and note.span.source.kind == "own"]
         span = own[-1] if own else None
     if span:
         file = _escape(span.source.name, ":,")

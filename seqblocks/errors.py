@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Style = Callable[[str, str], str]
 Lazy = str | Callable[[], str | None] | None  # text that is costly to make; only a fault that is shown needs it
@@ -60,21 +60,34 @@ class OverrideWarning(UserWarning):
     """An override that no step of the model uses: a name that is meant for something else, most likely."""
 
 
+SourceKind = Literal["own", "text", "bundled", "override", "call"]
+
+
 class Source(NamedTuple):
-    """A text and the name it is shown under."""
+    """A text, the name it is shown under, and where it came from.
+
+    kind: own (a file of the user), text (a spec without a file), bundled (a file of this package, reached by `use:`),
+    override (an option `--set`), call (an entry of `set={…}`)
+    """
 
     name: str
     text: str
     lines: tuple[str, ...] = ()
+    kind: SourceKind = "own"
 
     @classmethod
-    def of(cls, name: str, text: str) -> Source:
-        return cls(name, text, tuple(text.splitlines()))
+    def of(cls, name: str, text: str, kind: SourceKind = "own") -> Source:
+        return cls(name, text, tuple(text.splitlines()), kind)
 
     @property
     def bundled(self) -> bool:
-        """Whether it is a file of this package that the reader's own files use."""
-        return self.name.startswith("<bundled ")
+        """Whether it is a file of this package that the user's own files use."""
+        return self.kind == "bundled"
+
+    @property
+    def is_override(self) -> bool:
+        """Whether it is a value given from outside, which has no place in a file."""
+        return self.kind in ("override", "call")
 
     def line(self, number: int) -> str:
         return self.lines[number - 1] if 0 < number <= len(self.lines) else ""

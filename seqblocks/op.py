@@ -41,6 +41,7 @@ from seqblocks.types import Kind, Wire, divisors_near
 
 Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
+BUILTIN_PACKAGE = "seqblocks.ops"
 PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
 
 
@@ -86,6 +87,8 @@ class Op(BaseModel):
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
+    builtin: ClassVar[bool] = False
+    """Whether it is one of seqblocks' own; set when it is registered."""
 
     # The inputs come in the order of `ports`, an absent optional one as None. Open signatures let an op name its own.
 
@@ -149,9 +152,10 @@ def primitive(verb: str) -> Callable[[T], T]:
         known = PRIMITIVES.get(verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"the verb '{verb}' is taken by {known.__module__}.{known.__qualname__}")
-        if not cls.__module__.startswith("seqblocks.ops.") and builtin_verbs().get(verb):
+        cls.builtin = cls.__module__.rpartition(".")[0] == BUILTIN_PACKAGE
+        if not cls.builtin and builtin_verbs().get(verb):
             raise ValueError(f"the verb '{verb}' is built in; {cls.__module__}.{cls.__qualname__} needs another")
-        if not cls.__module__.startswith("seqblocks.ops."):
+        if not cls.builtin:
             _check_class(cls)
         cls.verb = verb
         PRIMITIVES[verb] = cls
@@ -186,9 +190,9 @@ def builtin_verbs() -> dict[str, str]:
     The sources are searched for `@primitive("…")` rather than imported, because a spec uses few of them and defining
     all models would cost more than checking it. Where there are no sources, all are imported.
     """
-    package = importlib.import_module("seqblocks.ops")
+    package = importlib.import_module(BUILTIN_PACKAGE)
     found: dict[str, str] = {}
-    for module in pkgutil.iter_modules(package.__path__, "seqblocks.ops."):
+    for module in pkgutil.iter_modules(package.__path__, f"{BUILTIN_PACKAGE}."):
         origin = module.module_finder.find_spec(module.name, None)
         path = origin.origin if origin else None
         if not path or not path.endswith(".py"):

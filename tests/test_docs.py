@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from seqblocks.analysis import check
-from seqblocks.errors import Report
+from seqblocks.errors import Report, Source
 from seqblocks.language import document
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +64,7 @@ def test_yaml(page: Path) -> None:
             check.load_text(code, f"{ids(page)}:{line}")
         else:
             report = Report()
-            document.parse(code, f"{ids(page)}:{line}", report)
+            document.parse(Source.of(f"{ids(page)}:{line}", code), report)
             report.raise_if_any()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seqblocks.analysis.lower import is_builtin, lower_file
-from seqblocks.errors import Diagnostic, OverrideWarning, Report, SpecError, UsageError
+from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError
 from seqblocks.graph import Model, Recipe
 from seqblocks.language.document import Node
 from seqblocks.language.overrides import Override
@@ -34,7 +34,14 @@ def load_text(
     Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
     of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
     """
-    file, model = prove(text, name, base, set, files, allow_use)
+    return _warning(set, prove(text, name, base, set, files, allow_use, "text"))
+
+
+def _warning(
+    set: Mapping[str, Any] | None, proven: tuple[SpecFile, Model | None]
+) -> tuple[SpecFile, Model | None]:
+    """What was proven, after a warning of each override in `set` that changes nothing."""
+    file, model = proven
     if model is not None and set:
         warn_of_idle(model, set)
     return file, model
@@ -62,6 +69,7 @@ def prove(
     set: Mapping[str, Any] | None = None,
     files: dict[str, str] | None = None,
     allow_use: Folders = (),
+    kind: SourceKind = "own",
 ) -> tuple[SpecFile, Model | None]:
     """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
     if not isinstance(text, str):
@@ -81,7 +89,7 @@ def prove(
             applied = overrides.apply(root, texts, report, called)
 
     reader = Reader(report, is_builtin, base, files, _allowed(allow_use))
-    file = read_file(reader, text, name, edit)
+    file = read_file(reader, Source.of(name, text, kind), edit)
     if file is None or (file.model is None and not file.blocks and not report):
         if file is not None:
             report.add(
@@ -133,7 +141,7 @@ def load(
 ) -> tuple[SpecFile, Model | None]:
     """Validate a spec given by path or bundled name; see `load_text`."""
     text, name, base = locate(spec)
-    return load_text(text, name, base, set, allow_use=allow_use)
+    return _warning(set, prove(text, name, base, set, allow_use=allow_use))
 
 
 def load_model(

@@ -84,7 +84,7 @@ class Residual(Combinator):
             same_kind = before.kind == after.kind and before.length == after.length
             notes = [n for n in (before.whence("the input"), after.whence("the result")) if n]
             hint = f"end the branch with `proj_down: {{features: {before.features}}}`"
-            if frame.home.source.name.startswith("<bundled"):  # that is no file of the reader's
+            if frame.home.source.bundled:
                 hint = f"the block is used on {before.features} features: give it arguments that fit"
             frame.fault(
                 Fault(

@@ -245,7 +245,7 @@ class Frame(Wiring):
             parameters = arguments.parameters(*wires)
             state = arguments.state(*wires)
             macs = arguments.macs(*wires)
-            if not cls.__module__.startswith("seqblocks.ops."):
+            if not cls.builtin:
                 check_declared(cls, type, parameters, state, macs)
             self._bounded(step, parameters, state)
             calls = arguments.calls(*wires)

@@ -16,7 +16,6 @@ from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, m
 from seqblocks.language import expressions
 from seqblocks.language.document import MAX_DEPTH, SOLE, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
-from seqblocks.language.overrides import CALL, OPTION
 from seqblocks.language.spec import STEP_KEYS, is_name
 from seqblocks.op import FieldKind
 
@@ -204,7 +203,7 @@ class Scope:
                 break
             node, names = found
             if not node.span.source.bundled:
-                if node.span.source.name.startswith((OPTION, CALL)):
+                if node.span.source.is_override:
                     break
                 return node.span
         steps = (note.span for note in reversed(self.trail) if note.span)
@@ -237,7 +236,7 @@ class Scope:
             seen.add(id(text))
             shown = f"`{name}` is {_shown(names[name])}"
             bare = isinstance(text, Scalar) and isinstance(text.value, str) and text.value.isidentifier()
-            override = text.span.source.name.startswith((OPTION, CALL))  # that is no place in a file
+            override = text.span.source.is_override  # which is no place in a file
             if not (bare and text.span.source.bundled):  # a block that only hands the value on
                 count += 1
                 yield Note(f"{shown}: {text.span.source.name}") if override else Note(shown, text.span)

@@ -171,12 +171,11 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
         return None
 
 
-def parse(text: str, name: str, report: Report) -> Node | None:
-    """The tree of one YAML text, or None where it is not even YAML of the dialect (see the report)."""
-    source = Source.of(name, text)
+def parse(source: Source, report: Report) -> Node | None:
+    """Return the tree of one YAML text, or None where it is not YAML of the dialect (see the report)."""
     start = Span(source, 1, 1, 1, 1)
-    if len(text) > MAX_BYTES:
-        message = f"the text has {len(text):,} characters"
+    if len(source.text) > MAX_BYTES:
+        message = f"the text has {len(source.text):,} characters"
         report.add(Diagnostic("E104", message, start, expected=f"at most {MAX_BYTES:,}"))
         return None
     try:

@@ -25,8 +25,6 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 ASKED = "an override replaces what the spec says, or a step's argument"
 USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
 
-OPTION, CALL = "--set ", "set={"  # how an override is shown: as an option of the command, or in a call of Python's
-
 
 class Override(NamedTuple):
     """A value given from outside, as `path=text`; `node` is what now stands in the document, None if it did before."""
@@ -81,11 +79,11 @@ def apply(
     """
     done = []
     for path, text in overrides.items():
-        shown = f"{CALL}{path!r}: {text}}}" if path in called else f"{OPTION}{path}={text}"
-        value = _parse(text, shown, report)
+        source = _source(path, text, from_call=path in called)
+        value = _parse(text, source, report)
         if value is None:
             continue
-        slot = _find(root, path, shown, report)
+        slot = _find(root, path, source, report)
         if slot is None:
             continue
         holder, key = slot.holder, slot.key
@@ -99,20 +97,26 @@ def apply(
     return tuple(done)
 
 
-def _parse(text: str, shown: str, report: Report) -> Node | None:
+def _source(path: str, text: str, from_call: bool) -> Source:
+    """An override as the user wrote it: in a call from Python, or as an option of the command."""
+    shown = f"set={{{path!r}: {text}}}" if from_call else f"--set {path}={text}"
+    return Source.of(shown, shown, "call" if from_call else "override")
+
+
+def _parse(text: str, source: Source, report: Report) -> Node | None:
     if not text.strip():
-        report.add(_fault(shown, "the override has no value", hint="--set dim=384"))
+        report.add(_fault(source, "the override has no value", hint="--set dim=384"))
         return None
     if text.strip() in ("null", "~"):  # a document of nothing is no document
-        report.add(_fault(shown, "an override is a value, and null is none", hint="leave it out for the default"))
+        report.add(_fault(source, "an override is a value, and null is none", hint="leave it out for the default"))
         return None
     try:
-        node = document.parse(text, shown, report)
+        node = document.parse(Source.of(source.name, text, source.kind), report)
     except RecursionError:
         node = None
     if node is None:
         return None
-    return _moved(node, Source.of(shown, shown), shown.rindex(text))
+    return _moved(node, source, source.text.rindex(text))
 
 
 def _moved(node: Node, source: Source, before: int) -> Node:
@@ -131,12 +135,12 @@ def _moved(node: Node, source: Source, before: int) -> Node:
     return replace(node, span=span, entries=entries)
 
 
-def _fault(shown: str, message: str, **more: Any) -> Diagnostic:
-    source = Source.of("the call" if shown.startswith(CALL) else "command line", shown)
-    return Diagnostic("E310", message, Span(source, 1, 1, 1, len(shown) + 1), **more)
+def _fault(source: Source, message: str, **more: Any) -> Diagnostic:
+    shown = source._replace(name="the call" if source.kind == "call" else "command line")
+    return Diagnostic("E310", message, Span(shown, 1, 1, 1, len(source.text) + 1), **more)
 
 
-def _find(root: Node, path: str, shown: str, report: Report) -> Slot | None:
+def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
     """The mapping and key that a path names; a path that leads nowhere changes nothing."""
     parts = path.split(".")
     if isinstance(root, Mapping) and parts[0] not in root.entries:
@@ -166,7 +170,7 @@ def _find(root: Node, path: str, shown: str, report: Report) -> Slot | None:
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
                 hint = f"{USED}; {elsewhere}" if elsewhere else USED
             expected = f"one of {listing(known)}" if known else None
-            report.add(_fault(shown, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
+            report.add(_fault(source, f"there is no {quote(part)} in {where}", expected=expected, hint=hint))
             return None
         slot = choices[part]
         way.append(slot)

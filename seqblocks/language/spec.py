@@ -327,14 +327,15 @@ class Reader:
                 return None
             if own:
                 self.texts[relative] = text
-            tree = document.parse(text, shown, self.report)
+            source = Source.of(shown, text, "own" if own else "bundled")
+            tree = document.parse(source, self.report)
             self.size += tree.size if tree and own else 0
             if self.size > document.MAX_NODES:
                 expected = f"at most {document.MAX_NODES:,} nodes in all of them"
                 self.fault("E104", "the files in use are too large together", span, expected=expected)
                 return None
             self.open.append(key)
-            self.files[key] = self.read(tree, Source.of(shown, text), os.path.dirname(relative))
+            self.files[key] = self.read(tree, source, os.path.dirname(relative))
             self.open.pop()
         return self.files[key]
 
@@ -459,13 +460,13 @@ def misread(root: Mapping, key: str) -> bool:
     return not (node is None or isinstance(node, Mapping) or (isinstance(node, Scalar) and node.value is None))
 
 
-def read_file(reader: Reader, text: str, name: str, edit: Callable[[Node], None]) -> SpecFile | None:
+def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:
     """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
-    tree = document.parse(text, name, reader.report)
+    tree = document.parse(source, reader.report)
     if tree is not None:
         edit(tree)
-    reader.open.append(os.path.abspath(reader.base / Path(name).name))
-    return reader.read(tree, Source.of(name, text), "")
+    reader.open.append(os.path.abspath(reader.base / Path(source.name).name))
+    return reader.read(tree, source, "")
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:

@@ -277,7 +277,7 @@ def markdown() -> str:
         out += [*_section(combinator), f"```yaml\n{EXAMPLES[name]}```\n"]
     out.append("## Primitives\n")
     for verb in every.values():
-        if issubclass(verb, Op) and verb.__module__.startswith("seqblocks.ops"):
+        if issubclass(verb, Op) and verb.builtin:
             out += _section(verb)
     out += ["## Initialisers\n", "| name | draws |", "|---|---|"]
     for name, known in INITIALISERS.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from seqblocks.errors import Report
+from seqblocks.errors import Report, Source
 from seqblocks.language import document
 
 HEAD = "seqblocks: 1\n"
@@ -27,7 +27,7 @@ def text_of(name: str) -> str:
     for scale in (1, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
         text = CASES[name](scale)
         report = Report()
-        document.parse(text, name, report)
+        document.parse(Source.of(name, text), report)
         if not any("too large" in each.message or "characters" in each.message for each in report.diagnostics):
             return text
     raise AssertionError(f"{name} is too large at every scale")

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqblocks.errors import Report, SpecError
+from seqblocks.errors import Report, Source, SpecError
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Scalar, Sequence, plain
 
 
 def read(text: str) -> Any:
     report = Report()
-    node = document.parse(text, "t.yaml", report)
+    node = document.parse(Source.of("t.yaml", text), report)
     report.raise_if_any()
     return node
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqblocks.analysis import check
-from seqblocks.errors import Report
+from seqblocks.errors import Report, Source
 from seqblocks.language import document
 from seqblocks.op import Op
 from seqblocks.report import reference
@@ -30,7 +30,7 @@ def test_complete_examples_validate() -> None:
         check.load_text(text)
     for text in blocks:
         report = Report()
-        document.parse(text, "example", report)
+        document.parse(Source.of("example", text), report)
         report.raise_if_any()
 
 
