@@ -10,7 +10,7 @@
 
     OverrideWarning (UserWarning)  set={…} gives a value that no step uses
 
-Inner code raises a short `Fault`; the one place that knows the position (`lower.py`) dresses it as a `Diagnostic`.
+Inner code raises a short `Fault`; code that knows the position (seqblocks/analysis) makes it a `Diagnostic`.
 """
 
 from __future__ import annotations

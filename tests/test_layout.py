@@ -1,7 +1,7 @@
 """The shape of the tree: which file may import which, what stays free of torch, what is packaged.
 
-The order of the rooms is the table ROOMS. A file may import what stands above it, at its top or inside a function; what
-it imports for type checkers only is not counted. A new file fails these tests until it has its place in the table.
+The order of the rooms is the table ROOMS. A file may import what stands above it, at its top, inside a function or for
+type checkers only. A new file fails these tests until it has its place in the table.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROOMS = """
     language/*
     parameters
     op
+    combinators
     ops/*
     graph
     cost
@@ -78,6 +79,7 @@ class Import(NamedTuple):
     module: str  # absolute: "seqblocks.op", "torch.nn"
     line: int
     at_import: bool  # it runs when the file is imported, not when a function does
+    annotation: bool = False  # for type checkers only: it never runs
 
 
 def python_files(folder: str) -> list[Path]:
@@ -123,7 +125,8 @@ def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
                 inner = f"{base}.{alias.name}"
                 yield Import(inner if inner in MODULES else base, child.lineno, at_import)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
+            for each in _imports(child, package, at_import=False):
+                yield each._replace(annotation=True)
         else:
             inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             yield from _imports(child, package, at_import and not inside)
@@ -163,7 +166,7 @@ def test_arrows_point_up(path):
     """A file imports only what stands above it."""
     own = room(module_name(path))
     wrong = []
-    for module, line, _ in imports(path):
+    for module, line, *_ in imports(path):
         where = part(module)
         if where == "kernels" and PLACE[own] < PLACE[MAY_USE_KERNELS]:
             wrong.append(f"{relative(path)}:{line} imports {module}: kernels are used from {MAY_USE_KERNELS} on")
@@ -173,9 +176,9 @@ def test_arrows_point_up(path):
 
 
 def test_no_file_reaches_itself():
-    """No circle of imports, whatever the folder: neighbours in one room may import each other one way only."""
+    """No circle of imports, those for annotations included: neighbours in a room import each other one way only."""
     edges = {
-        name: {module for module, _, at_import in imports(path) if at_import and module in MODULES} - {name}
+        name: {each.module for each in imports(path) if each.at_import or each.annotation} & set(MODULES) - {name}
         for name, path in MODULES.items()
     }
     done: set[str] = set()
@@ -197,7 +200,7 @@ def test_kernels_stand_alone(path):
     allowed = {f"seqblocks.{name}" for name in KERNELS_MAY_IMPORT}
     wrong = [
         f"{relative(path)}:{line} imports {module}"
-        for module, line, _ in imports(path)
+        for module, line, *_ in imports(path)
         if part(module) in ("seqblocks", "cli", "specs") and module not in allowed
     ]
     assert not wrong, "\n".join(wrong)
@@ -207,7 +210,7 @@ def test_nobody_imports_the_command_line():
     wrong = [
         f"{relative(path)}:{line}"
         for path in LIBRARY
-        for module, line, _ in imports(path)
+        for module, line, *_ in imports(path)
         if part(module) == "cli" and part(module_name(path)) != "cli" and path.name != "__main__.py"
     ]
     assert not wrong, f"seqblocks.cli is imported at {wrong}"
@@ -219,7 +222,7 @@ def test_nobody_imports_a_root_folder_by_its_bare_name():
     wrong = [
         f"{relative(path)}:{line} imports {module}"
         for path in everywhere
-        for module, line, _ in imports(path)
+        for module, line, *_ in imports(path)
         if module.split(".")[0] in LINKS
     ]
     assert not wrong, "\n".join(wrong)
@@ -232,7 +235,7 @@ def test_imports_from_outside_are_declared():
     optional = {_distribution(text) for extra in project["optional-dependencies"].values() for text in extra}
     wrong = []
     for path in LIBRARY:
-        for module, line, at_import in imports(path):
+        for module, line, at_import, _ in imports(path):
             name = module.split(".")[0]
             if name == "seqblocks" or name in sys.stdlib_module_names:
                 continue
@@ -267,7 +270,7 @@ LIGHT = [path for path in CORE if room(module_name(path)) == "__init__" or PLACE
 def test_above_the_line_torch_waits(path):
     """Read from the text: importing a file above the line imports no torch, no kernel and no room below the line."""
     wrong = []
-    for module, line, at_import in imports(path):
+    for module, line, at_import, _ in imports(path):
         below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[room(module)] > LINE
         if at_import and (module.split(".")[0] in HEAVY or part(module) == "kernels" or below):
             wrong.append(f"{relative(path)}:{line} imports {module}: import it inside the function that needs it")

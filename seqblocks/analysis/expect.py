@@ -6,7 +6,7 @@ from typing import Any
 
 from seqblocks import cost, graph
 from seqblocks.analysis import lookahead
-from seqblocks.analysis.lower import Frame
+from seqblocks.analysis.frame import Frame
 from seqblocks.analysis.wiring import Shared
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
 from seqblocks.graph import Model

@@ -31,8 +31,8 @@ from itertools import chain, product
 from typing import Any, NamedTuple, get_args
 
 from seqblocks import graph
-from seqblocks.analysis.combinators import Order
 from seqblocks.analysis.scope import Scope
+from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, RunError, Span, did_you_mean, hidden, listing, quote
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of

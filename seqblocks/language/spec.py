@@ -1,7 +1,7 @@
 """The typed spec: what a document says, sorted into let, blocks, model, expect; other files brought in by `use`.
 
 Only structure is decided here (known keys, legal names, which file a name comes from). What a step means is settled
-in `lower.py`, once the numbers are known.
+in `seqblocks/analysis`, once the numbers are known.
 """
 
 from __future__ import annotations

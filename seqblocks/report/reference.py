@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from seqblocks.analysis.combinators import COMBINATORS, Combinator
+from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.op import PRIMITIVES, FieldKind, Op, field_infos, fields_of, load_builtin, load_plugins
 from seqblocks.parameters import INITIALISERS

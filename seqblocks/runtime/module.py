@@ -210,7 +210,7 @@ class Body(nn.Module):
         super().__init__()
         self._body, self._label = body, label
         for node in body.nodes:
-            # not add_module: it refuses names that nn.Module has too, and lower.py has refused those that matter
+            # not add_module: it refuses names that nn.Module has too, and the analysis has refused those that matter
             self._modules[node.name] = make(node, model, graph.join(path, node.name), skip)
         self._plan = [(node.name, _handed(node), node.outputs, node.split) for node in body.nodes]
         self._axes = [node.type.feature_axis if node.split and node.type else -1 for node in body.nodes]

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from seqblocks.analysis import check
-from seqblocks.analysis.combinators import COMBINATORS
+from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import SpecError
 from seqblocks.op import builtin_verbs
 from tests.compose import compose

@@ -100,12 +100,13 @@ def test_a_fault_in_a_bundled_block_is_reported_where_the_block_is_used() -> Non
 
 @pytest.mark.parametrize("name", ["<bundled mine>", "--set dim=3", "set={'dim': 3}"])
 def test_a_source_is_what_it_is_whatever_its_name(name: str) -> None:
-    """The name of a file cannot make it a bundled one or an override: its faults have a place, and notes lead into it."""
+    """The name of a file cannot make it a bundled one or an override: notes lead into it."""
     text = "seqblocks: 1\nlet: {n: 3}\nmodel: {input: {features: 8}, steps: [{head_norm: {heads: n}}]}\n"
     with pytest.raises(SpecError) as caught:
         check.load_text(text, name)
     (fault,) = caught.value.diagnostics
-    assert fault.span and not fault.span.source.bundled
+    assert fault.span
+    assert not fault.span.source.bundled
     assert ("`n` is 3", 2) in [(note.text, note.span and note.span.line) for note in fault.notes]
 
 

@@ -1,0 +1,69 @@
+"""parallel: several branches read the same input, and their results are merged."""
+
+from __future__ import annotations
+
+from seqblocks import graph
+from seqblocks.analysis.frame import Frame, lowers
+from seqblocks.analysis.scope import Step
+from seqblocks.combinators import Parallel
+from seqblocks.errors import Fault, quote
+from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.op import ids_are_no_numbers
+from seqblocks.types import Wire
+
+_MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
+
+
+@lowers(Parallel)
+def lower_parallel(frame: Frame, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
+    """Raise Fault where there is no branch (E203), or where results cannot be merged (E403, E406)."""
+    bodies = _bodies(frame, arguments.branches, x)
+    results = {name: frame.types[body.result] for name, body in bodies.items()}
+    merged = _merged(arguments.merge, results)
+    return frame.node(step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
+
+
+def _bodies(frame: Frame, branches: Node, x: int) -> dict[str, graph.Graph]:
+    if not isinstance(branches, Sequence) or not branches.items:
+        found = "an empty list" if isinstance(branches, Sequence) else kind_of(branches)
+        raise Fault("E203", "branches must be a list of at least one", at="branches", found=found)
+    bodies: dict[str, graph.Graph] = {}
+    for item in branches.items:
+        name, steps = _branch(frame, item)
+        if name in bodies:
+            frame.fault(Fault("E304", f"two branches are called {quote(name)}"), item.span)
+        elif name:
+            bodies[name] = frame.body(steps, x, path=(name,))
+    return bodies
+
+
+def _branch(frame: Frame, item: Node) -> tuple[str, Node]:
+    """The name and the steps of a branch; the name is empty after a fault."""
+    if isinstance(item, Mapping) and len(item.entries) == 1:
+        ((name, span, steps),) = list(item)
+        return (name, steps) if frame.is_name(name, span) else ("", steps)
+    fault = Fault("E203", "a branch is written `name: [steps]`", found=kind_of(item), hint="- left: [silu]")
+    frame.fault(fault, item.span)
+    return "", item
+
+
+def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
+    """The type of the merged results; None while one of them is unknown."""
+    known = [(name, wire) for name, wire in results.items() if wire]
+    if not known or len(known) < len(results):
+        return None
+    name, first = known[0]
+    if first.kind == "tokens" and len(known) > 1:
+        raise ids_are_no_numbers(first, _MERGED[merge], name)
+    for other, wire in known[1:]:
+        alike = wire.with_features(first.features) if merge == "concat" else wire
+        if (alike.kind, alike.axes) != (first.kind, first.axes):
+            raise Fault(
+                "E406",
+                f"branches {quote(name)} and {quote(other)} cannot be merged by {merge}",
+                at="branches",
+                expected=str(first),
+                found=str(wire),
+                notes=[note for note in (first.whence(name), wire.whence(other)) if note],
+            )
+    return first.with_features(sum(wire.features for _, wire in known)) if merge == "concat" else first

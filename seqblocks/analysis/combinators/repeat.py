@@ -1,0 +1,86 @@
+"""repeat: the steps again and again, or the words of a pattern, each time with parameters of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from seqblocks import graph
+from seqblocks.analysis.frame import Frame, lowers
+from seqblocks.analysis.scope import Step
+from seqblocks.combinators import MAX_REPEATS, Repeat
+from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
+from seqblocks.language.document import Node
+
+KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
+_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")
+
+
+@lowers(Repeat)
+def lower_repeat(frame: Frame, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
+    """Raise Fault where the pattern cannot be read (E601, E602, E604), or `steps` is missing (E202)."""
+    words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
+    _check_words(frame, step, arguments, words)
+    if not arguments.index.isidentifier():
+        raise Fault("E207", f"{quote(arguments.index)} is not a name", at="index", hint="index: layer")
+    if arguments.steps is None and any(hidden(words, key, KEYS) for key in ("steps", "pattern")):
+        return None
+    layers = _layers(arguments, words)
+    bodies: dict[str, graph.Graph] = {}
+    value = x
+    for index, steps in enumerate(layers):
+        if frame.shared.full:  # which is reported
+            return None
+        names = {arguments.index: index, f"{arguments.index}s": len(layers)}
+        bodies[str(index)] = frame.body(steps, value, path=(str(index),), names=names)
+        value = bodies[str(index)].result
+    return frame.node(step, "repeat", {"x": (x,)}, frame.types[value], bodies=bodies, arguments=arguments)
+
+
+def _check_words(frame: Frame, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
+    """Report words that the pattern does not use, or unknown keys where there is no pattern."""
+    used = {word.partition("*")[0] for word in (arguments.pattern or "").split()}
+    for word in words:
+        if word not in used:
+            message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
+            code = "E603" if arguments.pattern else "E201"
+            hint = partial(did_you_mean, word, used or KEYS)
+            frame.fault(Fault(code, message, found=arguments.pattern, hint=hint), step.key_span(word))
+
+
+def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Node]:
+    """The steps of each layer."""
+    message = "repeat takes either `steps` or a `pattern`"
+    if arguments.pattern is None:
+        if arguments.steps is None:
+            raise Fault("E202", message, hint="times: 12 with steps: […]")
+        return [arguments.steps] * arguments.times
+    if arguments.steps is not None:
+        hint = "keep `times` and `steps`, or the pattern with the steps of each of its words: m: […]"
+        raise Fault("E210", message, at="steps", hint=hint)
+    layers: list[Node] = []
+    for word, count in _counts(arguments.pattern, words):
+        layers += [words[word]] * count
+        if len(layers) * arguments.times > MAX_REPEATS:
+            raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
+    if not layers:
+        raise Fault("E601", "the pattern is empty", at="pattern", expected="words such as m*7 s")
+    return layers * arguments.times
+
+
+def _counts(pattern: str, words: dict[str, Node]) -> Iterator[tuple[str, int]]:
+    """The words of a pattern, each with its count."""
+    for text in pattern.split():
+        match = _WORD.match(text)
+        if not match or match[2] == "0":
+            raise Fault("E601", f"{quote(text)} is not a word of a pattern", at="pattern", expected="m, or m*7")
+        if match[1] not in words:
+            raise Fault(
+                "E602",
+                f"the pattern's word {quote(match[1])} has no steps",
+                at="pattern",
+                expected=f"one of {listing(words)}" if words else "a key that holds its steps",
+                hint=did_you_mean(match[1], words) or f"add `{match[1]}: [steps]` beside the pattern",
+            )
+        yield match[1], int(match[2] or 1)

@@ -1,0 +1,159 @@
+"""scan: the steps in another order of the sequence, or in several orders at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate, chain
+
+from seqblocks import graph
+from seqblocks.analysis.frame import Frame, lowers
+from seqblocks.analysis.scope import Step
+from seqblocks.combinators import GRID_ORDERS, Scan
+from seqblocks.errors import Fault, Note, did_you_mean, listing, quote
+from seqblocks.op import must_have_grid
+from seqblocks.parameters import Init
+from seqblocks.types import Wire
+
+
+@lowers(Scan)
+def lower_scan(frame: Frame, step: Step, arguments: Scan, x: int) -> graph.Node | None:
+    """Raise Fault where the orders do not fit the input, the steps, or what `own` names."""
+    wire = frame.types[x]
+    _check_orders(arguments, wire)
+    before = frame.shared.steps
+    body = frame.body(arguments.steps, x, path=("",))
+    frame.grow((len(arguments.orders) - 1) * (frame.shared.steps - before))  # each order runs them
+    result = frame.types[body.result]
+    _check_length(wire, result)
+    _check_columns(frame, arguments, wire, body)
+    if result and arguments.merge == "concat":
+        result = result.with_features(result.features * len(arguments.orders))
+    owned = _owned(arguments, body)
+    starts = _starts(frame, step, arguments, body, owned)
+    return frame.node(
+        step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=arguments, owned=owned, starts=starts
+    )
+
+
+def _check_orders(arguments: Scan, wire: Wire | None) -> None:
+    orders = arguments.orders
+    if not orders:
+        raise Fault("E208", "the list of orders is empty", at="order", hint="for instance [forward, reverse]")
+    if len(set(orders)) != len(orders):
+        raise Fault("E208", "an order appears twice", at="order", found=listing(orders))
+    over_grid = [order for order in orders if order in GRID_ORDERS]
+    if wire and over_grid:
+        must_have_grid(wire, f"order {over_grid[0]}", at="order", instead="forward or reverse")
+    if arguments.own not in ("none", []) and len(orders) < 2:
+        raise Fault("E208", "`own` needs several orders", at="own", hint="order: [forward, reverse]")
+
+
+def _check_length(wire: Wire | None, result: Wire | None) -> None:
+    if result and wire and (result.kind, result.length) != (wire.kind, wire.length):
+        raise Fault(
+            "E406",
+            "what leaves a scan must be a sequence of the length that entered",
+            at="steps",
+            expected=f"{wire.with_features(result.features)}",
+            found=str(result),
+        )
+
+
+# --- orders by columns ----------------------------------------------------------------------------------------------
+
+
+def _check_columns(frame: Frame, arguments: Scan, wire: Wire | None, body: graph.Graph) -> None:
+    """Check that a scan by columns re-orders tokens of one image only, and that its steps can read them.
+
+    Raises Fault (E407).
+    """
+    order = next((order for order in arguments.orders if order.startswith("columns")), None)
+    if order is None or wire is None:
+        return
+    for node in graph.walk(body):
+        if node.op and node.type and node.op.is_upright(*node.wires):
+            message = f"{node.verb} needs rows as rows, and the order {order} exchanges rows and columns"
+            note = Note("it is here", node.span)
+            raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
+    for value in body.captures:
+        other = frame.types[value]
+        if other and other.kind in ("sequence", "tokens"):
+            _check_same_image(order, wire, other, frame.shared.labels[value])
+
+
+def _check_same_image(order: str, wire: Wire, other: Wire, label: str) -> None:
+    if (other.grid, other.places) == (wire.grid, wire.places):
+        return
+    note = other.whence(f"`{label}`")
+    raise Fault(
+        "E407",
+        f"order {order} re-orders every sequence that its steps read, "
+        f"and {quote(label)} does not have the rows and columns of its input",
+        at="order",
+        expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
+        found=f"{other}, {_rows_by_columns(other)}",
+        notes=[note] if note else [],
+    )
+
+
+def _rows_by_columns(wire: Wire) -> str:
+    return f"{wire.grid[0]} x {wire.grid[1]}" if wire.grid else "without rows and columns"
+
+
+# --- parameters that each order has for itself ------------------------------------------------------------------------
+
+
+def _owned(arguments: Scan, body: graph.Graph) -> frozenset[str]:
+    """The parameters that `own:` means, by their names in the body. Raises Fault (E312, E208)."""
+    names = [item.name for item in graph.parameters(body)]
+    owned = set(names) if arguments.own == "all" else _named_by(arguments, body, names)
+    _check_can_own(body, owned, names)
+    return frozenset(owned)
+
+
+def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
+    """The parameters that the entries of `own:` name, each a parameter or a step with all of its parameters."""
+    own = arguments.own if isinstance(arguments.own, list) else []
+    below: dict[str, list[str]] = {name: [] for name in own}
+    for name in names:
+        for prefix in accumulate(name.split("."), "{}.{}".format):
+            if prefix in below:
+                below[prefix].append(name)
+    unnamed = [name for name in own if not below[name]]
+    if unnamed and all(node.type for node in graph.walk(body)):  # else a faulty step may own what is missing
+        raise Fault(
+            "E312",
+            f"no parameter is called {quote(unnamed[0])} inside this scan",
+            at="own",
+            expected=f"one of {listing(names)}" if names else "the steps have no parameters",
+            hint=partial(did_you_mean, unnamed[0], [*names, *{name.rpartition(".")[0] for name in names}]),
+        )
+    return set(chain.from_iterable(below.values()))
+
+
+def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None:
+    """Raise Fault (E208) where a scan inside divides its parameters too, or where a tie shares them."""
+    for node in graph.walk(body) if owned else ():
+        if node.directions and node.owned and owned != set(names):
+            hint = "own: all, or let only one of the two own parameters"
+            raise Fault("E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint)
+        if node.ties:
+            message = f"{node.name} is tied, so a direction cannot have parameters of its own beside it"
+            raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")
+
+
+def _starts(
+    frame: Frame, step: Step, arguments: Scan, body: graph.Graph, owned: frozenset[str]
+) -> dict[str, Init]:
+    """The initialisers that `init:` gives to parameters of one order."""
+    inside = [item for item in graph.parameters(body) if item.name in owned]
+    directions = map(graph.direction_name, arguments.orders)
+    table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
+    known = frame.types[body.result] is not None and all(node.type for node in graph.walk(body))
+    if "init" in step.common and known and not table:
+        message = "no order of this scan has parameters of its own to init"
+        several = len(arguments.orders) > 1
+        hint = "own: all, or the init of the step inside" if several else "the init of the step inside"
+        frame.fault(Fault("E201", message, hint=hint), step.key_span("init"))
+    given = frame.initialised(step, table, known)
+    return {name: given[name].init for name in table if given[name] is not table[name]}
