@@ -249,7 +249,7 @@ def test_what_is_required_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     called = re.compile(r'import_module\("(\w+)')
     names = {name for path in LIBRARY for name in called.findall(path.read_text("utf-8"))}
-    names |= {module.split(".")[0] for path in LIBRARY for module, _, _ in imports(path)}
+    names |= {module.split(".")[0] for path in LIBRARY for module, *_ in imports(path)}
     imported = {REQUIREMENTS.get(name) for name in names}
     unused = {_distribution(text) for text in project["dependencies"]} - imported
     assert not unused, f"every installation pays for {', '.join(unused)}, and no file imports it"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqblocks.analysis import check
-from seqblocks.errors import Report
+from seqblocks.errors import Report, Source
 from seqblocks.language.document import parse, plain
 from seqblocks.language.spec import bundled
 from seqblocks.report.schema import schema
@@ -101,7 +101,7 @@ TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the f
 def test_typos_are_flagged(right: str) -> None:
     wrong, needs_file = TYPOS[right]
     file, _ = check.load_text(MINE)
-    broken = parse(MINE.replace(right, wrong), "typo", Report())
+    broken = parse(Source.of("typo", MINE.replace(right, wrong)), Report())
     assert broken is not None
     assert list(validator(schema(file)).iter_errors(plain(broken)))
     assert bool(list(validator(schema()).iter_errors(plain(broken)))) is not needs_file
