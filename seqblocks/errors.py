@@ -286,7 +286,8 @@ class Report:
         return shown
 
     def _keep(self, diagnostic: Diagnostic) -> None:
-        short = {key: _short(getattr(diagnostic, key)) for key in ("message", "expected", "found", "hint")}
+        texts = ("message", "expected", "found", "hint")
+        short: dict[str, Any] = {key: _short(getattr(diagnostic, key)) for key in texts}
         diagnostic = diagnostic._replace(**short)
         if odd := diagnostic.span and _odd(diagnostic.span):
             diagnostic = diagnostic._replace(notes=(*diagnostic.notes, odd))

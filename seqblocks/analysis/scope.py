@@ -528,6 +528,8 @@ class Values(list[Any]):
     """A list that `let:` or an argument holds, with how many values are in it (lists in lists count for theirs)."""
 
     __slots__ = ("depth", "size")
+    size: int
+    depth: int
 
     def __init__(self, values: Iterable[Any]) -> None:
         super().__init__(values)
