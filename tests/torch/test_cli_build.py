@@ -66,10 +66,10 @@ def test_layers_by_ranges(numbers: list[int], shown: str) -> None:
 @pytest.mark.parametrize(
     ("own", "rows"),
     [
-        ("all", [("forward, reverse (2 x)", 36)]),
-        ("none", [("forward", 36), ("reverse", 0)]),
-        ("[a]", [("forward", 36), ("reverse", 12)]),
-        ("[b.bias]", [("forward", 36), ("reverse", 4)]),
+        ("all", [("fwd, rev (2 x)", 36)]),
+        ("none", [("fwd", 36), ("rev", 0)]),
+        ("[a]", [("fwd", 36), ("rev", 12)]),
+        ("[b.bias]", [("fwd", 36), ("rev", 4)]),
     ],
 )
 def test_whose_parameters_a_scan_of_two_orders_counts(
