@@ -12,7 +12,8 @@ from seqblocks.cli import output
 from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named
-from seqblocks.errors import UnavailableError, UsageError, did_you_mean, visible
+from seqblocks.errors import UnavailableError, UsageError, visible
+from seqblocks.language.vocabulary import did_you_mean
 
 if TYPE_CHECKING:
     from seqblocks.graph import Model

@@ -16,7 +16,8 @@ from typing import Any
 
 from seqblocks import op
 from seqblocks.cli import output
-from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, did_you_mean, visible
+from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, visible
+from seqblocks.language.vocabulary import did_you_mean
 
 
 def run(options: argparse.Namespace) -> None:

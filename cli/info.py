@@ -9,10 +9,11 @@ from seqblocks import graph, op
 from seqblocks._version import __version__
 from seqblocks.analysis import check
 from seqblocks.cli import output
-from seqblocks.errors import UsageError, did_you_mean, listing, quote, visible
+from seqblocks.errors import UsageError, listing, quote, visible
 from seqblocks.graph import Model
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
+from seqblocks.language.vocabulary import did_you_mean
 
 
 def list(options: argparse.Namespace) -> int:

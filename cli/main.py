@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NoReturn, cast
 from seqblocks._version import __version__
 from seqblocks.cli import INTERRUPTED, output
 from seqblocks.cli import entry as entry  # scripts of earlier installations look for it here
-from seqblocks.errors import SeqblocksError, SpecError, UsageError, did_you_mean, visible
+from seqblocks.errors import SeqblocksError, SpecError, UsageError, visible
+from seqblocks.language.vocabulary import did_you_mean
 
 VERBS = {
     "build": "prove a spec, build it, and show what it is made of",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.errors import UsageError, did_you_mean, listing, visible
+from seqblocks.errors import UsageError, listing, visible
 from seqblocks.graph import Graph, Model
+from seqblocks.language.vocabulary import did_you_mean
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 DTYPES = tuple(name for name in BYTES if name != "int64")  # that a model may have

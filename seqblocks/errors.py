@@ -1,12 +1,12 @@
-"""What can go wrong, and how it is told.
+"""What can go wrong, and how it is reported.
 
-    SeqblocksError                 whatever this package raises on purpose
+    SeqblocksError                 base of all that seqblocks raises on purpose
     ├── SpecError                  the YAML is at fault; carries diagnostics             exit status 1
     │   └── ExpectationError       it is well formed, but breaks its own `expect:`       exit status 3
     ├── UsageError                 the command or the call is at fault                   exit status 2
     ├── UnavailableError           something needed is absent                            exit status 4
-    │   └── BackendError           a kernel form that was asked for by name cannot run
-    └── RunError (ValueError)      a built model was called with what it cannot take     exit status 2
+    │   └── BackendError           a requested implementation of a kernel cannot run
+    └── RunError (ValueError)      a built model was called with invalid arguments       exit status 2
 
     OverrideWarning (UserWarning)  set={…} gives a value that no step uses
 
@@ -15,16 +15,14 @@ Inner code raises a short `Fault`; code that knows the position (seqblocks/analy
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 Style = Callable[[str, str], str]
-Lazy = str | Callable[[], str | None] | None  # text that is costly to make; only a fault that is shown needs it
+Lazy = str | Callable[[], str | None] | None  # text that is costly to make, and needed only if the fault is shown
 MAX_DIAGNOSTICS = 20
 MAX_TEXT = 1000  # characters of a message, a hint and the like
-MAX_KNOWN = 2000  # words that a hint looks through
 _WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
 
 
@@ -47,17 +45,17 @@ class UnavailableError(SeqblocksError):
 
 
 class BackendError(UnavailableError):
-    """A kernel form was asked for by name and cannot run here."""
+    """A requested implementation of a kernel cannot run here."""
 
 
 class RunError(SeqblocksError, ValueError):
-    """A built model was called with something it cannot take."""
+    """A built model was called with invalid arguments."""
 
     exit_status = 2
 
 
 class OverrideWarning(UserWarning):
-    """An override that no step of the model uses: a name that is meant for something else, most likely."""
+    """An override that no step of the model uses: most likely its name is wrong."""
 
 
 SourceKind = Literal["own", "text", "bundled", "override", "call"]
@@ -218,7 +216,7 @@ def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style
 
 
 class Fault(Exception):
-    """A fault seen by code that does not know the position. `at` names the argument or port it concerns."""
+    """A fault found by code that does not know the position. `at` names the argument or port at fault."""
 
     def __init__(
         self,
@@ -251,7 +249,7 @@ class Fault(Exception):
 
 
 class Report:
-    """Collects diagnostics: each place is reported once, and the text stays readable however much is wrong."""
+    """Collect diagnostics: one of a kind for each place, and at most MAX_DIAGNOSTICS of them."""
 
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []
@@ -274,7 +272,7 @@ class Report:
             self._keep(fault.dress(span, notes()))
 
     def counts(self, code: str, message: str, *where: Span | None) -> bool:
-        """Whether a fault is to be shown. One that is new is counted, shown or not."""
+        """Return whether to show a fault. A new one is counted even if there are too many to show it."""
         # one place and one kind of fault is one fault, even if a block that holds it is used in 48 layers
         places = tuple((span.source.name, span.line, span.column) for span in where if span)
         key = (code, places) if places else (code, message)
@@ -306,7 +304,7 @@ def _short(text: str | None) -> str | None:
 
 
 def _odd(span: Span) -> Note | None:
-    """A remark on a letter or a blank that looks like another: no word of the language has one."""
+    """A remark on a character outside ASCII, which may look like another: no word of the language has one."""
     text = span.source.line(span.line)[span.column - 1 : span.end_column - 1] if span.line == span.end_line else ""
     found = next((c for c in text if not c.isascii() and c != "\ufffd"), None)  # that one stands for what is no text
     if found is None:
@@ -317,122 +315,12 @@ def _odd(span: Span) -> Note | None:
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """By file as met, then by place: how a person works through them."""
+    """Sort diagnostics by file, in the order in which the files were met, then by place."""
     found = list(diagnostics)
     files = {name: at for at, name in reversed(list(enumerate(d.span.source.name if d.span else "" for d in found)))}
     return sorted(
         found, key=lambda d: (files[d.span.source.name], d.span.line, d.span.column) if d.span else (-1, 0, 0)
     )
-
-
-# What things are called here -> what other libraries call them, where that is not close in letters.
-_CALLED = {
-    "silu": "swish swish_1 silu_and_mul",
-    "gelu": "gelu_new gelu_tanh gelu_fast gelu_approx gelu_approximate gelu_pytorch_tanh quick_gelu gelu_python",
-    "sigmoid": "logistic",
-    "none": "identity linear id null no",
-    "linear": "dense fc fully_connected affine matmul nn.linear",
-    "causal_conv": "conv conv1d short_conv depthwise_conv convolution",
-    "attention": "mha sdpa self_attention multihead_attention multi_head_attention",
-    "head_norm": "group_norm groupnorm multihead_norm",
-    "layer_norm": "ln norm",
-    "ssm": "s6 selective_scan",
-    "swiglu": "mlp ffn glu feed_forward",
-    "pool": "avg_pool mean_pool global_pool average_pool",
-    "position_embed": "pos_embed positional_embedding positional_encoding",
-    "unembed": "lm_head logits",
-    "repeat": "layers stack loop",
-    "scan": "bidirectional flip",
-    "features": "dim d_model width units size hidden_size out out_dim embed_dim",
-    "times": "num_layers n_layers depth count layers",
-    "hidden": "d_ff intermediate_size expansion",
-    "tokens vocabulary": "vocab vocab_size num_tokens num_embeddings",
-    "p": "prob rate probability drop",
-    "sum": "add plus residual",
-    "concat": "cat join stack",
-    "product": "mul multiply times gate",
-    "mean": "avg average",
-    "reverse": "backward backwards flip",
-    "fwd": "forward",
-    "rev": "reverse",
-    "squared_relu": "relu2 relu^2 relu**2 relu² relu_2 relu_squared relu_square square_relu",
-    "floor": "int trunc",
-    "int": "integer",
-    "float": "double",
-    "bool": "boolean",
-    "word": "str string",
-    "wire": "tensor",
-    "xavier_uniform": "glorot glorot_uniform xavier",
-}
-ELSEWHERE: dict[str, list[str]] = {}
-for _ours, _theirs in _CALLED.items():
-    for _name in _theirs.split():
-        ELSEWHERE.setdefault(_name, []).extend(_ours.split())
-
-# What there is -> what is looked for and is not there.
-_ABSENT = {
-    "the activations are gelu, relu, selu, sigmoid, silu, softplus, squared_relu and tanh":
-        "celu elu hard_sigmoid hard_swish hard_tanh hardsigmoid hardswish hardtanh leaky_relu mish prelu relu6 "
-        "softmax softsign",
-    "the norms are head_norm, layer_norm and rms_norm": "batch_norm batchnorm instance_norm weight_norm l2_norm",
-    "`linear: {from: [a, b], features: …}` joins wires; `parallel` with merge: concat joins its branches": "cat concat",
-    "`residual` adds what its steps were given; `parallel` with merge: sum adds its branches": "add sum",
-    "leave the step out: a wire goes on as it is, and a branch that changes nothing is an empty list, []":
-        "id identity noop no_op passthrough pass skip",
-    "a list of steps is no step; `residual`, `scan` and `repeat` hold one: - residual: [silu]":
-        "steps",
-}  # fmt: skip
-INSTEAD = {name: text for text, names in _ABSENT.items() for name in names.split()}
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is meant: close in letters, or what another library's word is here."""
-    import difflib  # only a spec with a fault pays for it
-
-    lowered = {w.lower(): w for w in reversed(list(islice(known, MAX_KNOWN)))}
-    word = word[:80].lower()
-    close = difflib.get_close_matches(word, lowered, n=1, cutoff=0.65)
-    alias = next((ours for ours in ELSEWHERE.get(word, ()) if ours in lowered), None)
-    if alias and not difflib.get_close_matches(word, lowered, n=1, cutoff=0.9):
-        return lowered[alias]
-    return lowered[close[0]] if close else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known word that is meant, if there is one."""
-    meant = nearest(word, known)
-    only = " It is the exact one; its approximations are not there" if "gelu" in ELSEWHERE.get(word.lower(), ()) else ""
-    return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
-
-
-def hidden(there: Collection[str], key: str, known: Iterable[str]) -> bool:
-    """Whether what is wanted under a key stands under one that is not known, which is told."""
-    if key in there:
-        return False
-    words = frozenset(known)
-    unknown = [word.partition(" ")[0] for word in there if word not in words]
-    return len(unknown) > MAX_DIAGNOSTICS or any(nearest(word, words) == key for word in unknown)
-
-
-def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
-    """A hint where `text` is a key and its value without the colon (or the space) between them.
-
-    `known` are the keys that there may be; without them any word will do.
-    """
-    match = re.match(r"([A-Za-z_]\w*)(\s*=\s*|:|\s+)\S", text)
-    if not match or (known is not None and match[1] not in known):
-        return None
-    if match[2] == ":":
-        return f"a space is missing behind the colon of `{match[1]}:`"
-    if "=" in match[2]:
-        return f"between a key and its value stands a colon: `{match[1]}: …`"
-    return f"a colon is missing behind `{match[1]}`"
-
-
-def key_hint(key: str, known: Iterable[str]) -> str | None:
-    """A hint for a key that is not known: it holds its value too, or is misspelt."""
-    words = list(known)
-    return missing_colon(key, words) or did_you_mean(key, words)
 
 
 def listing(words: Iterable[object], limit: int = 12) -> str:

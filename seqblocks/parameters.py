@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, did_you_mean, listing, quote
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import UNKNOWN, Expression, parse, syntax_tree
+from seqblocks.language.vocabulary import did_you_mean
 
 SMALLEST, LARGEST = 1e-18, 1e18  # of an initialiser's numbers that are not 0: draws are then finite in float32
 

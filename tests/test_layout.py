@@ -321,10 +321,11 @@ def _run(program: str) -> None:
 def test_every_folder_is_packaged():
     """What `packages` and `package-data` do not name is missing from the wheel, and no tool says so."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    specs = [path for path in (ROOT / "specs").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    folders = {ROOT / "specs", *(path.parent for path in [*LIBRARY, *specs])}
+    files = [path for folder in ("seqblocks/language", "specs") for path in (ROOT / folder).rglob("*.*")]
+    data = [path for path in files if path.is_file() and path.suffix not in (".py", ".pyc")]
+    folders = {ROOT / "specs", *(path.parent for path in [*LIBRARY, *data])}
     assert sorted(build["packages"]) == sorted(module_name(folder / "__init__.py") for folder in folders)
-    for path in specs:
+    for path in data:
         package = module_name(path.parent / "__init__.py")
         assert f"*{path.suffix}" in build["package-data"].get(package, ()), f"package-data leaves out {relative(path)}"
 

@@ -86,7 +86,8 @@ def test_only_seqblocks_is_installed(site_packages):
 def test_every_file_arrives(site_packages):
     """Every Python file, every spec and the mark of a typed package, at the place its import name says."""
     expected = {"py.typed"}
-    for folder, pattern in (("seqblocks", "*.py"), ("kernels", "*.py"), ("cli", "*.py"), ("specs", "*.yaml")):
+    code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
+    for folder, pattern in (*code, ("seqblocks", "language/*.yaml"), ("specs", "*.yaml")):
         for path in (ROOT / folder).rglob(pattern):
             expected.add(path.relative_to(ROOT / "seqblocks" if folder == "seqblocks" else ROOT).as_posix())
     assert any(name.startswith("specs/models/") for name in expected)

@@ -21,10 +21,11 @@ from seqblocks.analysis.ownership import initialised, ties
 from seqblocks.analysis.scope import Keys, Names, Step, Values, effort
 from seqblocks.analysis.wiring import Shared, Wiring, captures, named, namespace_of
 from seqblocks.combinators import COMBINATORS, Combinator
-from seqblocks.errors import INSTEAD, Fault, Note, Span, hidden, key_hint, listing, quote
+from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.language.spec import FILE_KEYS, STEP_KEYS, Argument, Block, SpecFile, bundled, misread
+from seqblocks.language.vocabulary import hidden, instead_of, key_hint
 from seqblocks.op import (
     PRIMITIVES,
     FieldKind,
@@ -176,7 +177,7 @@ class Frame(Wiring):
     def _verb_hint(self, step: Step) -> str:
         """What may be meant by an unknown verb."""
         verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *self.home.visible]
-        return _offered(step.verb, self.home.visible) or INSTEAD.get(step.verb) or key_hint(step.verb, verbs) or NO_VERB
+        return _offered(step.verb, self.home.visible) or instead_of(step.verb) or key_hint(step.verb, verbs) or NO_VERB
 
     def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
         """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""

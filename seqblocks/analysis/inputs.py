@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.analysis.scope import Scope
-from seqblocks.errors import Fault, Span, hidden
+from seqblocks.errors import Fault, Span
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import known_keys
+from seqblocks.language.vocabulary import hidden
 from seqblocks.types import Origin, Wire
 
 

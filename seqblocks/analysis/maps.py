@@ -33,11 +33,12 @@ from typing import Any, NamedTuple, get_args
 from seqblocks import graph
 from seqblocks.analysis.scope import Scope
 from seqblocks.combinators import Order
-from seqblocks.errors import Fault, Note, RunError, Span, did_you_mean, hidden, listing, quote
+from seqblocks.errors import Fault, Note, RunError, Span, listing, quote
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys
+from seqblocks.language.vocabulary import did_you_mean, hidden
 from seqblocks.parameters import Parameter
 
 RECIPES: dict[str, tuple[str, ...]] = {  # and what goes with each

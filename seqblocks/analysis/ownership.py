@@ -5,9 +5,10 @@ from __future__ import annotations
 from seqblocks import graph
 from seqblocks.analysis.scope import Scope, Step
 from seqblocks.analysis.wiring import Wiring
-from seqblocks.errors import Fault, Span, did_you_mean, key_hint, listing, quote
+from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, kind_of
 from seqblocks.language.expressions import NameFault
+from seqblocks.language.vocabulary import did_you_mean, key_hint
 from seqblocks.parameters import Init, Parameter, read_init
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, listing, missing_colon, quote
+from seqblocks.errors import Fault, Note, Report, Span, listing, quote
 from seqblocks.language import expressions
 from seqblocks.language.document import MAX_DEPTH, SOLE, Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.language.spec import STEP_KEYS, is_name
+from seqblocks.language.vocabulary import did_you_mean, missing_colon
 from seqblocks.op import FieldKind
 
 # A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.

@@ -9,10 +9,11 @@ from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.scope import Names, Scope, Step
-from seqblocks.errors import Fault, Note, Report, Span, did_you_mean, hidden, listing, quote
+from seqblocks.errors import Fault, Note, Report, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import SpecFile
+from seqblocks.language.vocabulary import did_you_mean, hidden
 from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive, ids_are_no_numbers
 from seqblocks.types import Origin, Wire, show_axes
 

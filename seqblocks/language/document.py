@@ -375,8 +375,8 @@ class _Reader:
                 number, start, word = found
                 span = Span(self.source, number, start, number, start + len(word))
                 rest = _bare(self.source.line(number))[start - 1 + len(word) :]
-                what = f"a space is missing behind {quote(word + ':')}" if rest.startswith(":") else None
-                what = what or f"a colon is missing behind {quote(word)}"
+                what = f"a space is missing after {quote(word + ':')}" if rest.startswith(":") else None
+                what = what or f"a colon is missing after {quote(word)}"
                 mended = f"{word}: {rest.removeprefix(':').strip()}".rstrip()
                 return Diagnostic("E101", f"not YAML: {what}", span, hint=mended)
             hint = _two_keys(self.source.line(line)) or hint
@@ -419,7 +419,7 @@ class _Reader:
                 above.append((number, text))
         for number, text in [(line, here), *above[:1]]:
             if re.match(r"\s*-[^\s-]", text):
-                return f"a space is missing behind the '-' in line {number}"
+                return f"a space is missing after the '-' in line {number}"
         beside = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
         if beside and here.lstrip().startswith("- ") and not beside[1].lstrip().startswith("-"):
             return f"line {beside[0]} stands among the items of a list: it needs '- ' in front"

@@ -17,7 +17,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Fault, Lazy, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Lazy, listing, quote
+from seqblocks.language.vocabulary import did_you_mean
 
 MAX_LENGTH = 400
 MAX_NODES = 100

@@ -18,9 +18,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from seqblocks.errors import Diagnostic, Report, Source, Span, did_you_mean, listing, quote
+from seqblocks.errors import Diagnostic, Report, Source, Span, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.language.vocabulary import did_you_mean
 
 ASKED = "an override replaces what the spec says, or a step's argument"
 USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"

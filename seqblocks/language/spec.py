@@ -16,27 +16,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
-from seqblocks.errors import (
-    ELSEWHERE,
-    Diagnostic,
-    Fault,
-    Lazy,
-    Note,
-    Report,
-    Source,
-    Span,
-    SpecError,
-    UsageError,
-    did_you_mean,
-    hidden,
-    key_hint,
-    listing,
-    missing_colon,
-    quote,
-)
+from seqblocks.errors import Diagnostic, Fault, Lazy, Note, Report, Source, Span, SpecError, UsageError, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
+from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, hidden, key_hint, missing_colon
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
@@ -450,7 +434,7 @@ STEP_KEYS = ("from", "as", "name", "init", "tie")
 
 def _type_meant(word: str) -> str | None:
     """The type of an argument that another language's word is meant for."""
-    words = [word.lower(), *ELSEWHERE.get(word.lower(), ())]
+    words = [word.lower(), *called_elsewhere(word)]
     return next((each for each in words if each in ARGUMENT_TYPES), None)
 
 

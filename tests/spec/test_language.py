@@ -570,8 +570,8 @@ def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
 
 def test_the_words_that_hints_lead_to_exist() -> None:
     """What stands for other libraries' words is a verb, an argument or a word of the language."""
-    from seqblocks.errors import ELSEWHERE, INSTEAD
     from seqblocks.language.expressions import FUNCTIONS
+    from seqblocks.language.vocabulary import vocabulary
     from seqblocks.parameters import INITIALISERS
     from seqblocks.report import reference
 
@@ -579,13 +579,14 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     arguments = [argument for told in verbs.values() for argument in told["arguments"]]
     words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
     known = {*verbs, *INITIALISERS, *words, *graph.DIRECTION_NAMES.values()}
-    assert {ours for names in ELSEWHERE.values() for ours in names} <= known
-    told = {word for text in INSTEAD.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
+    assert {ours for names in vocabulary().elsewhere.values() for ours in names} <= known
+    instead = vocabulary().instead
+    told = {word for text in instead.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
     norms = {verb for verb in verbs if verb.endswith("_norm")}
     assert told - {"the", "are", "and", "activations", "norms"} == norms | set(gate) - {"none"}
-    assert {word for text in INSTEAD.values() for word in re.findall(r"`(\w+)", text)} <= verbs.keys()
-    assert not set(INSTEAD) & verbs.keys()
+    assert {word for text in instead.values() for word in re.findall(r"`(\w+)", text)} <= verbs.keys()
+    assert not set(instead) & verbs.keys()
 
 
 @pytest.mark.parametrize("text", ["normal(0, 0.1)", "normal(std=0.1)", "normal(0, std=d)", "normal(std=d, mean=0)"])
@@ -630,11 +631,11 @@ def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | No
 @pytest.mark.parametrize(
     ("steps", "head", "code", "hint"),
     [
-        ("{linear: {features: d * k}}", "let: {d: 8, k 2}", "E207", "a colon is missing behind `k`"),
+        ("{linear: {features: d * k}}", "let: {d: 8, k 2}", "E207", "a colon is missing after `k`"),
         ("{b: {d: 8, k: 2}}", "blocks: {b: {args: {d: int, k 2}, steps: [linear: {features: d * k}]}}", "E207",
-         "a colon is missing behind `k`"),
+         "a colon is missing after `k`"),
         ("{linear: {features: 8, asz: a}}\n{gate: {by: a}}", "", "E201", "did you mean 'as'?"),
-        ("{linear: {features: 8, as a}}\n{gate: {by: a}}", "", "E201", "a colon is missing behind `as`"),
+        ("{linear: {features: 8, as a}}\n{gate: {by: a}}", "", "E201", "a colon is missing after `as`"),
         ("{b: {asz: a}}\n{residual: {steps: [gate: {by: a}]}}", "blocks: {b: {steps: [silu]}}", "E201",
          "did you mean 'as'?"),
         ("{gate: {byz: input}}", "", "E201", "did you mean 'by'?"),
@@ -642,7 +643,7 @@ def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | No
         ("{repeat: {times: 2, setps: [silu]}}", "", "E201", "did you mean 'steps'?"),
         ("{linear: {features: 8}}", "checkpoint: {linear.weight: {split: qkv, parts: 3, prat: 0}}", "E201",
          "did you mean 'part'?"),
-        ("{linear: {features: 8, init: {weight zeros}}}", "", "E201", "a colon is missing behind `weight`"),
+        ("{linear: {features: 8, init: {weight zeros}}}", "", "E201", "a colon is missing after `weight`"),
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_told_once(steps: str, head: str, code: str, hint: str) -> None:

@@ -10,8 +10,9 @@ from seqblocks import graph
 from seqblocks.analysis.frame import Frame, lowers
 from seqblocks.analysis.scope import Step
 from seqblocks.combinators import MAX_REPEATS, Repeat
-from seqblocks.errors import Fault, did_you_mean, hidden, listing, quote
+from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node
+from seqblocks.language.vocabulary import did_you_mean, hidden
 
 KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")

@@ -9,7 +9,8 @@ from seqblocks import graph
 from seqblocks.analysis.frame import Frame, lowers
 from seqblocks.analysis.scope import Step
 from seqblocks.combinators import GRID_ORDERS, Scan
-from seqblocks.errors import Fault, Note, did_you_mean, listing, quote
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import must_have_grid
 from seqblocks.parameters import Init
 from seqblocks.types import Wire
