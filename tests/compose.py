@@ -411,7 +411,9 @@ class Composer:
         if own:
             arguments["own"] = own
         if own == "all" and mine and self.maybe(0.5):
-            arguments["init"] = {f"{chance.choice(orders)}.{mine[0]}.weight": chance.choice(INITS)}
+            order = chance.choice(orders)
+            namespace = {"forward": "fwd", "reverse": "rev"}.get(order, order)
+            arguments["init"] = {f"{namespace}.{mine[0]}.weight": chance.choice(INITS)}
         made = replace(inside.now, width=width)
         self.add(body, "scan", made, **arguments, steps=inside.steps)
 
