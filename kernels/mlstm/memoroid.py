@@ -188,7 +188,7 @@ def mlstm_memoroid(
         state = MLSTMState(fresh.new_zeros(B, H, DK, v.shape[-1]), fresh.new_zeros(B, H, DK), fresh)
     C, n, m = (t.to(dtype) for t in state)
     found = None
-    if resets is not None and torch.is_grad_enabled() and S:
+    if resets is not None and torch.is_grad_enabled() and S and nonfinite.suspected(*x, C, n, m):
         found = nonfinite.find(*x, (C, n, m), resets, reverse)
         x, (C, n, m) = tuple(found.clean(*x)), found.clean_state(C, n, m)
     if S == 0:

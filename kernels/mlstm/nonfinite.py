@@ -9,6 +9,7 @@ B batch, S sequence, H heads. A token is one of a head; "before" is in the order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ from torch import Tensor
 
 
 def suspected(*tensors: Tensor | None) -> bool:
-    """Whether some number may not be finite. Only asked of a CPU: other devices would have to be waited for."""
+    """Whether some number may not be finite. A question for a CPU: other devices would have to be waited for, and code
+    that is compiled does not know."""
     given = [x for x in tensors if x is not None]
-    if given[0].device.type != "cpu":
+    if given[0].device.type != "cpu" or torch.compiler.is_compiling():
         return True
-    return not all(x.sum().isfinite() for x in given)  # a sum may overflow where no number is infinite: no harm
+    return not all(math.isfinite(x.sum().item()) for x in given)  # should a sum overflow, no harm is done
 
 
 class Found(NamedTuple):

@@ -59,7 +59,9 @@ def run(
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan. Arguments as `mlstm`, already checked; gates and state in the dtype of the state."""
     with without_autocast(q.device.type):
-        if resets is None or not torch.is_grad_enabled() or q.numel() == 0:
+        # going forward, a reset replaces what it hides; going back, zeros would be multiplied by it
+        forward_alone = not torch.is_grad_enabled() or q.numel() == 0
+        if resets is None or forward_alone or not nonfinite.suspected(q, k, v, i, f, *(state or ())):
             return _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
         found = nonfinite.find(q, k, v, i, f, state or (), resets, reverse)
         q, k, v, i, f = found.clean(q, k, v, i, f)

@@ -85,9 +85,9 @@ def _to_memory(x: Tensor, S: int, reverse: bool) -> Tensor:
     return x.flip(1) if reverse else x
 
 
-def _by_head(x: Tensor, S: int, reverse: bool) -> Tensor:
-    """[B, K, L, H] in scan order to [B, H, S] in memory order."""
-    return _to_memory(x, S, reverse).transpose(1, 2).contiguous()
+def _by_head(x: Tensor, S: int, reverse: bool, dtype: torch.dtype) -> Tensor:
+    """[B, K, L, H] in scan order to [B, H, S] in memory order, of this dtype; new memory."""
+    return _to_memory(x, S, reverse).transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _prepare(
@@ -96,12 +96,11 @@ def _prepare(
     """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64."""
     B, S, H = i.shape
     exact = exact_dtype(f)
-    # finite, so that differences are: a weight of e^-1e38 is as good as none
-    log_i = _to_scan(log_input_gate(i, input_gate).clamp(min=-1e38).to(exact), L, reverse)
-    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST).to(exact), L, reverse)
+    log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
+    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST), L, reverse)
     segment = unbroken = None
     if resets is None:
-        b = log_f.cumsum(2)
+        b = log_f.cumsum(2, dtype=exact)
         e = log_i - b
         best, source = e.cummax(2)
     else:
@@ -127,13 +126,12 @@ def _prepare(
     start = torch.stack(starts, 1).unsqueeze(2)
     p = start.expand_as(b) if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
-    u = _exp_((p - x).to(f.dtype))
-    if unbroken is not None:
-        u = torch.where(unbroken, u, 0.0)
+    u = p - x if unbroken is None else torch.where(unbroken, p - x, -torch.inf)
+    u = _exp_(_by_head(u, S, reverse, f.dtype))
     floor = torch.ones_like(u)
     if exponential:
-        floor = torch.exp((-b - x).to(f.dtype).clamp(max=largest_exponent(f.dtype)))
-    e, x, u, floor = (_by_head(y, S, reverse) for y in (e, x, u, floor))
+        floor = _by_head(b + x, S, reverse, f.dtype).neg_().clamp_(max=largest_exponent(f.dtype)).exp_()
+    e, x = (_by_head(y, S, reverse, exact) for y in (e, x))
     gates = Gates(e, x, u, floor, None if segment is None else _to_memory(segment, S, reverse))
     return gates, Scan(source, p > best, unbroken, segment), m
 
@@ -144,8 +142,8 @@ def exact_dtype(f: Tensor) -> torch.dtype:
 
 
 def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
-    """Running sums of x [B, K, L, H] in float64, those of each segment [B, K, L] by themselves."""
-    sums = x.cumsum(2)
+    """Running sums, in float64, of x [B, K, L, H], those of each segment [B, K, L] by themselves."""
+    sums = x.cumsum(2, dtype=exact_dtype(x))
     starts = torch.ones_like(segment, dtype=torch.bool)
     starts[:, :, 1:] = segment[:, :, 1:] != segment[:, :, :-1]
     first = torch.where(starts, torch.arange(x.shape[2], device=x.device), 0).cummax(2).values.unsqueeze(-1)
@@ -192,9 +190,12 @@ def _prepare_backward(
             dm = dstart[:, c] + torch.where(carried, dm, 0.0)
         else:
             dm = dstart[:, c]
-    through = (db - de).flip(2).to(exact_dtype(f))
-    through = through.cumsum(2) if scan.segment is None else _sum_within(scan.segment.flip(2), through)
-    dlog_f = through.flip(2).to(f.dtype)
+    through = (db - de).flip(2)
+    if scan.segment is None:
+        through = through.cumsum(2, dtype=exact_dtype(f))
+    else:
+        through = _sum_within(scan.segment.flip(2), through)
+    dlog_f = through.flip(2)
     di = _to_memory(de, S, reverse)
     if input_gate != "exp":
         di = di * torch.sigmoid(-i)
@@ -539,7 +540,7 @@ def _mlstm_backward(
             dn0.zero_()
         de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
         di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
-    grads = dq, dk, dv, di.contiguous(), df.contiguous(), dC0, dn0, dm0.contiguous()
+    grads = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
     if spoiled is not None:
         nonfinite.fill(grads, *spoiled)
     return grads
