@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.resets import Gate, along
 
 __all__ = ["Memoroid", "associative_scan"]
 
@@ -59,13 +60,15 @@ class Memoroid(NamedTuple):
 
         x: what `elements` and `read` expect. A carry is dropped at a reset, the initial one too.
         """
+        gate = Gate.of(pytree.tree_leaves((x, state)), resets, reverse)
+        x, state = gate.closed(x), gate.closed(state, state=True)
         elements = self.elements(x)
         if state is None and self.initial is not None:
             state = self.initial(pytree.tree_leaves(elements)[0].shape[0])
         states, last = associative_scan(
             self.combine, elements, initial=state, resets=resets, reverse=reverse, backend=backend
         )
-        y = self.read(states, x)
+        y, last = gate.watched(self.read(gate.closed(states), x), gate.closed(last, state=True))
         return (y, last) if return_state else y
 
 
@@ -90,6 +93,8 @@ def associative_scan(
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)
     inputs = {f"elements[{at}]": leaf for at, leaf in enumerate(leaves)}
+    gate = Gate.of([*leaves, *pytree.tree_leaves(initial)], resets, reverse)
+    leaves, initial = gate.closed(leaves), gate.closed(initial, state=True)
     run = dispatch.choose(
         "associative_scan", backend, {**inputs, "resets": resets}, dtype=leaves[0].dtype, resets=resets is not None
     )
@@ -103,18 +108,27 @@ def associative_scan(
     if torch.compiler.is_compiling() and combine in as_an_op and run is dispatch.form("associative_scan", "torch"):
         found = as_an_op[combine](leaves, marks)
     else:
-        found = run(_lifted(combine, spec), leaves if marks is None else [*leaves, marks])[: len(leaves)]
+        lifted = _lifted(combine, spec, gate.active)
+        found = run(lifted, leaves if marks is None else [*leaves, marks])[: len(leaves)]
     last = [leaf[:, -1] for leaf in found]
     if initial is not None:
         found = [leaf[:, 1:] for leaf in found]
-    return pytree.tree_unflatten([order(leaf) for leaf in found], spec), pytree.tree_unflatten(last, spec)
+    found, last = gate.watched([order(leaf) for leaf in found], last)
+    return pytree.tree_unflatten(found, spec), pytree.tree_unflatten(last, spec)
 
 
-def _lifted(combine: Combine, spec: Any) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
-    """The operator on lists of leaves, the marks of resets last if there are any."""
+def _lifted(
+    combine: Combine, spec: Any, differentiated: bool = False
+) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
+    """The operator on lists of leaves, the marks of resets last if there are any.
+
+    differentiated: what a reset drops does not meet the operator, whose derivative there might be NaN.
+    """
 
     def lifted(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
         count = spec.num_leaves
+        if len(a) > count and differentiated:
+            a = [*(torch.where(along(b[count], y), y, x) for x, y in zip(a[:count], b, strict=False)), a[count]]
         both = combine(pytree.tree_unflatten(a[:count], spec), pytree.tree_unflatten(b[:count], spec))
         out, given = pytree.tree_flatten(both)
         if given != spec or not all(isinstance(leaf, Tensor) for leaf in out):
@@ -125,7 +139,7 @@ def _lifted(combine: Combine, spec: Any) -> Callable[[list[Tensor], list[Tensor]
         if len(a) == count:
             return out
         new = b[count]
-        kept = [torch.where(new.view(*new.shape, *[1] * (y.dim() - 2)), x, y) for x, y in zip(b, out, strict=False)]
+        kept = [torch.where(along(new, y), x, y) for x, y in zip(b, out, strict=False)]
         return [*kept, a[count] | new]
 
     return lifted

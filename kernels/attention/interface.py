@@ -13,14 +13,18 @@ block).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.positions import rotary as turned
 from seqblocks.kernels.positions import running_positions
+from seqblocks.kernels.resets import along
 
 __all__ = ["AttentionState", "attention"]
 
@@ -73,17 +77,67 @@ def attention(
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     sequence = _sequences(before, past, resets, B, S, q.device)
+    over = None  # keys of sequences that a reset ended: the next call must not meet what is in them
+    if resets is not None and sequence is not None and S:
+        over = sequence != sequence[:, -1:]
+    several = over is not None and (unknown(S) or S > 1 or torch.is_grad_enabled())
+    if over is not None and not several and past:
+        keys, values = (x.masked_fill_(along(over, x), 0.0) for x in (keys, values))
     inputs = {"q": q, "k": keys, "v": values, "sequence": sequence}
     run = dispatch.choose(
         "attention", backend, inputs, dtype=q.dtype, window=window, resets=resets is not None
     )
-    y = run(q, keys, values, sequence, causal, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if several:
+        assert sequence is not None
+        y = _apart(run, q, keys, values, sequence, causal, window, scale)
+    else:
+        y = run(q, keys, values, sequence, causal, window, scale)
     if not return_state:
         return y
     if keep is None:
         keep = window - 1 if window is not None else keys.shape[1] if state is None else past
     kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
-    return y, AttentionState(_newest(keys, keep).to(kind_k), _newest(values, keep).to(kind_v), length)
+    keys, values = _newest(keys, keep), _newest(values, keep)
+    if several and over is not None:
+        over = _newest(over, keep)
+        keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
+    return y, AttentionState(keys.to(kind_k), values.to(kind_v), length)
+
+
+def _apart(
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, causal: bool, window: int | None,
+    scale: float,
+) -> Tensor:
+    """`run`, whose masked products 0 * NaN would carry what is not finite from one sequence into another.
+
+    It gets zeros there, and its result is NaN where a token sees, or is, one that is not finite.
+    """
+    past = k.shape[1] - q.shape[1]
+    wrong_q, wrong_k, wrong_v = (~x.isfinite().flatten(2).all(-1) for x in (q, k, v))
+    wrong = wrong_k | wrong_v
+    q, k, v = (x.masked_fill(along(bad, x), 0.0) for x, bad in ((q, wrong_q), (k, wrong), (v, wrong)))
+    y = run(q, k, v, sequence, causal, window, scale)
+    first, last = _visible(sequence, past, causal, window)
+    count = pad(wrong.long().cumsum(1), (1, 0))
+    seen = count.gather(1, last + 1) > count.gather(1, first)
+    return y.masked_fill(along(seen | wrong_q, y), torch.nan)
+
+
+def _visible(sequence: Tensor, past: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query sees, both [B, S]."""
+    B, T = sequence.shape
+    place = torch.arange(T, device=sequence.device).expand(B, T)
+    # rolled rather than cut: an exporter would ask whether what is left is one long
+    first = torch.where(sequence != sequence.roll(1, 1), place, 0).cummax(1).values[:, past:]
+    here = place[:, past:]
+    last = here
+    if not causal:
+        ends = torch.where((sequence != sequence.roll(-1, 1)) | (place == T - 1), place, T)
+        last = ends.flip(1).cummin(1).values.flip(1)[:, past:]
+    if window is not None:
+        first, last = torch.maximum(first, here - window + 1), torch.minimum(last, here + window - 1)
+    return first, last
 
 
 def _sequences(

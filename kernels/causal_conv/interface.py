@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed side by side in the weight's gradient, so that the sums stay in cache
@@ -65,11 +66,15 @@ def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
         reverse: bool,
     ) -> Tensor:
-        K = weight.shape[-1]
-        segment = None if resets is None else _segments(resets, K, reverse)
-        # a window looking right is a window looking left with its taps turned
-        y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
-        return F.silu(y) if activation == "silu" else y
+        segment = None if resets is None else _segments(resets, weight.shape[-1], reverse)
+
+        def convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+            # a window looking right is a window looking left with its taps turned
+            y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
+            return (F.silu(y) if activation == "silu" else y,)
+
+        tensors, kinds = (x, state, weight, bias), (TOKENS, STATE, SHARED, SHARED)
+        return contained(convolved, tensors, kinds, resets, reverse)[0]
 
     return run
 
@@ -101,7 +106,7 @@ def _last(x: Tensor, state: Tensor, resets: Tensor | None, K: int, reverse: bool
     if resets is not None:
         segment = _segments(resets, K, reverse)
         newest = segment[:, :1] if reverse else segment[:, P - 1 :]
-        tail = tail * (segment[:, span] == newest).unsqueeze(-1)
+        tail = tail.masked_fill((segment[:, span] != newest).unsqueeze(-1), 0.0)
     return tail.flip(1) if reverse else tail.clone()  # a copy: a view would keep the whole window alive
 
 
@@ -124,7 +129,7 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     def tap(j: int) -> Tensor:
         part = window[:, j : j + S]
         if segment is not None:
-            part = part * (segment[:, j : j + S] == segment[:, now]).unsqueeze(-1)
+            part = part.masked_fill((segment[:, j : j + S] != segment[:, now]).unsqueeze(-1), 0.0)
         return _tap(part, weight, j)
 
     y = tap(0)

@@ -5,12 +5,14 @@ B batch, S sequence, H features in, G features out, N state channels, M sub-stat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, nothing, register
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 MODES = ("neck", "pointwise", "dws", "full")
 
@@ -50,6 +52,26 @@ class Bank(NamedTuple):
         return nothing(self.leave(self.enter(x), x.shape[-1]), self.decay, self.turn, self.read, self.across)
 
 
+def within_sequences(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` whose gradients know of no sequence that is over, see `contained`."""
+
+    def contained_run(
+        bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *more: Any
+    ) -> Any:
+        if resets is None:
+            return run(bank, x, state, resets, reverse, *more)
+
+        def function(x: Tensor, state: Tensor | None, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+            y, last = run(Bank(bank.mode, *parameters), x, state, resets, reverse, *more)
+            return y, last
+
+        kinds = (TOKENS, STATE, *(SHARED,) * 6)
+        return contained(function, (x, state, *bank[1:]), kinds, resets, reverse)
+
+    return contained_run
+
+
+@within_sequences
 def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:

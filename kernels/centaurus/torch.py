@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.centaurus import reference as centaurus_reference
-from seqblocks.kernels.centaurus.reference import Bank
+from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.resets import along, dead_tokens
 
 CHUNK = 64
 CHUNK_WITH_RESETS = 16  # a product per pair of tokens and sequence replaces a matrix product
@@ -30,6 +31,7 @@ WORKING_SET = 1 << 22  # elements of one such product
 FFT_WEIGHT = 4.0
 
 
+@within_sequences
 def run(
     bank: Bank,
     x: Tensor,
@@ -178,6 +180,8 @@ def _chunks(
         return centaurus_reference.run(bank, x, state, resets, reverse)
     state = bank.fresh(x) if state is None else state
     T = CHUNK if resets is None else CHUNK_WITH_RESETS
+    if resets is not None:
+        state = state.masked_fill(along(resets[:, -1 if reverse else 0], state), 0.0)
     if torch.compiler.is_compiling():  # the length may be unknown
         v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
     else:
@@ -234,11 +238,25 @@ def _walked(
     """u [N, B, S], state [B, N, M, 2] -> v [N, B, S] and the last state."""
     now = state.permute(1, 0, 3, 2)  # [N, B, 2, M]
     parts: list[Tensor] = []
+    bad = None  # tokens that are not finite: a matrix product would spread them over all tokens of a chunk
+    if resets is not None and not u.is_meta and not u.isfinite().all():
+        bad = ~u.isfinite()
+        u = u.masked_fill(bad, 0.0)
     for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
         one = _shorter(chunk, T, reverse)
-        span = Span.of(u[:, :, a:b], None if resets is None else resets[:, a:b], T, reverse)
-        before, now = _between(span.given(one), now, one.through, span.stays, reverse)
+        marks = None if resets is None else resets[:, a:b]
+        span = Span.of(u[:, :, a:b], marks, T, reverse)
+        given = span.given(one)
+        spoilt = None if bad is None else Span.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
+        if spoilt is not None:
+            lost = spoilt.where_kept(spoilt.tokens).any(-1).view(*given.shape[:3], 1, 1)
+            given = given.masked_fill(lost, torch.nan)
+        before, now = _between(given, now, one.through, span.stays, reverse)
         v = span.tokens @ one.within if span.piece is None else _Within.apply(span.tokens, one.within, span.piece)
+        if spoilt is not None and spoilt.piece is not None:
+            order = torch.ones_like(one.within)
+            order = order.tril() if reverse else order.triu()
+            v = v.masked_fill(_within(spoilt.tokens, order, spoilt.piece) > 0, torch.nan)
         v = v + span.where_seen(span.flat(before) @ one.out_of)
         parts.append(v.view(*u.shape[:2], b - a))
     v = torch.cat(parts[::-1] if reverse else parts, -1) if len(parts) > 1 else parts[0]
@@ -278,11 +296,11 @@ class Span(NamedTuple):
 
     def where_kept(self, x: Tensor) -> Tensor:
         """x [N, R, T], but 0 where a reset comes after the token."""
-        return x if self.piece is None else x * (self.piece == self.last)
+        return x if self.piece is None else x.masked_fill(self.piece != self.last, 0.0)
 
     def where_seen(self, x: Tensor) -> Tensor:
         """x [N, R, T], but 0 where a reset came before the token."""
-        return x if self.piece is None else x * (self.piece == 0)
+        return x if self.piece is None else x.masked_fill(self.piece != 0, 0.0)
 
 
 def _between(
@@ -296,7 +314,7 @@ def _between(
     for c in reversed(range(chunks)) if reverse else range(chunks):
         befores.append(now)
         if stays is not None:
-            now = now * stays[:, c, None, None]
+            now = now.masked_fill(~stays[:, c, None, None], 0.0)
         now = torch.addcmul(torch.addcmul(given[:, :, c], re, now), turned, now.flip(2))
     before = torch.stack(befores[::-1] if reverse else befores, 2) if chunks > 1 else befores[0].unsqueeze(2)
     return before, now
@@ -366,6 +384,10 @@ def _scan_backward(
     """Gradients of u, of the initial state, and of what a chunk does."""
     chunk = Chunk(within, into, out_of, through)
     du, total = u.new_empty(u.shape), Chunk(*(x.new_zeros(x.shape) for x in chunk))
+    if resets is not None:
+        dead = dead_tokens([dv.permute(1, 2, 0)], [dlast], resets, reverse)
+        u = u.masked_fill(dead, 0.0)
+        state = state.masked_fill(along(dead[:, -1 if reverse else 0], state), 0.0)
     with without_autocast(u.device.type):
         done = []
         now = state.permute(1, 0, 3, 2)
@@ -384,7 +406,7 @@ def _scan_backward(
             back = one.through * one.through.new_tensor([1.0, -1.0]).unsqueeze(-1)
             dgiven, dnow = _between(dbefore, dnow, back, span.stays, not reverse)
             if span.stays is not None:
-                before = before * span.stays[:, :, None, None]
+                before = before.masked_fill(~span.stays[:, :, None, None], 0.0)
             (re, im), (g_re, g_im) = before.unbind(3), dgiven.unbind(3)
             grads.through.add_(torch.stack([re * g_re + im * g_im, re * g_im - im * g_re], 1).sum((2, 3)))
             dgiven = span.flat(dgiven)

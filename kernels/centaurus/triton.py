@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus import torch as centaurus_torch
-from seqblocks.kernels.centaurus.reference import Bank
+from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import no_second_derivative, register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.triton_common import jit, lined, tl, up
@@ -515,6 +515,7 @@ _op.register_autograd(_differentiate, setup_context=_save)
 _op_backward.register_autograd(no_second_derivative("centaurus", "Triton"))
 
 
+@within_sequences
 def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, return_state: bool,
     plan: str | None,

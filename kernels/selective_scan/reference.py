@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 Pair = tuple[Tensor, Tensor]
 
@@ -20,6 +21,18 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
     """All of `selective_scan` around a bare scan: dtypes, groups, the step's softplus, the skip and the gate."""
 
     def run(
+        u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
+    ) -> Pair:
+        tensors = (u, dt, A, B, C, D, z, dt_bias, state)
+        kinds = [TOKENS, TOKENS, SHARED, *(SHARED if x.dim() == 2 else TOKENS for x in (B, C))]
+        kinds += [SHARED, TOKENS, SHARED, STATE]
+        y, last = contained(
+            lambda *x: whole(*x[:8], softplus, x[8], resets, reverse), tensors, kinds, resets, reverse
+        )
+        return y, last
+
+    def whole(
         u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
     ) -> Pair:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import no_second_derivative, register, without_autocast
+from seqblocks.kernels.resets import along, reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
 from seqblocks.kernels.selective_scan.reference import complete
 
@@ -37,17 +38,18 @@ def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
 
 
 def _chunk(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, h: Tensor, resets: Tensor | None, span: tuple[int, int], reverse: bool
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, h: Tensor, resets: Tensor | None, begins: list[bool],
+    span: tuple[int, int], reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decays, states [B, L, G, E, N] of a chunk, and dt u."""
+    """Decays, states [B, L, G, E, N] of a chunk, and dt u. begins: where `resets` has any."""
     a, b = span
     step = dt[:, a:b]
     scaled = step * u[:, a:b]
     decay = torch.exp(step.unsqueeze(-1) * A)
-    if resets is not None:
-        decay.masked_fill_(resets[:, a:b, None, None, None], 0.0)
     states = scaled.unsqueeze(-1) * B[:, a:b].unsqueeze(3)
     for t in range(b - a - 1, -1, -1) if reverse else range(b - a):
+        if resets is not None and begins[a + t]:
+            h = h.masked_fill(along(resets[:, a + t], h), 0.0)
         h = states[:, t].addcmul_(decay[:, t], h)
     return decay, states, scaled
 
@@ -61,12 +63,12 @@ def _scan(
     (An axis for the chunks could be one long, and then a compiler would take it for one of just that length.)
     """
     with without_autocast(u.device.type):
-        spans = _spans(u, A.shape[-1], reverse)
+        spans, begins = _spans(u, A.shape[-1], reverse), reset_times(resets, u.shape[1])
         y, between = torch.empty_like(u), h0.new_empty(len(spans), *h0.shape)
         h = h0
         for at, (a, b) in enumerate(spans):
             between[at] = h
-            _, states, _ = _chunk(u, dt, A, B, h, resets, (a, b), reverse)
+            _, states, _ = _chunk(u, dt, A, B, h, resets, begins, (a, b), reverse)
             y[:, a:b] = (states @ C[:, a:b].unsqueeze(-1)).squeeze(-1)
             h = states[:, 0 if reverse else -1]
         return y, h.clone(), between.flatten()
@@ -85,24 +87,28 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of u, dt, A, B, C and the initial state."""
     with without_autocast(u.device.type):
-        spans = _spans(u, A.shape[-1], reverse)
+        spans, begins = _spans(u, A.shape[-1], reverse), reset_times(resets, u.shape[1])
         du, ddt, dB, dC = (torch.empty_like(x) for x in (u, dt, B, C))
         dA = torch.zeros_like(A)
         carry, between = dlast.clone(), between.view(len(spans), *dlast.shape)
         for at in range(len(spans) - 1, -1, -1):
             a, b = spans[at]
-            decay, states, scaled = _chunk(u, dt, A, B, between[at], resets, (a, b), reverse)
+            decay, states, scaled = _chunk(u, dt, A, B, between[at], resets, begins, (a, b), reverse)
             upstream = dy[:, a:b]
             grads = upstream.unsqueeze(-1) * C[:, a:b].unsqueeze(3)
             for t in range(b - a) if reverse else range(b - a - 1, -1, -1):
                 g = grads[:, t].add_(carry)
                 carry = decay[:, t] * g
+                if resets is not None and begins[a + t]:
+                    carry.masked_fill_(along(resets[:, a + t], carry), 0.0)
             dC[:, a:b] = (upstream.unsqueeze(3) @ states).squeeze(3)
             dB[:, a:b] = (scaled.unsqueeze(3) @ grads).squeeze(3)
             through = (grads @ B[:, a:b].unsqueeze(-1)).squeeze(-1)
             du[:, a:b] = through * dt[:, a:b]
             before = between[at].unsqueeze(1)
             past = torch.cat([states[:, 1:], before] if reverse else [before, states[:, :-1]], 1)
+            if resets is not None and any(begins[a:b]):
+                past.masked_fill_(along(resets[:, a:b], past), 0.0)
             p = grads.mul_(past).mul_(decay)
             ddt[:, a:b] = through * u[:, a:b] + (p * A).sum(-1)
             dA += torch.einsum("blgen,blge->gen", p, dt[:, a:b])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 
 class SLSTMState(NamedTuple):
@@ -47,6 +48,17 @@ def run(
     inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
     """The scan of i, f, z, o [B, S, H * D]; the rest in the dtype of the state. Returns y [B, S, H, D], last state."""
+    kinds = (*(TOKENS,) * 4, SHARED, SHARED, *(STATE,) * 4)
+    y, *last = contained(
+        lambda *x: _run(x[:4], x[4], x[5], SLSTMState(*x[6:]), resets, reverse),
+        (*inputs, recurrent, bias, *state), kinds, resets, reverse,
+    )  # fmt: skip
+    return y, SLSTMState(*last)
+
+
+def _run(
+    inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, ...]:
     gates = stacked(inputs, state)
     with without_autocast(gates.device.type):
         S = gates.shape[1]
@@ -57,8 +69,8 @@ def run(
             state = cell(gates[:, t], recurrent, bias, state)
             outputs.append(state.y)
     if not outputs:
-        return nothing(gates[:, :, 0], gates, recurrent, bias), state
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+        return nothing(gates[:, :, 0], gates, recurrent, bias), *state
+    return torch.stack(outputs[::-1] if reverse else outputs, 1), *state
 
 
 register("slstm", "reference", run, always("the recurrent definition runs wherever torch does"))

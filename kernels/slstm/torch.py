@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_times
 from seqblocks.kernels.slstm import reference as slstm_reference
 from seqblocks.kernels.slstm.reference import SLSTMState, stacked
 
@@ -41,10 +42,11 @@ def _slstm(
         matrix = recurrent.reshape(H, D, 4 * D)
         y, c, n, m = (s.transpose(0, 1).contiguous() for s in (y0, c0, n0, m0))  # [H, B, D]
         ys, cs, ns, ms = (gates.new_empty(S, H, B, D) for _ in range(4))
+        begins = reset_times(resets, S)
         for t in _order(S, reverse):
-            if resets is not None:
-                keep = (~resets[:, t]).to(gates.dtype)[None, :, None]
-                y, c, n, m = y * keep, c * keep, n * keep, m * keep
+            if resets is not None and begins[t]:
+                fresh = resets[:, t, None]
+                y, c, n, m = (s.masked_fill(fresh, 0.0) for s in (y, c, n, m))
             i, f, z, o = full[t].baddbmm_(y, matrix).split(D, -1)
             through = m + F.logsigmoid(f)
             m = torch.where(n == 0, i, torch.maximum(i, through))
@@ -76,7 +78,7 @@ def _slstm_backward(
     with without_autocast(cs.device.type):
         matrix = recurrent.reshape(H, D, 4 * D).transpose(1, 2)
         start = [s.transpose(0, 1) for s in (y0, c0, n0, m0)]
-        kept = None if resets is None else (~resets).to(cs.dtype).T[:, None, :, None]  # [S, 1, B, 1]
+        begins = reset_times(resets, S)
         y_time = ys.permute(1, 2, 0, 3)  # [S, H, B, D]
         grads = torch.empty_like(full)
         before = torch.empty_like(cs)  # y that each token read
@@ -90,8 +92,9 @@ def _slstm_backward(
                 y_, c_, n_, m_ = y_time[past], cs[past], ns[past], ms[past]
             else:
                 y_, c_, n_, m_ = start
-            if kept is not None:
-                y_, c_, n_, m_ = y_ * kept[t], c_ * kept[t], n_ * kept[t], m_ * kept[t]
+            if resets is not None and begins[t]:
+                fresh = resets[:, t, None]
+                y_, c_, n_, m_ = (s.masked_fill(fresh, 0.0) for s in (y_, c_, n_, m_))
             before[t] = y_
             i, f, z, o = full[t].split(D, -1)
             c, n, m = cs[t], ns[t], ms[t]
@@ -116,8 +119,8 @@ def _slstm_backward(
             d_z.copy_(g_c * write * (1 - tz * tz))
             d_o.copy_(g_y * (c / n) * gate * (1 - gate))
             carry = [torch.bmm(grads[t], matrix), g_c * keep, g_n * keep, g_l]
-            if kept is not None:
-                carry = [g * kept[t] for g in carry]
+            if resets is not None and begins[t]:
+                carry = [g.masked_fill(fresh, 0.0) for g in carry]
         d_recurrent = torch.einsum("shbd,shbg->hdg", before, grads).reshape(recurrent.shape)
         d_bias = grads.sum((0, 2)).view(H, 4, D).transpose(0, 1).contiguous()
         d_gates = grads.view(S, H, B, 4, D).permute(2, 0, 3, 1, 4).contiguous()
@@ -156,9 +159,20 @@ def run(
     gates = stacked(inputs, state)
     if gates.shape[1] == 0:
         return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
-    y, c, n, m, _ = _slstm(gates, recurrent, bias, *state, resets, reverse)
+    kinds = (TOKENS, SHARED, SHARED, *(STATE,) * 4)
+    y, *last = contained(
+        lambda *tensors: _run(*tensors, resets, reverse), (gates, recurrent, bias, *state), kinds, resets, reverse
+    )
+    return y, SLSTMState(*last)
+
+
+def _run(
+    gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor,
+    resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, ...]:
+    y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
     last = 0 if reverse else -1  # the length may be unknown to who compiles
-    return y, SLSTMState(y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m)))
+    return y, y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
 
 
 register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"), by_hand=True)
