@@ -53,6 +53,16 @@ def dead_tokens(
     return read.gather(1, count) == 0
 
 
+def backward_marks(
+    grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor | None, reverse: bool
+) -> Tensor | None:
+    """Resets as the backward kernels read them, a byte a token: 1 where a sequence begins, and 2 more if it is dead."""
+    if resets is None:
+        return None
+    dead = dead_tokens(grads, of_states, resets, reverse)
+    return torch.add(resets.to(torch.uint8), dead, alpha=2).contiguous()
+
+
 def contained(
     function: Function, tensors: Sequence[Tensor | None], kinds: Sequence[str], resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:

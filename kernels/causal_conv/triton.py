@@ -19,6 +19,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
@@ -48,6 +49,16 @@ def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, 
 def _marked(resets, b, p, S, REVERSE: tl.constexpr):
     t = S - 1 - p if REVERSE else p
     return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0) != 0
+
+
+@jit
+@no_type_check
+def _mark(resets, b, p, S, REVERSE: tl.constexpr):
+    """As `backward_marks` has it; the carried state is dead if the first token is, or begins a sequence."""
+    at = tl.maximum(p, 0)
+    t = S - 1 - at if REVERSE else at
+    mark = tl.load(resets + b * S + t, at < S, 0).to(tl.int32)
+    return tl.where((p < 0) & (mark != 0), 2, mark)
 
 
 @jit
@@ -109,14 +120,22 @@ def _offset(bias, d, live, like):
 
 @jit
 @no_type_check
-def _behind(x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr):
+def _behind(
+    x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr
+):
     """What is in the window before token p: the K - 1 tokens behind it."""
     window = _blank(taps[0], K - 1)
     for j in tl.static_range(K - 1):
         at = p - (K - 1) + j
+        value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
         if resets is not None:
-            window = _emptied(window, _marked(resets, b, at, S, REVERSE), K - 1)
-        window = _pushed(window, _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE), K - 1, 0)
+            if BACKWARD:
+                mark = _mark(resets, b, at, S, REVERSE)
+                window = _emptied(window, mark != 0, K - 1)
+                value = tl.where(mark >= 2, 0.0, value)
+            else:
+                window = _emptied(window, _marked(resets, b, at, S, REVERSE), K - 1)
+        window = _pushed(window, value, K - 1, 0)
     return window
 
 
@@ -143,7 +162,7 @@ def _conv(
     live = d < D
     taps = _taps(w, d, live, K)
     offset = _offset(bias, d, live, taps[0])
-    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, False)
     for i in range(0, T, STEPS):
         values, marks = (), ()
         for j in tl.static_range(STEPS):  # loads that do not wait for one another
@@ -227,7 +246,7 @@ def _conv_backward(
     live = d < D
     taps = _taps(w, d, live, K)
     offset = _offset(bias, d, live, taps[0])
-    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE)
+    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, True)
     waiting = _blank(taps[0], K - 1)
     reaches = _all(first == first, K - 1)
     sums = _blank(taps[0], K)
@@ -239,11 +258,12 @@ def _conv_backward(
             values = values + (_read(x, state, d, b, at, S, D, xb, xs, K, K > 1, REVERSE),)
             grads = grads + (_read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE),)
             if resets is not None:
-                marks = marks + (_marked(resets, b, at, S, REVERSE).to(tl.int32),)
+                marks = marks + (_mark(resets, b, at, S, REVERSE),)
         for j in tl.static_range(STEPS):
             value = values[j].to(tl.float32)
             if resets is not None:
                 window = _emptied(window, marks[j] != 0, K - 1)
+                value = tl.where(marks[j] >= 2, 0.0, value)
                 reaches = _reaching(reaches, marks[j], K - 1)
             g = _pre_gradient(grads[j], taps, offset, value, window, SILU, K)
             total += g
@@ -260,8 +280,9 @@ def _conv_backward(
         value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
         grad = _read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE)
         if resets is not None:
-            mark = _marked(resets, b, at, S, REVERSE).to(tl.int32)
+            mark = _mark(resets, b, at, S, REVERSE)
             window = _emptied(window, mark != 0, K - 1)
+            value = tl.where(mark >= 2, 0.0, value)
             reaches = _reaching(reaches, mark, K - 1)
         g = _pre_gradient(grad, taps, offset, value, window, SILU, K)
         spread = _spread(waiting, reaches, taps, g, K, resets is not None)
@@ -328,7 +349,7 @@ def _op_backward(
     """Gradients of x, weight, bias (empty where there is none) and state."""
     batch, S, D = x.shape
     K = weight.shape[-1]
-    dy, resets = lined(dy), common.marks(resets)
+    dy, resets = lined(dy), backward_marks([dy], [], resets, reverse)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
     tile = tiles(S, D, batch, x.dtype, True)

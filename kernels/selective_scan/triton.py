@@ -25,6 +25,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.triton_common import exp, jit, over, silu, softplus, tl, up
 
@@ -299,33 +300,44 @@ def _tile(x, t, there):
 
 @jit
 @no_type_check
+def _read_from(resets, t, there):
+    """Which of these tokens have a gradient, of those that are there."""
+    if resets is not None:
+        there = there & (tl.load(resets + t, there, 0) < 2)
+    return there
+
+
+@jit
+@no_type_check
 def _prepare(
-    u, dt, dy, z, B, C, shift, planes, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+    u, dt, dy, z, B, C, resets, shift, planes, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
 ):
     """Of the `count` tokens of a chunk, in float32: step, what it writes, and dy behind the gate, into the first three
-    planes [CHUNK, BE]; B and C into rows [CHUNK, BN]. Zeros beyond `count`, which change no state and no gradient."""
+    planes [CHUNK, BE]; B and C into rows [CHUNK, BN]. Zeros beyond `count`, which change no state and no gradient, and
+    for tokens of which nothing is read."""
     to = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, CHUNK, 2 * ROWS, num_stages=1):
-        xs, dts, gs_, gates = (), (), (), ()
+        xs, dts, gs_, gates, theres = (), (), (), (), ()
         for j in tl.static_range(2):  # all is asked for before any is used
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
-            there = i < count if EVEN else (i < count) & live[None, :]
+            there = _read_from(resets, SIGN * i, i < count)
+            if not EVEN:
+                there = there & live[None, :]
+            theres = theres + (there,)
             xs = xs + (_tile(u, SIGN * i * us, there),)
             dts = dts + (_tile(dt, SIGN * i * ds, there),)
             gs_ = gs_ + (_tile(dy, SIGN * i * gs, there),)
             if z is not None:
                 gates = gates + (_tile(z, SIGN * i * zs, there),)
         for j in tl.static_range(2):
-            i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
-            there = i < count if EVEN else (i < count) & live[None, :]
             step = dts[j].to(tl.float32)
             if shift is not None:
                 step += shift[None, :]
             if SOFTPLUS:
                 step = softplus(step)
-            step = tl.where(there, step, 0.0)
+            step = tl.where(theres[j], step, 0.0)
             g = gs_[j].to(tl.float32)
             if z is not None:
                 g *= silu(gates[j].to(tl.float32))
@@ -336,7 +348,7 @@ def _prepare(
     to = rows + tl.arange(0, LINES)[:, None] * BN + n[None, :]
     for first in tl.range(0, CHUNK, LINES, num_stages=1):
         i = first + tl.arange(0, LINES)[:, None]
-        there = (i < count) & (n < N)[None, :]
+        there = _read_from(resets, SIGN * i, i < count) & (n < N)[None, :]
         if Bs is not None:
             tl.store(to + first * BN, _tile(B, SIGN * i * Bs, there).to(tl.float32))
         if Cs is not None:
@@ -346,7 +358,7 @@ def _prepare(
 @jit
 @no_type_check
 def _finish(
-    u, dt, dy, z, shift, skip, planes, du, ddt, dz, dD, dbias, count, live, E, us, ds, gs, zs,
+    u, dt, dy, z, resets, shift, skip, planes, du, ddt, dz, dD, dbias, count, live, E, us, ds, gs, zs,
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -355,7 +367,8 @@ def _finish(
     for first in tl.range(0, count, ROWS, num_stages=1):
         i = first + tl.arange(0, ROWS)[:, None]
         t = SIGN * i
-        there = i < count if EVEN else (i < count) & live[None, :]
+        own = i < count if EVEN else (i < count) & live[None, :]
+        there = _read_from(resets, t, own)
         x = _tile(u, t * us, there).to(tl.float32)
         through = tl.load(of + (4 * CHUNK + first) * BE, there, 0.0)
         rates = tl.load(of + (5 * CHUNK + first) * BE, there, 0.0)
@@ -372,7 +385,7 @@ def _finish(
         if skip is not None:
             dx += skip[None, :] * g
             dD += g * x
-        tl.store(du[None, :] + t * E, dx.to(du.dtype.element_ty), there)
+        tl.store(du[None, :] + t * E, dx.to(du.dtype.element_ty), own)
         dstep = through * x + rates * 0.6931471805599453
         if SOFTPLUS:
             if shift is not None:
@@ -380,13 +393,13 @@ def _finish(
             dstep *= over(1.0 + exp(-raw))
         if shift is not None:
             dbias += tl.where(there, dstep, 0.0)
-        tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), there)
+        tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), own)
         if z is not None:
             open_ = over(1.0 + exp(-gate))
             if skip is not None:
                 out += skip[None, :] * x
             dgate = dout * out * open_ * (1.0 + gate * (1.0 - open_))
-            tl.store(dz[None, :] + t * E, dgate.to(dz.dtype.element_ty), there)
+            tl.store(dz[None, :] + t * E, dgate.to(dz.dtype.element_ty), own)
     return dD, dbias
 
 
@@ -467,15 +480,17 @@ def _scan_backward(
         t = tl.cast(origin + SIGN * first, tl.int64)
         x_, dt_, dy_, z_ = u + b * ub + t * us + e, dt + b * db + t * ds + e, dy + b * gb + t * gs + e, None
         line = (b * S + t) * E + e
-        dz_, B_, C_, dB_, dC_ = None, None, None, None, None
+        dz_, B_, C_, dB_, dC_, resets_ = None, None, None, None, None, None
         if z is not None:
             z_, dz_ = z + b * zb + t * zs + e, dz + line
         if Bs is not None:
             B_, dB_ = B + b * Bb + group * Bg + t * Bs + n, dB + part + t * (groups * N)
         if Cs is not None:
             C_, dC_ = C + b * Cb + group * Cg + t * Cs + n, dC + part + t * (groups * N)
+        if resets is not None:
+            resets_ = resets + b * S + t
         _prepare(
-            x_, dt_, dy_, z_, B_, C_, shift, scratch, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
+            x_, dt_, dy_, z_, B_, C_, resets_, shift, scratch, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
             SIGN, SOFTPLUS, EVEN, CHUNK, BE, BN, ROWS, LINES,
         )
         tl.debug_barrier()  # what follows is read by other threads than wrote it, here and below
@@ -538,7 +553,7 @@ def _scan_backward(
         tl.debug_barrier()
 
         dD_sum, dbias_sum = _finish(
-            x_, dt_, dy_, z_, shift, skip, scratch, du + line, ddt + line, dz_, dD_sum, dbias_sum,
+            x_, dt_, dy_, z_, resets_, shift, skip, scratch, du + line, ddt + line, dz_, dD_sum, dbias_sum,
             count, live, E, us, ds, gs, zs, SIGN, SOFTPLUS, EVEN, CHUNK, BE, ROWS,
         )
         tl.debug_barrier()
@@ -708,7 +723,7 @@ def _op_backward(
 ) -> list[Tensor]:
     """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
     dy, u, dt, A, B, C, D, z, bias = _laid_out(dy, u, dt, A, B, C, D, z, bias)
-    resets = common.marks(resets)
+    resets = backward_marks([dy], [dlast], resets, reverse)
     dlast = None if dlast is None else dlast.contiguous()
     S, E, N, groups, W = _sizes(u, A, B, C)
     batch = u.shape[0]

@@ -25,6 +25,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
+from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.slstm.reference import SLSTMState
 from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, over, sigmoid, tl, up
 
@@ -95,14 +96,23 @@ def _load(x, rows, columns, is_row, is_column):
 @jit
 @no_type_check
 def _gates(i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d):
-    """Of token t, as they lie there; and whether the sequence goes on with it."""
-    goes_on = (b >= 0).to(tl.float32)[:, None]
+    """Of token t, as they lie there; and its mark, 0 where the sequence goes on with it."""
+    mark = None
     if resets is not None:
-        goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+        mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
     return (
         _load(i, b * ib + t * js, wide, is_b, is_d), _load(f, b * fb + t * fs, wide, is_b, is_d),
-        _load(z, b * zb + t * zs, wide, is_b, is_d), _load(o, b * ob + t * os, wide, is_b, is_d), goes_on,
+        _load(z, b * zb + t * zs, wide, is_b, is_d), _load(o, b * ob + t * os, wide, is_b, is_d), mark,
     )
+
+
+@jit
+@no_type_check
+def _carried(x, mark):
+    """What a token reads of the one before, or hands back to it: nothing across a reset, NaN and inf neither."""
+    if mark is not None:
+        x = tl.where(mark == 0, x, 0.0)
+    return x
 
 
 @jit
@@ -151,7 +161,7 @@ def _scan(
     m = tl.load(m0 + cell, here, 0.0)
     plane = tl.cast(B, tl.int64) * S * H * D
     t = tl.cast(S - 1 if REVERSE else 0, tl.int64)
-    next_i, next_f, next_z, next_o, goes_on = _gates(
+    next_i, next_f, next_z, next_o, mark = _gates(
         i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
     )
     for step in range(S):
@@ -160,13 +170,9 @@ def _scan(
         xf = next_f.to(tl.float32) + bias_f
         xz = next_z.to(tl.float32) + bias_z
         xo = next_o.to(tl.float32) + bias_o
-        if resets is not None:
-            out *= goes_on
-            c *= goes_on
-            n *= goes_on
-            m *= goes_on
+        out, c, n, m = _carried(out, mark), _carried(c, mark), _carried(n, mark), _carried(m, mark)
         # asked for a token ahead: the memory's answer takes about as long as all the rest of a token
-        next_i, next_f, next_z, next_o, goes_on = _gates(
+        next_i, next_f, next_z, next_o, mark = _gates(
             i, f, z, o, resets, t - 1 if REVERSE else t + 1, b, wide, S, ib, js, fb, fs, zb, zs, ob, os,
             b < tl.where(step + 1 < S, B, 0), is_d,
         )
@@ -209,7 +215,7 @@ def _scan_by_tiles(
             is_d = d < D
             here = is_b[:, None] & is_d[None, :]
             wide = head * D + d
-            own_i, own_f, own_z, own_o, goes_on = _gates(
+            own_i, own_f, own_z, own_o, mark = _gates(
                 i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
             )
             xi = tl.zeros((BB, BD), tl.float32)
@@ -218,7 +224,7 @@ def _scan_by_tiles(
             xo = tl.zeros((BB, BD), tl.float32)
             for start in range(0, D, BD):
                 k = start + tl.arange(0, BD)
-                read = (_load(before, row, k, is_b, k < D) * goes_on).to(DOT)
+                read = _carried(_load(before, row, k, is_b, k < D), mark).to(DOT)
                 into = recurrent + head * D * 4 * D + k[:, None] * (4 * D) + d[None, :]
                 square = (k < D)[:, None] & is_d[None, :]
                 xi += tl.dot(read, tl.load(into, square, 0.0).to(DOT), input_precision=PRECISION)
@@ -230,9 +236,9 @@ def _scan_by_tiles(
             xz += own_z.to(tl.float32) + tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
             xo += own_o.to(tl.float32) + tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
             cell = row[:, None] + d[None, :]
-            c = tl.load(c1 + cell, here, 0.0) * goes_on
-            n = tl.load(n1 + cell, here, 0.0) * goes_on
-            m = tl.load(m1 + cell, here, 0.0) * goes_on
+            c = _carried(tl.load(c1 + cell, here, 0.0), mark)
+            n = _carried(tl.load(n1 + cell, here, 0.0), mark)
+            m = _carried(tl.load(m1 + cell, here, 0.0), mark)
             out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
             at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
             tl.store(y + at, out.to(y.dtype.element_ty), here)
@@ -248,10 +254,13 @@ def _scan_by_tiles(
 @jit
 @no_type_check
 def _token_gradients(
-    dy, dc, dn, dm, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, goes_on
+    dy, dc, dn, dm, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, mark
 ):
-    """`_cell_gradients` of what is kept of a token, `rest` tokens after the first, before which are c0, n0, m0."""
+    """`_cell_gradients` of what is kept of a token, `rest` tokens after the first, before which are c0, n0, m0. Of a
+    token of which nothing is read they are zeros: it is not looked at."""
     here = (b < B)[:, None] & is_d[None, :]
+    if mark is not None:
+        here = here & (mark < 2)
     old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
     given = (b < tl.where(rest > 0, 0, B))[:, None] & is_d[None, :]
     c_ = tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0)
@@ -264,7 +273,9 @@ def _token_gradients(
     f = tl.load(gates_if + plane + at, here, 0.0)
     z = tl.load(gates_zo + at, here, 0.0).to(tl.float32)
     o = tl.load(gates_zo + plane + at, here, 0.0).to(tl.float32)
-    return _cell_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, c_ * goes_on, n_ * goes_on, m_ * goes_on)
+    return _cell_gradients(
+        dy, dc, dn, dm, i, f, z, o, c, n, m, _carried(c_, mark), _carried(n_, mark), _carried(m_, mark)
+    )
 
 
 @common.kernel(do_not_specialize=["S", "B"])
@@ -299,13 +310,13 @@ def _scan_backward(
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         past = at + (H * D if REVERSE else -H * D)
-        goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
+        mark = None
         if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+            mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
         out += _load(dy, b * gb + t * gs, wide, is_b, is_d).to(tl.float32)
         gi, gf, gz, go, c, n, m = _token_gradients(
             out, c, n, m, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, S - 1 - step,
-            goes_on,
+            mark,
         )
         tl.store(di + at, gi.to(di.dtype.element_ty), here)
         tl.store(df + at, gf.to(df.dtype.element_ty), here)
@@ -315,10 +326,7 @@ def _scan_backward(
         out += tl.dot(gf.to(DOT), from_f, input_precision=PRECISION)
         out += tl.dot(gz.to(DOT), from_z, input_precision=PRECISION)
         out += tl.dot(go.to(DOT), from_o, input_precision=PRECISION)
-        out *= goes_on
-        c *= goes_on
-        n *= goes_on
-        m *= goes_on
+        out, c, n, m = _carried(out, mark), _carried(c, mark), _carried(n, mark), _carried(m, mark)
     tl.store(dy0 + cell, out, here)
     tl.store(dc0 + cell, c, here)
     tl.store(dn0 + cell, n, here)
@@ -342,9 +350,9 @@ def _scan_backward_by_tiles(
     for step in range(S):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         line = ((b * S + t) * H + head) * D
-        goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
+        mark = None
         if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_b, 0) == 0).to(tl.float32)[:, None]
+            mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
             is_d = d < D
@@ -359,15 +367,15 @@ def _scan_backward_by_tiles(
             m = tl.load(dm0 + cell, here, 0.0)
             gi, gf, gz, go, c, n, m = _token_gradients(
                 out, c, n, m, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, S - 1 - step,
-                goes_on,
+                mark,
             )
             tl.store(di + at, gi.to(di.dtype.element_ty), here)
             tl.store(df + at, gf.to(df.dtype.element_ty), here)
             tl.store(dz + at, gz.to(dz.dtype.element_ty), here)
             tl.store(do + at, go.to(do.dtype.element_ty), here)
-            tl.store(dc0 + cell, c * goes_on, here)
-            tl.store(dn0 + cell, n * goes_on, here)
-            tl.store(dm0 + cell, m * goes_on, here)
+            tl.store(dc0 + cell, _carried(c, mark), here)
+            tl.store(dn0 + cell, _carried(n, mark), here)
+            tl.store(dm0 + cell, _carried(m, mark), here)
         tl.debug_barrier()  # all channels' gradients are there before any goes back through the matrices
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -386,7 +394,7 @@ def _scan_backward_by_tiles(
                 out += tl.dot(_load(df, line, k, is_b, is_k).to(DOT), from_f, input_precision=PRECISION)
                 out += tl.dot(_load(dz, line, k, is_b, is_k).to(DOT), from_z, input_precision=PRECISION)
                 out += tl.dot(_load(do, line, k, is_b, is_k).to(DOT), from_o, input_precision=PRECISION)
-            tl.store(dy0 + row[:, None] + d[None, :], out * goes_on, is_b[:, None] & is_d[None, :])
+            tl.store(dy0 + row[:, None] + d[None, :], _carried(out, mark), is_b[:, None] & is_d[None, :])
         tl.debug_barrier()
 
 
@@ -455,7 +463,7 @@ def _scan_by_team(
     m = tl.load(m1 + cell, here, 0.0)
     plane = tl.cast(B, tl.int64) * S * H * D
     t = tl.cast(S - 1 - begin if REVERSE else begin, tl.int64)
-    next_i, next_f, next_z, next_o, goes_on = _gates(
+    next_i, next_f, next_z, next_o, mark = _gates(
         i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d
     )
     for step in range(begin, end):
@@ -465,11 +473,9 @@ def _scan_by_team(
         # past the first-level cache, which knows nothing of what others wrote
         read = tl.load(before + (line[None, :] + k[:, None]), cache_modifier=".cg")
         if resets is not None:
-            c *= goes_on
-            n *= goes_on
-            m *= goes_on
+            c, n, m = _carried(c, mark), _carried(n, mark), _carried(m, mark)
             later = b < tl.where(step + 1 < S, B, 0)
-            goes_on = (tl.load(resets + b * S + (t - 1 if REVERSE else t + 1), later, 0) == 0).to(tl.float32)[:, None]
+            mark = tl.load(resets + b * S + (t - 1 if REVERSE else t + 1), later, 0)[:, None]
         x = tl.dot(weights, read, input_precision=PRECISION)
         xiz, xfo = tl.split(tl.permute(tl.reshape(x, (2, 2, BU, BB)), (3, 2, 0, 1)))
         xi, xz = tl.split(xiz)
@@ -479,10 +485,7 @@ def _scan_by_team(
         xz += next_z.to(tl.float32) + bias_z
         xo += next_o.to(tl.float32) + bias_o
         out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
-        gives = out
-        if resets is not None:
-            gives = out * goes_on
-        tl.store(after + (line[:, None] + d[None, :]), gives.to(DOT), is_d[None, :])
+        tl.store(after + (line[:, None] + d[None, :]), _carried(out, mark).to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         # what the others do not wait for
@@ -505,11 +508,16 @@ def _scan_by_team(
 @jit
 @no_type_check
 def _kept(
-    dy, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, rest, REVERSE: tl.constexpr
+    dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, rest,
+    REVERSE: tl.constexpr,
 ):
-    """Of token t, `rest` tokens after the first: dy, what is kept of its gates, and c, n, m before it."""
+    """Of token t, `rest` tokens after the first: dy, what is kept of its gates, c, n, m before it, and its mark."""
     is_b = b < tl.where(rest >= 0, B, 0)
     here = is_b[:, None] & is_d[None, :]
+    mark = None
+    if resets is not None:
+        mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
+        here = here & (mark < 2)
     plane = tl.cast(B, tl.int64) * S * H * D
     at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
@@ -520,7 +528,7 @@ def _kept(
         tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
         tl.load(tl.where(rest > 0, states, c0) + past, here, 0.0),
         tl.load(tl.where(rest > 0, states + plane, n0) + past, here, 1.0),
-        tl.load(tl.where(rest > 0, states + 2 * plane, m0) + past, here, 0.0),
+        tl.load(tl.where(rest > 0, states + 2 * plane, m0) + past, here, 0.0), mark,
     )
 
 
@@ -630,33 +638,32 @@ def _scan_backward_by_team(
     c = tl.load(states + at_last, now, 0.0)
     n = tl.load(states + plane + at_last, now, 1.0)
     m = tl.load(states + 2 * plane + at_last, now, 0.0)
-    next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
-        dy, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, S - 1 - begin, REVERSE
+    next_dy, next_i, next_f, next_z, next_o, c_, n_, m_, mark = _kept(
+        dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, S - 1 - begin, REVERSE
     )
     out = tl.zeros((BB, BU), tl.float32)
     for step in range(begin, end):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         is_live = b < tl.where(step < S, B, 0)
         live = is_live[:, None] & is_d[None, :]
-        goes_on = tl.zeros((BB, 1), tl.float32) + 1.0
-        if resets is not None:
-            goes_on = (tl.load(resets + b * S + t, is_live, 0) == 0).to(tl.float32)[:, None]
+        if resets is not None:  # as in `_token_gradients`: nothing of a token of which nothing is read
+            c, n, m = tl.where(mark < 2, c, 0.0), tl.where(mark < 2, n, 1.0), tl.where(mark < 2, m, 0.0)
         before = turn + (step % 2) * (4 * BB * BD)
         out = _through(before, from_i, from_f, from_z, from_o, PRECISION, BB, BD, BU, AHEAD, EXACT)
         out += late + next_dy.to(tl.float32)
         late = tl.zeros((BB, BU), tl.float32)
         gi, gf, gz, go, of_c, of_n, of_m = _cell_gradients(
             out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
-            c_ * goes_on, n_ * goes_on, m_ * goes_on,
+            _carried(c_, mark), _carried(n_, mark), _carried(m_, mark),
         )
-        dc = tl.where(live, of_c * goes_on, dc)
-        dn = tl.where(live, of_n * goes_on, dn)
-        dm = tl.where(live, of_m * goes_on, dm)
+        dc = tl.where(live, _carried(of_c, mark), dc)
+        dn = tl.where(live, _carried(of_n, mark), dn)
+        dm = tl.where(live, _carried(of_m, mark), dm)
         after = turn + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
-        tl.store(after, (gi * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + BB * BD, (gf * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + 2 * BB * BD, (gz * goes_on).to(DOT), is_d[None, :])
-        tl.store(after + 3 * BB * BD, (go * goes_on).to(DOT), is_d[None, :])
+        tl.store(after, _carried(gi, mark).to(DOT), is_d[None, :])
+        tl.store(after + BB * BD, _carried(gf, mark).to(DOT), is_d[None, :])
+        tl.store(after + 2 * BB * BD, _carried(gz, mark).to(DOT), is_d[None, :])
+        tl.store(after + 3 * BB * BD, _carried(go, mark).to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
@@ -665,10 +672,11 @@ def _scan_backward_by_team(
         tl.store(dz + at, gz.to(dz.dtype.element_ty), live)
         tl.store(do + at, go.to(do.dtype.element_ty), live)
         c, n, m = c_, tl.where(step + 1 < S, n_, 1.0), m_  # step S divides by no state
-        next_dy, next_i, next_f, next_z, next_o, c_, n_, m_ = _kept(
-            dy, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D, gb, gs,
+        next_dy, next_i, next_f, next_z, next_o, c_, n_, m_, next_mark = _kept(
+            dy, resets, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D, gb, gs,
             is_d, S - 2 - step, REVERSE,
         )
+        mark = next_mark
         if step + 1 < end:
             patience = _wait(arrived, parts * (step + 1 - begin), patience)
             dc = tl.where(patience > 0, dc, float("nan"))
@@ -803,7 +811,9 @@ def _op(
             to.copy_(given)
         if plan.team:
             turn = plan.turn(1, y0)
-            first = y0 if resets is None else y0 * (resets[:, -1 if reverse else 0] == 0)[:, None, None]
+            first = y0
+            if resets is not None:
+                first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
             first = F.pad(first, (0, 0, 0, 0, 0, turn.shape[0] * turn.shape[4] - plan.B))
             turn[:, :, 0, 0, :, :D] = first.unflatten(0, (turn.shape[0], -1)).transpose(1, 2)
             plan.launch_teams(
@@ -842,7 +852,7 @@ def _op_backward(
     dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
     di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
-    resets = common.marks(resets)
+    resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
     whole = (x.contiguous() for x in (recurrent.to(plan.dot), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
     given = (*whole, resets, states, gates_if, gates_zo)

@@ -6,6 +6,7 @@ a state that is not finite, the third has neither. The loss reads what comes aft
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks import kernels
-from seqblocks.kernels import triton_common
 from seqblocks.state import map_state
-from tests.triton.compare import draw, float32_bar
+from tests.triton.compare import draw, float32_bar, interpreted
+
+# the interpreter computes with NumPy, which mentions every NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 S, AT = 11, 5  # tokens, and the place of the first sequence's reset in the order of the scan
 Run = Callable[..., tuple[Tensor, ...]]  # tensors by name, states, options -> y, states
@@ -138,7 +141,7 @@ def parameters() -> list[Any]:
         for backend, reverse in itertools.product(case.backends, (False, True) if case.reversible else (False,)):
             marks = []
             if backend == "triton":
-                marks = [pytest.mark.skipif(not triton_common.INTERPRETED, reason="triton's interpreter is off")]
+                marks = [interpreted]
                 marks += [pytest.mark.long] if pieces != "whole" else []
             found.append(pytest.param(name, backend, reverse, pieces, marks=marks))
     return found
@@ -170,6 +173,10 @@ def results(case: Case, leaves: list[Tensor], marks: Tensor, pieces: str, **opti
 def test_nothing_before_a_reset_reaches_what_follows(
     op: str, backend: str, reverse: bool, pieces: str, poison: float
 ) -> None:
+    check(op, backend, reverse, pieces, poison)
+
+
+def check(op: str, backend: str, reverse: bool, pieces: str, poison: float) -> None:
     case = CASES[op]
     shapes = [(3, S, *axes) for axes in case.tokens.values()]
     shapes += [*case.shared.values(), *((3, *axes) for axes in case.states)]
@@ -195,6 +202,30 @@ def test_nothing_before_a_reset_reaches_what_follows(
     grads = found[-len(clean) :]
     assert all((g[0, :AT] == 0).all() for g in grads[: len(case.tokens)])
     assert all((g[:2] == 0).all() for g in grads[len(grads) - len(case.states) :])
+
+
+@interpreted
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("launch", ["tiles", "team", "segments"])
+def test_every_launch_of_a_kernel_keeps_to_it(launch: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads of the sLSTM, and a scan whose sequences are cut, also where one is over."""
+    tile = {"BB": 16, "BD": 16, "WHOLE": 0, "num_warps": 4}
+    if launch == "segments":
+        triton = importlib.import_module("seqblocks.kernels.selective_scan.triton")
+        monkeypatch.setattr(triton, "segments", lambda *facts: 3)
+        monkeypatch.setattr(triton, "CHUNK", 4)
+        check("selective_scan", "triton", reverse, "whole", torch.nan)
+    else:
+
+        def tiles(width: int, dots: str, backward: bool, *facts: Any) -> dict[str, int]:
+            if launch == "tiles":
+                return {**tile, "num_stages": 2}
+            return {**tile, "BU": 16, "num_stages": 1} | ({"AHEAD": 1, "EXACT": 1} if backward else {})
+
+        triton = importlib.import_module("seqblocks.kernels.slstm.triton")
+        monkeypatch.setattr(triton, "tiles", tiles)
+        monkeypatch.setattr(triton.common, "processors", lambda x: 6)
+        check("slstm", "triton", reverse, "whole", torch.nan)
 
 
 @pytest.mark.parametrize(("op", "backend", "reverse", "pieces"), parameters())
