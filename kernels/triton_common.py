@@ -58,7 +58,13 @@ def launch_options() -> dict[str, bool]:
 
 # settled when kernels are decorated, which is when this file's importers are imported
 INTERPRETED = not MISSING and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "gfx942": 304}  # of an A100, H100 or H200, MI300X, where none is there
+# Shared bytes that a program may have (CUDA C programming guide, table of compute capabilities: 163, 99 or 227 KB)
+SHARED = {
+    "sm_80": 166_912, "sm_86": 101_376, "sm_87": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448,
+    "sm_103": 232_448, "sm_120": 101_376, "sm_121": 101_376, "gfx942": 65_536,
+}
+# of an A100, A40, L40S, H100 or H200, B200, RTX 5090, MI300X, where none is there
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
 OLDEST = (8, 0)  # compute capability; older ones are not compiled for in the tests
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,6 +126,17 @@ def processors(x: Tensor) -> int:
 def processors_of(index: int) -> int:
     """Multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def shared(x: Tensor) -> int:
+    """Shared bytes that a program on the device of x may have; 0 in the interpreter."""
+    return shared_of(x.device.index) if x.is_cuda else SHARED.get(arch(x), 0)
+
+
+def shared_of(index: int) -> int:
+    """Shared bytes that a program on a device may have, as it says itself."""
+    found = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
+    return int(found) or SHARED.get(arch_of(index), 0)
 
 
 def on(x: Tensor) -> contextlib.AbstractContextManager[object]:

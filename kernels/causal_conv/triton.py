@@ -19,7 +19,7 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
-from seqblocks.kernels.resets import backward_marks
+from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 
 TAPS = 8  # at most: windows are registers
@@ -46,19 +46,10 @@ def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, 
 
 @jit
 @no_type_check
-def _marked(resets, b, p, S, REVERSE: tl.constexpr):
-    t = S - 1 - p if REVERSE else p
-    return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0) != 0
-
-
-@jit
-@no_type_check
 def _mark(resets, b, p, S, REVERSE: tl.constexpr):
-    """As `backward_marks` has it; the carried state is dead if the first token is, or begins a sequence."""
-    at = tl.maximum(p, 0)
-    t = S - 1 - at if REVERSE else at
-    mark = tl.load(resets + b * S + t, at < S, 0).to(tl.int32)
-    return tl.where((p < 0) & (mark != 0), 2, mark)
+    """As `backward_marks` has it."""
+    t = S - 1 - p if REVERSE else p
+    return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0).to(tl.int32)
 
 
 @jit
@@ -127,14 +118,13 @@ def _behind(
     window = _blank(taps[0], K - 1)
     for j in tl.static_range(K - 1):
         at = p - (K - 1) + j
+        if resets is not None:
+            mark = _mark(resets, b, at, S, REVERSE)
+            window = _emptied(window, mark != 0, K - 1)
         value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
         if resets is not None:
             if BACKWARD:
-                mark = _mark(resets, b, at, S, REVERSE)
-                window = _emptied(window, mark != 0, K - 1)
                 value = tl.where(mark >= 2, 0.0, value)
-            else:
-                window = _emptied(window, _marked(resets, b, at, S, REVERSE), K - 1)
         window = _pushed(window, value, K - 1, 0)
     return window
 
@@ -168,7 +158,7 @@ def _conv(
         for j in tl.static_range(STEPS):  # loads that do not wait for one another
             values = values + (_read(x, state, d, b, first + i + j, S, D, xb, xs, K, False, REVERSE),)
             if resets is not None:
-                marks = marks + (_marked(resets, b, first + i + j, S, REVERSE),)
+                marks = marks + (_mark(resets, b, first + i + j, S, REVERSE) != 0,)
         for j in tl.static_range(STEPS):
             p = first + i + j
             value = values[j].to(tl.float32)
@@ -351,6 +341,8 @@ def _op_backward(
     K = weight.shape[-1]
     dy, resets = lined(dy), backward_marks([dy], [], resets, reverse)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
+    if resets is not None:  # nothing is read of it
+        state = state.masked_fill(along(resets[:, -1 if reverse else 0] != 0, state), 0.0)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
     tile = tiles(S, D, batch, x.dtype, True)
     programs = batch * up(S + K - 1, tile["T"])

@@ -303,7 +303,7 @@ def _tile(x, t, there):
 def _read_from(resets, t, there):
     """Which of these tokens have a gradient, of those that are there."""
     if resets is not None:
-        there = there & (tl.load(resets + t, there, 0) < 2)
+        there = tl.load(resets + t, there, 2) < 2
     return there
 
 
@@ -319,25 +319,26 @@ def _prepare(
     for tokens of which nothing is read."""
     to = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, CHUNK, 2 * ROWS, num_stages=1):
-        xs, dts, gs_, gates, theres = (), (), (), (), ()
+        xs, dts, gs_, gates = (), (), (), ()
         for j in tl.static_range(2):  # all is asked for before any is used
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
             there = _read_from(resets, SIGN * i, i < count)
             if not EVEN:
                 there = there & live[None, :]
-            theres = theres + (there,)
             xs = xs + (_tile(u, SIGN * i * us, there),)
             dts = dts + (_tile(dt, SIGN * i * ds, there),)
             gs_ = gs_ + (_tile(dy, SIGN * i * gs, there),)
             if z is not None:
                 gates = gates + (_tile(z, SIGN * i * zs, there),)
         for j in tl.static_range(2):
+            i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
+            there = i < count if EVEN else (i < count) & live[None, :]
             step = dts[j].to(tl.float32)
             if shift is not None:
                 step += shift[None, :]
             if SOFTPLUS:
                 step = softplus(step)
-            step = tl.where(theres[j], step, 0.0)
+            step = tl.where(there, step, 0.0)
             g = gs_[j].to(tl.float32)
             if z is not None:
                 g *= silu(gates[j].to(tl.float32))
@@ -502,7 +503,7 @@ def _scan_backward(
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
                 if resets is not None:
-                    h = tl.where(tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0) != 0, 0.0, h)
+                    h = tl.where(tl.load(resets_ + SIGN * (i + j), i + j < count, 0) != 0, 0.0, h)
                 write = tl.load(row)[:, None] if writes is None else writes
                 read = tl.load(row + CHUNK * BN)[:, None] if reads is None else reads
                 h = decay * h + tl.load(plane + PLANE)[None, :] * write
@@ -525,7 +526,7 @@ def _scan_backward(
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
                 if resets is not None:  # not by a decay of 0: what comes over from a sequence may be infinite
-                    fresh = tl.load(resets + b * S + t + SIGN * (i + j), i + j < count, 0) != 0
+                    fresh = tl.load(resets_ + SIGN * (i + j), i + j < count, 0) != 0
                     h, begins = tl.where(fresh, 0.0, h), begins + (fresh,)
                 hs, decays = hs + (h,), decays + (decay,)
                 if j + 1 < STEPS:
@@ -576,22 +577,38 @@ def _scan_backward(
 # Launching
 
 
-def tiles(states: int, width: int, backward: bool, arch: str, constant: bool = False) -> dict[str, int]:
+def tiles(
+    states: int, width: int, backward: bool, arch: str, constant: bool = False, resets: bool = False
+) -> dict[str, int]:
     """Channels and states of a program, its warps, and tokens at a time.
 
     One warp and 16 states a thread (8 on AMD's, backward), which up to 16 states are a channel of its own: nothing but
     sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that
-    the backward pass writes down; on sm_90 registers allow it where B and C are not `constant`.
+    the backward pass writes down; on sm_90 registers allow it where B and C are not `constant`, but on Triton 3.6 not
+    with 32 states.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
     each = 8 if backward and arch.startswith("gfx") else 16
     most = each * lanes // BN
     BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
+    if backward and BN == 32 and width % BE:
+        BE = min(BE, 8)  # masks of an incomplete block take registers too
+    if backward and resets and arch.startswith("gfx"):
+        BE = min(BE, 16)  # and so do marks
     num_warps = common.warps(BE * BN, each, lanes) if backward else 1
-    few = BN > 128 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
+    few = BN > 128 or BN == 32 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
     steps = 1 if few else 2
     return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
+
+
+def _each(arch: str, resets: bool, even: bool, BN: int) -> int:
+    """Numbers that a thread holds of a tile of tokens and channels. Marks of resets, masks of an incomplete block and
+    many states leave registers for fewer than four; sm_90's compiler needs fewer."""
+    tight = (BN == 32) + (not even) + resets
+    if arch.startswith("sm_8"):
+        return 4 if tight == 0 or (BN == 32 and tight == 1) else 2 if tight == 1 else 1
+    return 2 if BN == 32 and not even and not arch.startswith("gfx") else 4
 
 
 def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
@@ -611,13 +628,16 @@ def _summing(arch: str, B: Tensor, C: Tensor, tile: dict[str, int]) -> tuple[str
     return ("tf32" if B.dtype == C.dtype == torch.bfloat16 else "twice"), 8
 
 
-def segments(warps: int, S: int) -> int:
-    """Into how many parts a sequence is cut: one where there is a warp for every other scheduler of a large GPU.
+def segments(warps: int, S: int, backward: bool) -> int:
+    """Into how many parts a sequence is cut: one where each scheduler of a large GPU has more than a warp.
 
-    With fewer the time is that of one token after another, which is what segments are for; they take each exponential
-    once more. None is shorter than 128 tokens.
+    Alone on its scheduler a warp waits for its own results, some 1.8 times as long as it takes to issue its
+    instructions forward and 2.3 times backward, and other warps could be issued meanwhile. Segments are those warps: as
+    many as registers let a scheduler hold at once, three forward and two backward. They cost a walk more, 0.7 of the
+    forward instructions and 0.26 of the backward ones. None is shorter than 128 tokens.
     """
-    return 1 if 2 * warps > SCHEDULERS else max(1, min(up(2 * SCHEDULERS, warps), S // 128))
+    most = (2 if backward else 3) * SCHEDULERS // max(1, warps)
+    return 1 if warps > SCHEDULERS else max(1, min(most, S // 128))
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
@@ -643,21 +663,25 @@ def _strides(*tensors: Tensor | None) -> list[int | None]:
     return out
 
 
-def _segments_for(tile: dict[str, int], batch: int, length: int, groups: int, width: int) -> int:
+def _segments_for(
+    tile: dict[str, int], batch: int, length: int, groups: int, width: int, backward: bool
+) -> int:
     sizes = (launch_size(*of) for of in (("batch", batch), ("length", length), ("groups", groups), ("width", width)))
     batch, length, groups, width = sizes
-    return segments(batch * groups * up(width, tile["BE"]) * tile["num_warps"], length)
+    return segments(batch * groups * up(width, tile["BE"]) * tile["num_warps"], length, backward)
 
 
 class _Cut:
     """The segments of a launch."""
 
-    def __init__(self, u: Tensor, A: Tensor, groups: int, W: int, tile: dict[str, int], K: int = 0) -> None:
+    def __init__(
+        self, u: Tensor, A: Tensor, groups: int, W: int, tile: dict[str, int], backward: bool, K: int = 0
+    ) -> None:
         self.batch, self.S, self.E = u.shape
         self.N, self.W, self.tile = A.shape[1], W, tile
         self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
         programs = groups * up(W, tile["BE"])
-        K = K or _segments_for(tile, self.batch, self.S, groups, W)
+        K = K or _segments_for(tile, self.batch, self.S, groups, W, backward)
         self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
         self.K = up(self.S, self.L)
         self.grid = (self.batch * self.K, programs)
@@ -697,7 +721,7 @@ def _op(
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
     tile = tiles(N, W, False, common.arch(u))
     with common.on(u):
-        cut = _Cut(u, A, groups, W, tile)
+        cut = _Cut(u, A, groups, W, tile, False)
         if cut.K > 1:
             starts: Tensor | None = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
         else:
@@ -735,12 +759,12 @@ def _op_backward(
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
     kept = up(S, CHUNK) * E * N  # numbers of a sequence
-    tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()))
+    tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
-        cut = _Cut(u, A, groups, W, tile)
+        cut = _Cut(u, A, groups, W, tile, True)
         if cut.K > 1:
             # which is a walk like the forward one, and is launched like it
-            ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), cut.K)
+            ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), True, cut.K)
             ends: Tensor | None = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
         else:
             ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
@@ -749,7 +773,8 @@ def _op_backward(
         rows, own = batch * K, scratch_of(**tile)
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
         constants = [parts(rows, E, N, of=x if x.dim() == 2 else None) for x in (B, C)]
-        four = 4 * common.lanes(common.arch(u)) * tile["num_warps"]  # numbers of a tile: four a thread
+        arch, even = common.arch(u), W % tile["BE"] == 0
+        numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
         dot, columns = _summing(common.arch(u), B, C, tile)
         most = up(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
 
@@ -771,7 +796,7 @@ def _op_backward(
                 some(du), some(ddt), some(dA, K), *added, some(dD, K), some(dz), some(dbias, K), some(dh0),
                 S, K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
                 SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
-                ROWS=min(CHUNK // 2, max(1, four // tile["BE"])), LINES=min(CHUNK, max(1, four // tile["BN"])),
+                ROWS=min(CHUNK // 2, max(1, numbers // tile["BE"])), LINES=min(CHUNK, max(1, numbers // tile["BN"])),
                 SCRATCH=own, **tile,
             )
             return [part if x.dim() == 2 else part.sum(0) for x, part in zip((B, C), added, strict=True)]
@@ -840,12 +865,14 @@ def _can(**facts: Any) -> tuple[bool, str]:
 
 def _tiles(
     arch: str, states: int, width: int, batch: int = 0, length: int = 1, groups: int = 1,
-    constant: tuple[bool, bool] = (False, False), **facts: Any,
+    constant: tuple[bool, bool] = (False, False), resets: bool = False, **facts: Any,
 ) -> dict[str, dict[str, int]]:
-    found = {way: tiles(states, width, way == "backward", arch, any(constant)) for way in ("forward", "backward")}
+    kinds = any(constant), resets
+    found = {way: tiles(states, width, way == "backward", arch, *kinds) for way in ("forward", "backward")}
     if not batch:
         return found
-    cut = {way: _segments_for(tile, batch, length, groups, width) > 1 for way, tile in found.items()}
+    sizes = batch, length, groups, width
+    cut = {way: _segments_for(tile, *sizes, way == "backward") > 1 for way, tile in found.items()}
     return {way: {**tile, "SEGMENTS": int(cut[way])} for way, tile in found.items()}
 
 

@@ -31,7 +31,6 @@ from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, over, 
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
-ON_CHIP = {"sm_80": 166_912, "sm_90": 232_448}  # shared bytes of a program at most, where teams share heads
 AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # a team's tokens of a launch: interpreted, nobody runs while one waits
 PATIENCE = 1 << 24  # times that a program looks whether the others are there: seconds, where a microsecond is usual
 
@@ -97,7 +96,7 @@ def _load(x, rows, columns, is_row, is_column):
 @no_type_check
 def _gates(i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d):
     """Of token t, as they lie there; and its mark, 0 where the sequence goes on with it."""
-    mark = None
+    mark = (b < 0)[:, None]
     if resets is not None:
         mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
     return (
@@ -108,10 +107,19 @@ def _gates(i, f, z, o, resets, t, b, wide, S, ib, js, fb, fs, zb, zs, ob, os, is
 
 @jit
 @no_type_check
-def _carried(x, mark):
+def _carried(x, mark, resets):
     """What a token reads of the one before, or hands back to it: nothing across a reset, NaN and inf neither."""
-    if mark is not None:
+    if resets is not None:
         x = tl.where(mark == 0, x, 0.0)
+    return x
+
+
+@jit
+@no_type_check
+def _of_what_is_read(x, mark, resets):
+    """A gradient; zero, not NaN, at a token of which nothing is read, whatever is kept of it."""
+    if resets is not None:
+        x = tl.where(mark < 2, x, 0.0)
     return x
 
 
@@ -170,7 +178,8 @@ def _scan(
         xf = next_f.to(tl.float32) + bias_f
         xz = next_z.to(tl.float32) + bias_z
         xo = next_o.to(tl.float32) + bias_o
-        out, c, n, m = _carried(out, mark), _carried(c, mark), _carried(n, mark), _carried(m, mark)
+        out, c = _carried(out, mark, resets), _carried(c, mark, resets)
+        n, m = _carried(n, mark, resets), _carried(m, mark, resets)
         # asked for a token ahead: the memory's answer takes about as long as all the rest of a token
         next_i, next_f, next_z, next_o, mark = _gates(
             i, f, z, o, resets, t - 1 if REVERSE else t + 1, b, wide, S, ib, js, fb, fs, zb, zs, ob, os,
@@ -224,7 +233,7 @@ def _scan_by_tiles(
             xo = tl.zeros((BB, BD), tl.float32)
             for start in range(0, D, BD):
                 k = start + tl.arange(0, BD)
-                read = _carried(_load(before, row, k, is_b, k < D), mark).to(DOT)
+                read = _carried(_load(before, row, k, is_b, k < D), mark, resets).to(DOT)
                 into = recurrent + head * D * 4 * D + k[:, None] * (4 * D) + d[None, :]
                 square = (k < D)[:, None] & is_d[None, :]
                 xi += tl.dot(read, tl.load(into, square, 0.0).to(DOT), input_precision=PRECISION)
@@ -236,9 +245,9 @@ def _scan_by_tiles(
             xz += own_z.to(tl.float32) + tl.load(bias + 2 * H * D + wide, is_d, 0.0)[None, :]
             xo += own_o.to(tl.float32) + tl.load(bias + 3 * H * D + wide, is_d, 0.0)[None, :]
             cell = row[:, None] + d[None, :]
-            c = _carried(tl.load(c1 + cell, here, 0.0), mark)
-            n = _carried(tl.load(n1 + cell, here, 0.0), mark)
-            m = _carried(tl.load(m1 + cell, here, 0.0), mark)
+            c = _carried(tl.load(c1 + cell, here, 0.0), mark, resets)
+            n = _carried(tl.load(n1 + cell, here, 0.0), mark, resets)
+            m = _carried(tl.load(m1 + cell, here, 0.0), mark, resets)
             out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
             at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
             tl.store(y + at, out.to(y.dtype.element_ty), here)
@@ -254,13 +263,10 @@ def _scan_by_tiles(
 @jit
 @no_type_check
 def _token_gradients(
-    dy, dc, dn, dm, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, mark
+    dy, dc, dn, dm, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, mark
 ):
-    """`_cell_gradients` of what is kept of a token, `rest` tokens after the first, before which are c0, n0, m0. Of a
-    token of which nothing is read they are zeros: it is not looked at."""
+    """`_cell_gradients` of what is kept of a token, `rest` tokens after the first, before which are c0, n0, m0."""
     here = (b < B)[:, None] & is_d[None, :]
-    if mark is not None:
-        here = here & (mark < 2)
     old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
     given = (b < tl.where(rest > 0, 0, B))[:, None] & is_d[None, :]
     c_ = tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0)
@@ -273,9 +279,13 @@ def _token_gradients(
     f = tl.load(gates_if + plane + at, here, 0.0)
     z = tl.load(gates_zo + at, here, 0.0).to(tl.float32)
     o = tl.load(gates_zo + plane + at, here, 0.0).to(tl.float32)
-    return _cell_gradients(
-        dy, dc, dn, dm, i, f, z, o, c, n, m, _carried(c_, mark), _carried(n_, mark), _carried(m_, mark)
+    di, df, dz, do, dc, dn, dm = _cell_gradients(
+        dy, dc, dn, dm, i, f, z, o, c, n, m,
+        _carried(c_, mark, resets), _carried(n_, mark, resets), _carried(m_, mark, resets),
     )
+    di, df = _of_what_is_read(di, mark, resets), _of_what_is_read(df, mark, resets)
+    dz, do = _of_what_is_read(dz, mark, resets), _of_what_is_read(do, mark, resets)
+    return di, df, dz, do, dc, dn, dm
 
 
 @common.kernel(do_not_specialize=["S", "B"])
@@ -310,13 +320,13 @@ def _scan_backward(
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         past = at + (H * D if REVERSE else -H * D)
-        mark = None
+        mark = (b < 0)[:, None]
         if resets is not None:
             mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
         out += _load(dy, b * gb + t * gs, wide, is_b, is_d).to(tl.float32)
         gi, gf, gz, go, c, n, m = _token_gradients(
-            out, c, n, m, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, S - 1 - step,
-            mark,
+            out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
+            S - 1 - step, mark,
         )
         tl.store(di + at, gi.to(di.dtype.element_ty), here)
         tl.store(df + at, gf.to(df.dtype.element_ty), here)
@@ -326,7 +336,8 @@ def _scan_backward(
         out += tl.dot(gf.to(DOT), from_f, input_precision=PRECISION)
         out += tl.dot(gz.to(DOT), from_z, input_precision=PRECISION)
         out += tl.dot(go.to(DOT), from_o, input_precision=PRECISION)
-        out, c, n, m = _carried(out, mark), _carried(c, mark), _carried(n, mark), _carried(m, mark)
+        out, c = _carried(out, mark, resets), _carried(c, mark, resets)
+        n, m = _carried(n, mark, resets), _carried(m, mark, resets)
     tl.store(dy0 + cell, out, here)
     tl.store(dc0 + cell, c, here)
     tl.store(dn0 + cell, n, here)
@@ -350,7 +361,7 @@ def _scan_backward_by_tiles(
     for step in range(S):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         line = ((b * S + t) * H + head) * D
-        mark = None
+        mark = (b < 0)[:, None]
         if resets is not None:
             mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
         for first in range(0, D, BD):
@@ -366,16 +377,16 @@ def _scan_backward_by_tiles(
             n = tl.load(dn0 + cell, here, 0.0)
             m = tl.load(dm0 + cell, here, 0.0)
             gi, gf, gz, go, c, n, m = _token_gradients(
-                out, c, n, m, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, S - 1 - step,
-                mark,
+                out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
+                S - 1 - step, mark,
             )
             tl.store(di + at, gi.to(di.dtype.element_ty), here)
             tl.store(df + at, gf.to(df.dtype.element_ty), here)
             tl.store(dz + at, gz.to(dz.dtype.element_ty), here)
             tl.store(do + at, go.to(do.dtype.element_ty), here)
-            tl.store(dc0 + cell, _carried(c, mark), here)
-            tl.store(dn0 + cell, _carried(n, mark), here)
-            tl.store(dm0 + cell, _carried(m, mark), here)
+            tl.store(dc0 + cell, _carried(c, mark, resets), here)
+            tl.store(dn0 + cell, _carried(n, mark, resets), here)
+            tl.store(dm0 + cell, _carried(m, mark, resets), here)
         tl.debug_barrier()  # all channels' gradients are there before any goes back through the matrices
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -394,7 +405,7 @@ def _scan_backward_by_tiles(
                 out += tl.dot(_load(df, line, k, is_b, is_k).to(DOT), from_f, input_precision=PRECISION)
                 out += tl.dot(_load(dz, line, k, is_b, is_k).to(DOT), from_z, input_precision=PRECISION)
                 out += tl.dot(_load(do, line, k, is_b, is_k).to(DOT), from_o, input_precision=PRECISION)
-            tl.store(dy0 + row[:, None] + d[None, :], _carried(out, mark), is_b[:, None] & is_d[None, :])
+            tl.store(dy0 + row[:, None] + d[None, :], _carried(out, mark, resets), is_b[:, None] & is_d[None, :])
         tl.debug_barrier()
 
 
@@ -415,6 +426,13 @@ def _arrive(arrived):
 
 @jit
 @no_type_check
+def _report(gave_up, patience):
+    """Tell the host that this program gave up: what it wrote is NaN."""
+    tl.store(gave_up, 1, patience <= 0)
+
+
+@jit
+@no_type_check
 def _wait(arrived, wanted, patience):
     """Until `wanted` arrived. The patience that is left: none, if it ran out, lest a device hang."""
     here = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
@@ -429,7 +447,7 @@ def _wait(arrived, wanted, patience):
 @common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
 @no_type_check
 def _scan_by_team(
-    i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, arrived, y1, c1, n1, m1,
+    i, f, z, o, recurrent, bias, resets, y, states, gates_if, gates_zo, turn, arrived, gave_up, y1, c1, n1, m1,
     S, B, H, D, ib, js, fb, fs, zb, zs, ob, os, begin, end, first, patience,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr,
@@ -473,7 +491,7 @@ def _scan_by_team(
         # past the first-level cache, which knows nothing of what others wrote
         read = tl.load(before + (line[None, :] + k[:, None]), cache_modifier=".cg")
         if resets is not None:
-            c, n, m = _carried(c, mark), _carried(n, mark), _carried(m, mark)
+            c, n, m = _carried(c, mark, resets), _carried(n, mark, resets), _carried(m, mark, resets)
             later = b < tl.where(step + 1 < S, B, 0)
             mark = tl.load(resets + b * S + (t - 1 if REVERSE else t + 1), later, 0)[:, None]
         x = tl.dot(weights, read, input_precision=PRECISION)
@@ -485,7 +503,7 @@ def _scan_by_team(
         xz += next_z.to(tl.float32) + bias_z
         xo += next_o.to(tl.float32) + bias_o
         out, c, n, m = _cell(xi, xf, xz, xo, c, n, m)
-        tl.store(after + (line[:, None] + d[None, :]), _carried(out, mark).to(DOT), is_d[None, :])
+        tl.store(after + (line[:, None] + d[None, :]), _carried(out, mark, resets).to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         # what the others do not wait for
@@ -499,6 +517,7 @@ def _scan_by_team(
         if step + 1 < end:
             patience = _wait(arrived, parts * (step + 1 - begin), patience)
             c = tl.where(patience > 0, c, float("nan"))
+    _report(gave_up, patience)
     tl.store(y1 + cell, out, here)
     tl.store(c1 + cell, c, here)
     tl.store(n1 + cell, n, here)
@@ -514,10 +533,9 @@ def _kept(
     """Of token t, `rest` tokens after the first: dy, what is kept of its gates, c, n, m before it, and its mark."""
     is_b = b < tl.where(rest >= 0, B, 0)
     here = is_b[:, None] & is_d[None, :]
-    mark = None
+    mark = (b < 0)[:, None]
     if resets is not None:
         mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
-        here = here & (mark < 2)
     plane = tl.cast(B, tl.int64) * S * H * D
     at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
@@ -594,7 +612,7 @@ def _through(
 @no_type_check
 def _scan_backward_by_team(
     dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, turn, arrived,
-    dy0, dc0, dn0, dm0,
+    gave_up, dy0, dc0, dn0, dm0,
     S, B, H, D, gb, gs, begin, end, first, patience,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
@@ -639,47 +657,47 @@ def _scan_backward_by_team(
     n = tl.load(states + plane + at_last, now, 1.0)
     m = tl.load(states + 2 * plane + at_last, now, 0.0)
     next_dy, next_i, next_f, next_z, next_o, c_, n_, m_, mark = _kept(
-        dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, S - 1 - begin, REVERSE
+        dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d,
+        S - 1 - begin, REVERSE,
     )
     out = tl.zeros((BB, BU), tl.float32)
     for step in range(begin, end):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         is_live = b < tl.where(step < S, B, 0)
         live = is_live[:, None] & is_d[None, :]
-        if resets is not None:  # as in `_token_gradients`: nothing of a token of which nothing is read
-            c, n, m = tl.where(mark < 2, c, 0.0), tl.where(mark < 2, n, 1.0), tl.where(mark < 2, m, 0.0)
         before = turn + (step % 2) * (4 * BB * BD)
         out = _through(before, from_i, from_f, from_z, from_o, PRECISION, BB, BD, BU, AHEAD, EXACT)
         out += late + next_dy.to(tl.float32)
         late = tl.zeros((BB, BU), tl.float32)
         gi, gf, gz, go, of_c, of_n, of_m = _cell_gradients(
             out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
-            _carried(c_, mark), _carried(n_, mark), _carried(m_, mark),
+            _carried(c_, mark, resets), _carried(n_, mark, resets), _carried(m_, mark, resets),
         )
-        dc = tl.where(live, _carried(of_c, mark), dc)
-        dn = tl.where(live, _carried(of_n, mark), dn)
-        dm = tl.where(live, _carried(of_m, mark), dm)
+        dc = tl.where(live, _carried(of_c, mark, resets), dc)
+        dn = tl.where(live, _carried(of_n, mark, resets), dn)
+        dm = tl.where(live, _carried(of_m, mark, resets), dm)
         after = turn + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
-        tl.store(after, _carried(gi, mark).to(DOT), is_d[None, :])
-        tl.store(after + BB * BD, _carried(gf, mark).to(DOT), is_d[None, :])
-        tl.store(after + 2 * BB * BD, _carried(gz, mark).to(DOT), is_d[None, :])
-        tl.store(after + 3 * BB * BD, _carried(go, mark).to(DOT), is_d[None, :])
+        tl.store(after, _carried(gi, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + BB * BD, _carried(gf, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + 2 * BB * BD, _carried(gz, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + 3 * BB * BD, _carried(go, mark, resets).to(DOT), is_d[None, :])
         if step + 1 < end:
             _arrive(arrived)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
-        tl.store(di + at, gi.to(di.dtype.element_ty), live)
-        tl.store(df + at, gf.to(df.dtype.element_ty), live)
-        tl.store(dz + at, gz.to(dz.dtype.element_ty), live)
-        tl.store(do + at, go.to(do.dtype.element_ty), live)
+        tl.store(di + at, _of_what_is_read(gi, mark, resets).to(di.dtype.element_ty), live)
+        tl.store(df + at, _of_what_is_read(gf, mark, resets).to(df.dtype.element_ty), live)
+        tl.store(dz + at, _of_what_is_read(gz, mark, resets).to(dz.dtype.element_ty), live)
+        tl.store(do + at, _of_what_is_read(go, mark, resets).to(do.dtype.element_ty), live)
         c, n, m = c_, tl.where(step + 1 < S, n_, 1.0), m_  # step S divides by no state
         next_dy, next_i, next_f, next_z, next_o, c_, n_, m_, next_mark = _kept(
-            dy, resets, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D, gb, gs,
-            is_d, S - 2 - step, REVERSE,
+            dy, resets, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D,
+            gb, gs, is_d, S - 2 - step, REVERSE,
         )
         mark = next_mark
         if step + 1 < end:
             patience = _wait(arrived, parts * (step + 1 - begin), patience)
             dc = tl.where(patience > 0, dc, float("nan"))
+    _report(gave_up, patience)
     if end > S:
         tl.store(dy0 + cell, tl.where(patience > 0, out, float("nan")), here)
     tl.store(dc0 + cell, dc, here)
@@ -690,20 +708,65 @@ def _scan_backward_by_team(
 # ------------------------------------------------------------------------------
 # Launching
 
+_no_teams: set[torch.device] = set()  # where the driver refused one, or one gave up: heads go by tiles there
+_late: dict[torch.device, Tensor] = {}  # by device, whether a team gave up; pinned: reading it waits for nothing
+
+
+class TeamRefused(Exception):
+    """The driver will not run all programs of a launch at once."""
+
+
+def _late_flag(x: Tensor) -> Tensor:
+    """[1] int32, in memory of the host that the device of x can write."""
+    if x.device not in _late:
+        _late[x.device] = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda)
+    return _late[x.device]
+
+
+def _raise_if_late(x: Tensor) -> None:
+    """RuntimeError if a launch before gave up waiting."""
+    flag = _late.get(x.device)
+    if flag is not None and flag.item():
+        flag.zero_()
+        _no_teams.add(x.device)
+        raise RuntimeError(
+            f"an sLSTM kernel that was launched on {x.device} before this call gave up: programs that share a head "
+            "waited too long for one another, and its outputs are NaN. From now on this process runs such heads by "
+            "tiles on this device, which wait for nothing. Repeat the work since the last result that was finite."
+        )
+
+
+def _refusal(error: Exception) -> bool:
+    """Whether a launch failed because a cooperative grid is too large or not supported here (MPS, vGPU)."""
+    text = str(error).lower()
+    return type(error).__name__ == "OutOfResources" or "cooperative" in text or "not supported" in text
+
+
+def _whole_bytes(BD: int, dots: str, backward: bool) -> int:
+    """Shared bytes, at most, of a program that keeps the four matrices of a head of BD channels on chip.
+
+    Besides these the compiler takes 96 to 160 a channel, and with two stages 832 to 960 backward.
+    """
+    return (8 if dots == "bf16" else 16) * BD * BD + (1024 if backward and BD <= 64 else 160) * BD
+
 
 def tiles(
-    width: int, dots: str, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0
+    width: int, dots: str, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0,
+    room: int | None = None,
 ) -> dict[str, int]:
     """Sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps, and tokens loaded ahead;
     where a team shares a head, which takes a device of that many `processors`, also the channels of each (BU).
 
     dots: "bf16", "tf32" or "fp32". The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in the
     others; what is loaded ahead takes as much again in the backward pass, which reads thirteen numbers a channel.
+    room: shared bytes that a program may have; without it, what the architecture is known for.
     """
     BD, narrow = max(16, common.power_of_two(width)), dots == "bf16"
-    most = {"sm_80": (128, 32), "sm_90": (128, 64)}.get(arch, (16, 16))[0 if narrow else 1]
-    whole = most >= BD
-    team = {} if whole else _team(width, dots, backward, arch, heads, batch, processors)
+    room = common.SHARED.get(arch, 0) if room is None else room
+    # registers: 64 channels of float32 spill on sm_8x, and 32 on AMD's
+    fits = BD <= 32 or (BD <= 128 and narrow) or (BD <= 64 and not arch.startswith("sm_8"))
+    whole = BD <= 16 or (arch.startswith("sm_") and fits and _whole_bytes(BD, dots, backward) <= room)
+    team = {} if whole else _team(width, dots, backward, arch, heads, batch, processors, room)
     if team:
         return team
     BD = BD if whole else min(BD, 64 if narrow else 32)
@@ -714,7 +777,7 @@ def tiles(
 
 
 def _team(
-    width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int
+    width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int, room: int
 ) -> dict[str, int]:
     """How teams share heads, as `tiles`; empty where no team fits onto the device, or into its registers.
 
@@ -731,8 +794,8 @@ def _team(
     found = []
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // up(width, BU)
-        fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= ON_CHIP.get(arch, 0)]
-        if at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
+        fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= room]
+        if arch.startswith("sm_") and at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
             found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}
@@ -753,11 +816,12 @@ class _Plan:
         self.H, self.D = H, D
         dtypes = {y.dtype for y in (x, *others)}
         narrow = dtypes == {torch.bfloat16}
-        self.processors = common.processors(x)
+        self.processors = 0 if x.device in _no_teams else common.processors(x)
         dots = "bf16" if narrow else "fp32" if dtypes == {torch.float32} else "tf32"
-        about = D, dots, backward, common.arch(x), H
-        self.tile = tiles(*about, launch_size("batch", self.B), self.processors)
+        about, room = (D, dots, backward, common.arch(x), H), common.shared(x)
+        self.tile = tiles(*about, launch_size("batch", self.B), self.processors, room)
         self.team = "BU" in self.tile
+        self.device = x.device
         self.whole = bool(self.tile.pop("WHOLE"))
         self.grid = (H, up(self.B, self.tile["BB"]))
         self.dot = torch.bfloat16 if narrow else torch.float32
@@ -775,14 +839,20 @@ class _Plan:
 
     def launch_teams(self, kernel: Any, steps: int, *args: Any) -> None:
         """As many teams at once as the device holds: a launch of more would wait for programs that never start, so a
-        cooperative launch refuses it."""
+        cooperative launch refuses it. TeamRefused if it refuses this one."""
         parts, teams = up(self.D, self.tile["BU"]), self.H * self.grid[1]
         at_once = max(1, self.processors // parts)
         for first in range(0, teams, at_once):
             grid = (parts, min(at_once, teams - first))
             for begin in range(0, steps, AT_ONCE):
                 tokens = begin, min(steps, begin + AT_ONCE)
-                kernel[grid](*args, *tokens, first, PATIENCE, **self.all, launch_cooperative_grid=True)
+                try:
+                    kernel[grid](*args, *tokens, first, PATIENCE, **self.all, launch_cooperative_grid=True)
+                except Exception as error:
+                    if not _refusal(error):
+                        raise
+                    _no_teams.add(self.device)
+                    raise TeamRefused(str(error)) from error
 
 
 @common.custom_op("seqblocks::slstm_triton")
@@ -795,6 +865,7 @@ def _op(
     y, y1, c1, n1, m1, *kept = outputs
     H, D = recurrent.shape[:2]
     i, f, z, o = (lined(x) for x in (i, f, z, o))
+    _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse)
     recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (recurrent.to(plan.dot), bias, y0, c0, n0, m0))
     resets = common.marks(resets)
@@ -807,24 +878,31 @@ def _op(
                 i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, *kept, y1, c1, n1, m1, *sizes, **plan.all
             )
             return outputs
-        for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
-            to.copy_(given)
+        def begin() -> None:
+            for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
+                to.copy_(given)
+
         if plan.team:
+            begin()
             turn = plan.turn(1, y0)
             first = y0
             if resets is not None:
                 first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
             first = F.pad(first, (0, 0, 0, 0, 0, turn.shape[0] * turn.shape[4] - plan.B))
             turn[:, :, 0, 0, :, :D] = first.unflatten(0, (turn.shape[0], -1)).transpose(1, 2)
-            plan.launch_teams(
-                _scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, turn, plan.counters(y0),
-                y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
-            )
-        else:
-            turn = torch.stack([y0, torch.empty_like(y0)])
-            _scan_by_tiles[plan.grid](
-                i, f, z, o, recurrent, bias, resets, y, *kept, turn, y1, c1, n1, m1, *sizes, **plan.all
-            )
+            try:
+                plan.launch_teams(
+                    _scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, turn, plan.counters(y0),
+                    _late_flag(i), y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
+                )
+                return outputs
+            except TeamRefused:
+                plan = _Plan(i, (f, z, o), H, D, reverse)
+        begin()
+        turn = torch.stack([y0, torch.empty_like(y0)])
+        _scan_by_tiles[plan.grid](
+            i, f, z, o, recurrent, bias, resets, y, *kept, turn, y1, c1, n1, m1, *sizes, **plan.all
+        )
     return outputs
 
 
@@ -848,6 +926,7 @@ def _op_backward(
     """Gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
     H, D = recurrent.shape[:2]
     dy = lined(dy)
+    _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse, True)
     dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
@@ -863,11 +942,14 @@ def _op_backward(
         elif plan.team:
             for to, x in zip((dc0, dn0, dm0), last[1:], strict=True):
                 to.copy_(x)
-            plan.launch_teams(
-                _scan_backward_by_team, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.turn(4, y0),
-                plan.counters(y0), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
-            )
-        else:
+            try:
+                plan.launch_teams(
+                    _scan_backward_by_team, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.turn(4, y0),
+                    plan.counters(y0), _late_flag(i), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
+                )
+            except TeamRefused:
+                plan = _Plan(i, (f, z, o), H, D, reverse, True)
+        if not plan.whole and not plan.team:
             for to, x in zip((dy0, dc0, dn0, dm0), last, strict=True):
                 to.copy_(x)
             _scan_backward_by_tiles[plan.grid](
@@ -958,7 +1040,12 @@ def _tiles(
 ) -> dict[str, dict[str, int]]:
     kinds = {(dtypes or {}).get(name, dtype) for name in "ifzo"}
     about = head_dim, "bf16" if kinds == {torch.bfloat16} else "fp32" if kinds == {torch.float32} else "tf32"
-    size = heads, batch, common.PROCESSORS.get(arch, 0) if index is None else common.processors_of(index)
+    processors, room = common.PROCESSORS.get(arch, 0), common.SHARED.get(arch, 0)
+    if index is not None:
+        processors, room = common.processors_of(index), common.shared_of(index)
+        if torch.device("cuda", index) in _no_teams:
+            processors = 0
+    size = heads, batch, processors, room
     return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
 
 

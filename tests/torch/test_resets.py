@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     run: Run
     tokens: dict[str, tuple[int, ...]]  # axes after [B, S]
     states: tuple[tuple[int, ...], ...]  # axes after [B]
-    shared: dict[str, tuple[int, ...]] = {}
+    shared: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     backends: tuple[str, ...] = ("reference", "torch", "triton")
     reversible: bool = True
 
@@ -258,7 +259,8 @@ def test_an_agent_recovers(name: str, poison: float) -> None:
     model = seqblocks.build(name, device="cpu", seed=0)
     first = model.init_state(3)
     shape = (3, *([model.frame_size] if model.frame_size > 1 else []))
-    x = torch.randint(0, 16, shape) if model.graph.input.kind == "tokens" else torch.randn(*shape, model.graph.input.features)
+    wire = model.graph.input
+    x = torch.randint(0, 16, shape) if wire.kind == "tokens" else torch.randn(*shape, wire.features)
     lost = map_state(lambda t: torch.full_like(t, poison) if t.is_floating_point() else t + 3, first)
     with torch.no_grad():
         wanted, after = model.step(x, first)

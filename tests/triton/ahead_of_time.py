@@ -129,7 +129,7 @@ def usage(binary: Any) -> dict[str, int]:
 
 
 def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
-    batch, seq, width = change.pop("batch", 64), change.pop("seq", 64), 256
+    batch, seq, width = change.pop("batch", 64), change.pop("seq", 64), change.pop("width", 256)
     shared = (batch, seq, states)
 
     def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -212,7 +212,7 @@ def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
 def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     """(name, module, call)."""
     scan = selective_scan_triton
-    for states in (1, 16, 64, 256):
+    for states in (1, 16, 32, 64, 256):
         yield f"selective_scan N={states} bf16", scan, lambda n=states: selective_scan(n, torch.bfloat16)
     yield "selective_scan N=16 fp32", scan, lambda: selective_scan(16, torch.float32)
     marks = torch.zeros(1, 1024, dtype=torch.bool)
@@ -221,6 +221,8 @@ def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
     marks = torch.zeros(64, 64, dtype=torch.bool)
     yield "selective_scan N=16 bf16 reverse resets", scan, lambda: selective_scan(
         16, torch.bfloat16, reverse=True, resets=marks)
+    yield "selective_scan N=17 E=70 bf16 resets", scan, lambda: selective_scan(
+        17, torch.bfloat16, width=70, resets=marks)
     yield "selective_scan N=16 bf16 constant", scan, lambda: selective_scan(
         16, torch.bfloat16, constant=True, z=None, softplus=False)
     conv = causal_conv_triton

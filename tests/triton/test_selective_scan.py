@@ -52,7 +52,7 @@ def test_any_length(S: int, reverse: bool) -> None:
 )
 def test_segments(reverse: bool, reset: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence in three parts at once, the last one shorter; a new sequence may begin in some of them."""
-    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 3)
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 3)
     marks = torch.zeros(1, 70, dtype=torch.bool)
     marks[:, list(reset)] = True
     check(tensors(batch=1, S=70), reverse=reverse, resets=marks if reset else None)
@@ -60,21 +60,33 @@ def test_segments(reverse: bool, reset: tuple[int, ...], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("shape", [{"constant": "BC"}, {"groups": 2}, {"bare": True}])
 def test_segments_of_other_kinds(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 2)
     check(tensors(batch=2, S=40, **shape))
 
 
 def test_sequences_are_cut_where_programs_are_few() -> None:
-    assert selective_scan_triton.segments(2048, 1 << 15) == 1
-    assert selective_scan_triton.segments(128, 1 << 15) == 9
-    assert selective_scan_triton.segments(1, 1000) == 7
-    assert selective_scan_triton.segments(1, 100) == 1
+    """Until a scheduler has the three warps that registers let it hold forward, and the two backward."""
+    segments, schedulers = selective_scan_triton.segments, selective_scan_triton.SCHEDULERS
+    assert schedulers == 4 * 132
+    for backward, most in ((False, 3), (True, 2)):
+        # 8 sequences of 2,048 tokens with 2,048 channels of 16 states
+        tile = selective_scan_triton.tiles(16, 2048, backward, "sm_90")
+        warps = 8 * 2048 // tile["BE"] * tile["num_warps"]
+        assert warps == 512
+        assert segments(warps, 2048, backward) == most
+        for warps in range(1, 3 * schedulers, 7):
+            cut = segments(warps, 1 << 20, backward)
+            assert warps * cut <= most * schedulers or cut == 1
+            assert warps > schedulers or warps * (cut + 1) > most * schedulers, "as many as are held at once"
+            assert warps <= schedulers or cut == 1, "a walk more would cost more than it hides"
+        assert segments(1, 1000, backward) == 7
+        assert segments(1, 100, backward) == 1
 
 
 @pytest.mark.parametrize("shape", [{}, {"constant": "B", "bare": True}, {"groups": 2}], ids=str)
 def test_a_large_batch_takes_several_launches(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward, where each program has memory of its own: two sequences, and the third. The same bits as in one."""
-    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 2)
     monkeypatch.setattr(selective_scan_triton, "CHUNK", 4)
     given = {k: v.float().requires_grad_() for k, v in tensors(batch=3, S=6, **shape).items()}
     options = {"resets": compare.resets(3, 6), "return_state": True, "backend": "triton"}
@@ -262,7 +274,7 @@ def test_resets_are_each_piece_on_its_own() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # of an infinite state, times zero
 def test_nothing_comes_over_from_a_sequence_that_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither forward nor backward, where states are made again; in segments too."""
-    monkeypatch.setattr(selective_scan_triton, "segments", lambda warps, S: 2)
+    monkeypatch.setattr(selective_scan_triton, "segments", lambda *facts: 2)
     given = {k: v.float() for k, v in tensors(batch=1, S=40, bare=True).items()}
     alone = {k: v if k == "A" else v[:, 10:] for k, v in given.items()}
     given["u"][:, :10] = torch.inf
