@@ -73,21 +73,40 @@ def contained(
     """
     if resets is None or not resets.numel() or not _recorded(tensors):
         return function(*tensors)
-    out: tuple[Tensor, ...] = _Contained.apply(function, kinds, resets, reverse, *tensors)
-    return out
+    if tensors[0] is not None and tensors[0].device.type == "cpu":
+        out = function(*tensors)
+        if finite(out[0]):
+            return out
+    contained_out: tuple[Tensor, ...] = _Contained.apply(function, kinds, resets, reverse, *tensors)
+    return contained_out
+
+
+def finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are known to be finite: only on the CPU: a look at a device would wait for it."""
+    if torch.compiler.is_compiling() or not _plain() or any(x.device.type != "cpu" for x in tensors):
+        return False
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return all(bool(x.detach().sum(dtype=wide).isfinite()) for x in tensors)
+
+
+def cleared(x: Tensor, mask: Tensor, known: bool) -> Tensor:
+    """x, and 0 where the mask is true. known: that x is finite; a product is the faster way then."""
+    return x * ~mask if known else x.masked_fill(mask, 0.0)
 
 
 def _recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd, and it alone, records what becomes of these."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
-    if not any(x is not None and x.requires_grad for x in tensors):
-        return False
+    return any(x is not None and x.requires_grad for x in tensors) and _plain()
+
+
+def _plain() -> bool:
+    """Whether tensors hold numbers that can be looked at: there is no mode, no transform and no tracer."""
     return not (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
-        or forward_ad._current_level >= 0
     )
 
 
@@ -170,6 +189,23 @@ def along(mask: Tensor, x: Tensor) -> Tensor:
     return mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
 
 
+def gated(
+    run: Callable[[Gate], tuple[Any, Any]], tokens: Sequence[Any], states: Sequence[Any], resets: Tensor | None,
+    reverse: bool,
+) -> tuple[Any, Any]:
+    """run(gate), with a gate that does something if autograd records what becomes of these and it is needed."""
+    states = [x for x in states if isinstance(x, Tensor)]
+    given = [*(x for x in tokens if isinstance(x, Tensor)), *states]
+    if resets is None or not resets.numel() or not _recorded(given):
+        return run(Gate(resets, reverse, False))
+    if resets.device.type == "cpu":
+        out = run(Gate(resets, reverse, False))
+        found = [x for x in pytree.tree_leaves(out[0]) if isinstance(x, Tensor) and x.is_floating_point()]
+        if finite(*found, *states):
+            return out
+    return run(Gate(resets, reverse, True))
+
+
 class Gate:
     """The same for functions that may have parameters of their own, which `contained` would not find.
 
@@ -180,12 +216,6 @@ class Gate:
     def __init__(self, resets: Tensor | None, reverse: bool, active: bool) -> None:
         self.resets, self.reverse, self.active = resets, reverse, active
         self.dead: Tensor | None = None
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any], resets: Tensor | None, reverse: bool) -> Gate:
-        """One that does something if autograd records what becomes of the tensors."""
-        given = [x if isinstance(x, Tensor) else None for x in tensors]
-        return cls(resets, reverse, resets is not None and resets.numel() > 0 and _recorded(given))
 
     def closed(self, tree: Any, state: bool = False) -> Any:
         """The tree of tensors [B, S, ...] (state: [B, ...])."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.resets import Gate, along
+from seqblocks.kernels.resets import Gate, along, gated
 
 __all__ = ["Memoroid", "associative_scan"]
 
@@ -60,7 +60,15 @@ class Memoroid(NamedTuple):
 
         x: what `elements` and `read` expect. A carry is dropped at a reset, the initial one too.
         """
-        gate = Gate.of(pytree.tree_leaves((x, state)), resets, reverse)
+        y, last = gated(
+            lambda gate: self._run(x, state, resets, reverse, backend, gate),
+            pytree.tree_leaves(x), pytree.tree_leaves(state), resets, reverse,
+        )  # fmt: skip
+        return (y, last) if return_state else y
+
+    def _run(
+        self, x: Any, state: Tree | None, resets: Tensor | None, reverse: bool, backend: str | None, gate: Gate
+    ) -> tuple[Any, Tree]:
         x, state = gate.closed(x), gate.closed(state, state=True)
         elements = self.elements(x)
         if state is None and self.initial is not None:
@@ -68,8 +76,7 @@ class Memoroid(NamedTuple):
         states, last = associative_scan(
             self.combine, elements, initial=state, resets=resets, reverse=reverse, backend=backend
         )
-        y, last = gate.watched(self.read(gate.closed(states), x), gate.closed(last, state=True))
-        return (y, last) if return_state else y
+        return gate.watched(self.read(gate.closed(states), x), last)
 
 
 def associative_scan(
@@ -93,28 +100,39 @@ def associative_scan(
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)
     inputs = {f"elements[{at}]": leaf for at, leaf in enumerate(leaves)}
-    gate = Gate.of([*leaves, *pytree.tree_leaves(initial)], resets, reverse)
-    leaves, initial = gate.closed(leaves), gate.closed(initial, state=True)
     run = dispatch.choose(
         "associative_scan", backend, {**inputs, "resets": resets}, dtype=leaves[0].dtype, resets=resets is not None
     )
+
+    def scan(gate: Gate) -> tuple[Any, Any]:
+        given = gate.closed(leaves), gate.closed(pytree.tree_leaves(initial), state=True)
+        return gate.watched(*_scanned(run, combine, spec, *given, resets, reverse, gate.active))
+
+    found, last = gated(scan, leaves, pytree.tree_leaves(initial), resets, reverse)
+    return pytree.tree_unflatten(found, spec), pytree.tree_unflatten(last, spec)
+
+
+def _scanned(
+    run: Callable[..., list[Tensor]], combine: Combine, spec: Any, leaves: list[Tensor], initial: list[Tensor],
+    resets: Tensor | None, reverse: bool, differentiated: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The leaves of all states, and of the last."""
     order: Callable[[Tensor], Tensor] = (lambda t: t.flip(1)) if reverse else (lambda t: t)
     leaves = [order(leaf) for leaf in leaves]
     marks = None if resets is None else order(resets.bool())
-    if initial is not None:
-        first = [leaf.unsqueeze(1) for leaf in pytree.tree_leaves(initial)]
+    if initial:
+        first = [leaf.unsqueeze(1) for leaf in initial]
         leaves = [torch.cat([a.to(b.dtype), b], 1) for a, b in zip(first, leaves, strict=True)]
         marks = None if marks is None else torch.cat([torch.zeros_like(marks[:, :1]), marks], 1)
     if torch.compiler.is_compiling() and combine in as_an_op and run is dispatch.form("associative_scan", "torch"):
         found = as_an_op[combine](leaves, marks)
     else:
-        lifted = _lifted(combine, spec, gate.active)
+        lifted = _lifted(combine, spec, differentiated)
         found = run(lifted, leaves if marks is None else [*leaves, marks])[: len(leaves)]
     last = [leaf[:, -1] for leaf in found]
-    if initial is not None:
+    if initial:
         found = [leaf[:, 1:] for leaf in found]
-    found, last = gate.watched([order(leaf) for leaf in found], last)
-    return pytree.tree_unflatten(found, spec), pytree.tree_unflatten(last, spec)
+    return [order(leaf) for leaf in found], last
 
 
 def _lifted(

@@ -24,7 +24,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.positions import rotary as turned
 from seqblocks.kernels.positions import running_positions
-from seqblocks.kernels.resets import along
+from seqblocks.kernels.resets import along, finite
 
 __all__ = ["AttentionState", "attention"]
 
@@ -113,6 +113,8 @@ def _apart(
 
     It gets zeros there, and its result is NaN where a token sees, or is, one that is not finite.
     """
+    if finite(q, k, v):
+        return run(q, k, v, sequence, causal, window, scale)
     past = k.shape[1] - q.shape[1]
     wrong_q, wrong_k, wrong_v = (~x.isfinite().flatten(2).all(-1) for x in (q, k, v))
     wrong = wrong_k | wrong_v

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, cleared, contained, finite
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed side by side in the weight's gradient, so that the sums stay in cache
@@ -125,11 +125,12 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     K = weight.shape[-1]
     S = window.shape[1] - K + 1
     now = slice(0, S) if reverse else slice(K - 1, K - 1 + S)
+    known = segment is not None and finite(window)
 
     def tap(j: int) -> Tensor:
         part = window[:, j : j + S]
         if segment is not None:
-            part = part.masked_fill((segment[:, j : j + S] != segment[:, now]).unsqueeze(-1), 0.0)
+            part = cleared(part, (segment[:, j : j + S] != segment[:, now]).unsqueeze(-1), known)
         return _tap(part, weight, j)
 
     y = tap(0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from seqblocks.kernels.centaurus import reference as centaurus_reference
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
-from seqblocks.kernels.resets import along, dead_tokens
+from seqblocks.kernels.resets import along, cleared, dead_tokens, finite
 
 CHUNK = 64
 CHUNK_WITH_RESETS = 16  # a product per pair of tokens and sequence replaces a matrix product
@@ -239,9 +239,11 @@ def _walked(
     now = state.permute(1, 0, 3, 2)  # [N, B, 2, M]
     parts: list[Tensor] = []
     bad = None  # tokens that are not finite: a matrix product would spread them over all tokens of a chunk
-    if resets is not None and not u.is_meta and not u.isfinite().all():
+    if resets is not None and not finite(u):
         bad = ~u.isfinite()
         u = u.masked_fill(bad, 0.0)
+        if not (u.is_cuda and torch.cuda.is_current_stream_capturing()) and not u.is_meta and not bad.any():
+            bad = None
     for a, b, T in _spans(u.shape[2], chunk.within.shape[1], reverse):
         one = _shorter(chunk, T, reverse)
         marks = None if resets is None else resets[:, a:b]
@@ -257,7 +259,7 @@ def _walked(
             order = torch.ones_like(one.within)
             order = order.tril() if reverse else order.triu()
             v = v.masked_fill(_within(spoilt.tokens, order, spoilt.piece) > 0, torch.nan)
-        v = v + span.where_seen(span.flat(before) @ one.out_of)
+        v = v + span.where_seen(span.flat(before) @ one.out_of, resets is not None and finite(before))
         parts.append(v.view(*u.shape[:2], b - a))
     v = torch.cat(parts[::-1] if reverse else parts, -1) if len(parts) > 1 else parts[0]
     return v, now.permute(1, 0, 3, 2)
@@ -295,12 +297,12 @@ class Span(NamedTuple):
         return states.reshape(*self.tokens.shape[:2], -1)
 
     def where_kept(self, x: Tensor) -> Tensor:
-        """x [N, R, T], but 0 where a reset comes after the token."""
-        return x if self.piece is None else x.masked_fill(self.piece != self.last, 0.0)
+        """x [N, R, T], finite, but 0 where a reset comes after the token."""
+        return x if self.piece is None else x * (self.piece == self.last)
 
-    def where_seen(self, x: Tensor) -> Tensor:
-        """x [N, R, T], but 0 where a reset came before the token."""
-        return x if self.piece is None else x.masked_fill(self.piece != 0, 0.0)
+    def where_seen(self, x: Tensor, known: bool = False) -> Tensor:
+        """x [N, R, T], but 0 where a reset came before the token. known: that x is finite."""
+        return x if self.piece is None else cleared(x, self.piece != 0, known)
 
 
 def _between(
