@@ -89,9 +89,9 @@ def finite(*tensors: Tensor) -> bool:
     return all(bool(x.detach().sum(dtype=wide).isfinite()) for x in tensors)
 
 
-def cleared(x: Tensor, mask: Tensor, known: bool) -> Tensor:
-    """x, and 0 where the mask is true. known: that x is finite; a product is the faster way then."""
-    return x * ~mask if known else x.masked_fill(mask, 0.0)
+def where_true(mask: Tensor, x: Tensor, known: bool) -> Tensor:
+    """x, but 0 where the mask is false. known: that x is finite; a product is the faster way then."""
+    return x * mask if known else x.masked_fill(~mask, 0.0)
 
 
 def _recorded(tensors: Sequence[Tensor | None]) -> bool:

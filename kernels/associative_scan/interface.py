@@ -104,11 +104,13 @@ def associative_scan(
         "associative_scan", backend, {**inputs, "resets": resets}, dtype=leaves[0].dtype, resets=resets is not None
     )
 
+    carried = [] if initial is None else pytree.tree_leaves(initial)
+
     def scan(gate: Gate) -> tuple[Any, Any]:
-        given = gate.closed(leaves), gate.closed(pytree.tree_leaves(initial), state=True)
+        given = gate.closed(leaves), gate.closed(carried, state=True)
         return gate.watched(*_scanned(run, combine, spec, *given, resets, reverse, gate.active))
 
-    found, last = gated(scan, leaves, pytree.tree_leaves(initial), resets, reverse)
+    found, last = gated(scan, leaves, carried, resets, reverse)
     return pytree.tree_unflatten(found, spec), pytree.tree_unflatten(last, spec)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.resets import SHARED, STATE, TOKENS, cleared, contained, finite
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
 ROWS = 64  # tokens summed side by side in the weight's gradient, so that the sums stay in cache
@@ -130,7 +130,7 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
     def tap(j: int) -> Tensor:
         part = window[:, j : j + S]
         if segment is not None:
-            part = cleared(part, (segment[:, j : j + S] != segment[:, now]).unsqueeze(-1), known)
+            part = where_true((segment[:, j : j + S] == segment[:, now]).unsqueeze(-1), part, known)
         return _tap(part, weight, j)
 
     y = tap(0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from seqblocks.kernels.centaurus import reference as centaurus_reference
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
-from seqblocks.kernels.resets import along, cleared, dead_tokens, finite
+from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
 CHUNK = 64
 CHUNK_WITH_RESETS = 16  # a product per pair of tokens and sequence replaces a matrix product
@@ -302,7 +302,7 @@ class Span(NamedTuple):
 
     def where_seen(self, x: Tensor, known: bool = False) -> Tensor:
         """x [N, R, T], but 0 where a reset came before the token. known: that x is finite."""
-        return x if self.piece is None else cleared(x, self.piece != 0, known)
+        return x if self.piece is None else where_true(self.piece == 0, x, known)
 
 
 def _between(

@@ -233,7 +233,7 @@ def _scan_by_tiles(
             xo = tl.zeros((BB, BD), tl.float32)
             for start in range(0, D, BD):
                 k = start + tl.arange(0, BD)
-                read = _carried(_load(before, row, k, is_b, k < D), mark, resets).to(DOT)
+                read = tl.where(mark == 0, _load(before, row, k, is_b, k < D), 0.0).to(DOT)
                 into = recurrent + head * D * 4 * D + k[:, None] * (4 * D) + d[None, :]
                 square = (k < D)[:, None] & is_d[None, :]
                 xi += tl.dot(read, tl.load(into, square, 0.0).to(DOT), input_precision=PRECISION)
