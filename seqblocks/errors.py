@@ -172,12 +172,11 @@ class Diagnostic(NamedTuple):
 
 
 def _excerpt(span: Span, gutter: str, style: Style) -> list[str]:
-    raw = span.source.line(span.line)
-    line = "".join(c if c.isprintable() else " " for c in raw)
+    line = span.source.line(span.line)
     start = span.column - 1
     end = span.end_column - 1 if span.end_line == span.line else len(line)
     cut = max(0, start - _WINDOW // 2) if len(line) > _WINDOW else 0
-    shown = line[cut : cut + _WINDOW]
+    shown = "".join(c if c.isprintable() else " " for c in line[cut : cut + _WINDOW])
     lead, tail = ("…" if cut else ""), ("…" if cut + _WINDOW < len(line) else "")
     width = max(1, min(end, cut + len(shown)) - start)
     caret = " " * (start - cut + len(lead)) + style("caret", "^" * width)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.expressions import UNKNOWN, Expression, parse, syntax_tree
+from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, Expression, parse, syntax_tree
 from seqblocks.language.vocabulary import did_you_mean
 
 SMALLEST, LARGEST = 1e-18, 1e18  # of an initialiser's numbers that are not 0: draws are then finite in float32
@@ -147,6 +147,8 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
 @lru_cache(maxsize=1024)
 def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
     """What an initialiser's text calls, and its numbers: each with its name, None where it stands in order."""
+    if len(text) > MAX_LENGTH:
+        raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
     match syntax_tree(text):
         case ast.Name(id=name):
             return name, []

@@ -36,7 +36,7 @@ from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, RunError, Span, listing, quote
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import NameFault, parse, unknown_name
+from seqblocks.language.expressions import MAX_LENGTH, NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys
 from seqblocks.language.vocabulary import did_you_mean, hidden
 from seqblocks.parameters import Parameter
@@ -460,6 +460,8 @@ Groups = tuple[tuple[str, ...], ...]  # axes, in the groups that are one axis of
 @lru_cache(maxsize=256)
 def read_pattern(text: str) -> tuple[Groups, Groups]:
     """Both sides of an einops pattern without `...`, `_` and new or lost axes. Raises Fault E209."""
+    if len(text) > MAX_LENGTH:
+        raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
     sides = []
     for side in text.split("->"):
         groups: list[tuple[str, ...]] = []

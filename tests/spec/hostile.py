@@ -216,6 +216,13 @@ def map_of_many_patterns(k: float) -> str:
     return spec(steps) + "checkpoint:\n" + each("  'n{i}x#': 'x{i}'\n", 8000 * k)
 
 
+@case
+def map_of_a_long_pattern(k: float) -> str:
+    axes = each("a# ", 150_000 * k)
+    recipe = f'{{rearrange: a, pattern: "{axes}-> x"}}'
+    return spec("    - linear: {features: 8}\n") + f"checkpoint: {{linear.weight: {recipe}}}\n"
+
+
 # --- steps without end ---
 
 BOTH = "scan: {order: [forward, reverse], own: all, steps: [b<]}"
@@ -316,6 +323,12 @@ def faulty_expressions_in_layers(k: float) -> str:
 def long_expressions_in_layers(k: float) -> str:
     wide = "+".join(["1"] * 60)
     return spec(LAYERS + each(f'          - linear: {{features: "8+0*(#+layer*({wide}))", name: s#}}\n', 3500 * k))
+
+
+@case
+def a_long_initialiser(k: float) -> str:
+    total = "+".join(["1"] * int(3000 * k))
+    return spec(f'    - linear: {{features: 8, init: {{weight: "normal(0, {total})"}}}}\n')
 
 
 @case

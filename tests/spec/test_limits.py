@@ -18,6 +18,7 @@ QUICK = (
     "unknown_top_keys", "unknown_names", "unknown_verbs", "map_of_many_keys_in_layers", "scans_in_scans",
     "scans_in_scans_that_are_accepted", "scans_of_six_orders", "blocks_that_double_and_are_not_used", "many_uses",
     "lists_of_lists", "a_deep_list", "many_parts", "missing_block_arguments", "a_long_word_in_layers",
+    "map_of_a_long_pattern", "a_long_initialiser",
 )  # fmt: skip
 REFUSED = (
     "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.checkpoint import load_official, official_name, restore, save
+from seqblocks.checkpoint import _checksum_of_record, load_official, official_name, restore, save
 
 TEXT = """
 seqblocks: 1
@@ -85,6 +85,22 @@ def test_a_saved_model_carries_the_files_it_uses(tmp_path: Path) -> None:
         file.unlink()
     x = torch.randn(1, 3, 2)
     torch.testing.assert_close(restore(tmp_path / "m.pt")(x), model(x))
+
+
+def test_a_saved_spec_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "seqblocks: 1\nTOKEN=hunter2\nblocks: {a: {steps: [silu]}}\n"
+    (tmp_path / "secret.yaml").write_text(secret)
+    monkeypatch.chdir(tmp_path)
+    save(seqblocks.build_text(TEXT), tmp_path / "m.pt")
+    data = torch.load(tmp_path / "m.pt", weights_only=True)
+    for name in ("secret.yaml", str(tmp_path / "secret.yaml"), "../" * 20 + "etc/passwd"):
+        data["seqblocks"]["text"] = TEXT.replace("seqblocks: 1\n", f"seqblocks: 1\nuse: ['{name}']\n")
+        data["seqblocks"]["checksum"] = _checksum_of_record(data["seqblocks"])
+        torch.save(data, tmp_path / "hostile.pt")
+        with pytest.raises(seqblocks.SpecError, match="among those that came with the spec") as caught:
+            restore(tmp_path / "hostile.pt")
+        assert "hunter2" not in str(caught.value)
+        assert "root:" not in str(caught.value)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
