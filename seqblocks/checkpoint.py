@@ -15,18 +15,19 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqblocks import graph
+from seqblocks import graph, recipes
 from seqblocks.analysis import check
-from seqblocks.analysis.maps import SEVERAL, Translator, rearranged
+from seqblocks.analysis.maps import Translator
 from seqblocks.analysis.maps import official_name as official_name
 from seqblocks.errors import RunError, UnavailableError, UsageError, listing
+from seqblocks.recipes import Recipe
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel, checked_device
 
@@ -514,7 +515,7 @@ def _collected(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, T
     for name, items in _sources(model, tensors).items():
         for item, source in items:  # a file may hold what is tied once, by any of its names, or several times
             made = _assembled(item.name, source, item.parameter.shape, tensors)
-            used.update(_officials(source))
+            used.update(source.names)
             if not _same(made, out.setdefault(name, made)):
                 raise RunError(f"{item.name} is tied to {name}, and the official weights have another for it")
     spare = [name for name in tensors if name not in used]
@@ -523,14 +524,14 @@ def _collected(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, T
     return out
 
 
-def _sources(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Any]]]:
+def _sources(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Recipe]]]:
     """What each parameter is made from: the first of its alternatives that the file holds. RunError if there is none.
 
     By the name of the parameter; those tied to it come with it, as far as the file has them.
     """
     translator = Translator()
-    found: dict[str, list[tuple[graph.Named, Any]]] = {}
-    missing: list[tuple[graph.Named, list[Any]]] = []
+    found: dict[str, list[tuple[graph.Named, Recipe]]] = {}
+    missing: list[tuple[graph.Named, list[Recipe]]] = []
     ties: dict[str, list[graph.Named]] = {}
     for item in graph.parameters(model.graph):
         ties.setdefault(item.tied or item.name, []).append(item)
@@ -542,25 +543,25 @@ def _sources(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, lis
             missing.append(sources[0])
     if missing:
         item, sources_of_one = missing[0]
-        used = {official for pairs in found.values() for _, source in pairs for official in _officials(source)}
+        used = {official for pairs in found.values() for _, source in pairs for official in source.names}
         raise RunError(_missing(item, sources_of_one, tensors, used, len(missing) - 1))
     return found
 
 
-def _holds(tensors: Mapping[str, Tensor], source: Any) -> bool:
-    return all(official in tensors for official in _officials(source))
+def _holds(tensors: Mapping[str, Tensor], source: Recipe) -> bool:
+    return all(official in tensors for official in source.names)
 
 
-def _missing(item: graph.Named, sources: list[Any], tensors: Mapping[str, Tensor], used: set[str], more: int) -> str:
+def _missing(item: graph.Named, sources: list[Recipe], tensors: Mapping[str, Tensor], used: set[str], more: int) -> str:
     """What to say of a parameter whose official tensors are absent; a hint names those that are likely meant."""
-    absent = [next(name for name in _officials(source) if name not in tensors) for source in sources]
+    absent = [next(name for name in source.names if name not in tensors) for source in sources]
     text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, which {item.name} is made from"
     if more:
         text += f" ({more} more {'parameter misses its' if more == 1 else 'parameters miss their'} tensors)"
     names = [name for name in tensors if isinstance(name, str)]
     hint = next(filter(None, (_prefixed(official, names) for official in absent)), None)
     if hint is None:
-        shape = item.parameter.shape if isinstance(sources[0], str) else None
+        shape = item.parameter.shape if isinstance(sources[0], recipes.Name) else None
         free = {name: None if unusable(tensors[name]) else tensors[name].shape for name in names if name not in used}
         meant = next(filter(None, (_meant(official, shape, free) for official in absent)), None)
         hint = f"Did you mean {meant}?{_entry(item.name, meant)}" if meant else ""
@@ -604,70 +605,90 @@ def _prefixed(official: str, names: list[str]) -> str | None:
     return None
 
 
-def _officials(source: Any) -> list[str]:
-    """The official tensors of a source: of a name, or of a recipe."""
-    if isinstance(source, str):
-        return [source]
-    kind = next(iter(source))
-    return list(source[kind]) if kind in SEVERAL else [source[kind]]
-
-
-def _assembled(name: str, source: Any, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Tensor:
-    parts = [tensors[official] for official in _officials(source)]
-    for official, part in zip(_officials(source), parts, strict=True):
+def _assembled(name: str, source: Recipe, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Tensor:
+    parts = [tensors[official] for official in source.names]
+    for official, part in zip(source.names, parts, strict=True):
         if odd := unusable(part, complex_too=True):
             raise RunError(f"{official} of the official weights {odd}")
-    if isinstance(source, str):
-        return parts[0]
-    kind, axis = next(iter(source)), source.get("axis", 0)
     try:
-        return _made(name, kind, axis, source, shape, parts)
+        return _made(source, name, shape, *parts)
     except (RuntimeError, IndexError) as error:
         sizes = listing(list(part.shape) for part in parts)
-        raise RunError(f"{name} {list(shape)} cannot be the {kind} of {sizes}: {error}") from error
+        raise RunError(f"{name} {list(shape)} cannot be the {source.kind} of {sizes}: {error}") from error
 
 
-def _made(
-    name: str, kind: str, axis: int, source: dict[str, Any], shape: tuple[int, ...], parts: list[Tensor]
-) -> Tensor:
-    """What a recipe makes of official tensors."""
-    official, whole = source[kind], parts[0]
-    match kind:
-        case "concat":
-            return torch.cat(parts, axis)
-        case "stack":
-            return torch.stack(parts, axis)
-        case "split":
-            parts_in_all = source["parts"]
-            stacked = (*shape[:axis], parts_in_all, *shape[axis:])
-            joined = tuple(size * parts_in_all if at == axis else size for at, size in enumerate(shape))
-            flat = (math.prod(stacked),)
-            _shaped(name, official, whole, [joined, stacked, flat] if axis < len(shape) else [stacked, flat])
-            return whole.reshape(stacked).select(axis, source["part"])
-        case "slice":
-            start, length = source.get("start", 0), shape[axis]
-            _must(start + length <= whole.shape[axis], name, official, whole, f"to have {length} from {start}")
-            return whole.narrow(axis, start, length)
-        case "real" | "imag":
-            _must(whole.is_complex(), name, official, whole, "to be complex")
-            return torch.view_as_real(whole).select(-1, int(kind == "imag"))
-        case "transpose":
-            swapped = whole.transpose(-1, -2)
-            _must(len(shape) > 1, name, official, whole, "to have one axis, which needs no transpose")
-            last = min(swapped.ndim, len(shape)) - 1  # from there on the axes of ours may be one in the release
-            *before, a, b = (*shape[:last], math.prod(shape[last:]))
-            _shaped(name, official, whole, [(*before, b, a)])
-            return swapped.reshape(shape)
-        case "rearrange":
-            from einops import rearrange
+# What a recipe makes of official tensors for our parameter `name` of a shape. RunError where they do not fit.
 
-            wanted_shape, sizes = rearranged(source["pattern"], source["sizes"], shape)
-            _shaped(name, official, whole, [wanted_shape])
-            return rearrange(whole, source["pattern"], **sizes)
-        case _:
-            wanted = f"to hold {' x '.join(map(str, shape))} numbers"
-            _must(whole.numel() == math.prod(shape), name, official, whole, wanted)
-            return whole.reshape(shape)
+
+@singledispatch
+def _made(recipe: Recipe, name: str, shape: tuple[int, ...], *parts: Tensor) -> Tensor:
+    raise NotImplementedError(type(recipe))
+
+
+@_made.register
+def _name(recipe: recipes.Name, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    return whole
+
+
+@_made.register
+def _concat(recipe: recipes.Concat, name: str, shape: tuple[int, ...], *parts: Tensor) -> Tensor:
+    return torch.cat(parts, recipe.axis or 0)
+
+
+@_made.register
+def _stack(recipe: recipes.Stack, name: str, shape: tuple[int, ...], *parts: Tensor) -> Tensor:
+    return torch.stack(parts, recipe.axis or 0)
+
+
+@_made.register
+def _split(recipe: recipes.Split, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    axis, count = recipe.axis or 0, recipe.parts
+    stacked = (*shape[:axis], count, *shape[axis:])
+    joined = tuple(size * count if at == axis else size for at, size in enumerate(shape))
+    flat = (math.prod(stacked),)
+    _shaped(name, recipe.official, whole, [joined, stacked, flat] if axis < len(shape) else [stacked, flat])
+    return whole.reshape(stacked).select(axis, recipe.part)
+
+
+@_made.register
+def _slice(recipe: recipes.Slice, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    axis, start = recipe.axis or 0, recipe.start or 0
+    length = shape[axis]
+    _must(start + length <= whole.shape[axis], name, recipe.official, whole, f"to have {length} from {start}")
+    return whole.narrow(axis, start, length)
+
+
+@_made.register
+def _transpose(recipe: recipes.Transpose, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    swapped = whole.transpose(-1, -2)
+    _must(len(shape) > 1, name, recipe.official, whole, "to have one axis, which needs no transpose")
+    last = min(swapped.ndim, len(shape)) - 1  # from there on the axes of ours may be one in the release
+    *before, a, b = (*shape[:last], math.prod(shape[last:]))
+    _shaped(name, recipe.official, whole, [(*before, b, a)])
+    return swapped.reshape(shape)
+
+
+@_made.register
+def _reshape(recipe: recipes.Reshape, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    wanted = f"to hold {' x '.join(map(str, shape))} numbers"
+    _must(whole.numel() == math.prod(shape), name, recipe.official, whole, wanted)
+    return whole.reshape(shape)
+
+
+@_made.register(recipes.Real)
+@_made.register(recipes.Imag)
+def _complex_part(recipe: recipes.FromOne, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    _must(whole.is_complex(), name, recipe.official, whole, "to be complex")
+    return torch.view_as_real(whole).select(-1, int(isinstance(recipe, recipes.Imag)))
+
+
+@_made.register
+def _rearrange(recipe: recipes.Rearrange, name: str, shape: tuple[int, ...], whole: Tensor) -> Tensor:
+    from einops import rearrange
+
+    wanted, sizes = recipes.rearranged(recipe.pattern, recipe.sizes, shape)
+    _shaped(name, recipe.official, whole, [wanted])
+    return rearrange(whole, recipe.pattern, **sizes)
 
 
 def _must(holds: bool, name: str, official: str, tensor: Tensor, wanted: str) -> None:

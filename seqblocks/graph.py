@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from seqblocks import recipes
 from seqblocks.errors import Span, visible
 from seqblocks.language.overrides import Override
 from seqblocks.op import Op
@@ -20,11 +21,11 @@ from seqblocks.types import Wire
 
 
 class Entry(NamedTuple):
-    """One entry of a `checkpoint:` map: our name, and the alternatives for it: official names, or recipes of some."""
+    """One entry of a `checkpoint:` map: our name, and the alternatives for it."""
 
     ours: str
     span: Span
-    theirs: tuple[str | dict[str, Any], ...]
+    theirs: tuple[recipes.Recipe, ...]
     node: tuple[Any, ...]  # of each alternative, in the document
 
 

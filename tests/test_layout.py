@@ -33,6 +33,7 @@ ROOMS = """
     types
     language/*
     parameters
+    recipes
     op
     combinators
     ops/*

@@ -23,7 +23,6 @@ through. A key of the enclosing map that reaches into a block takes precedence o
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
@@ -36,17 +35,12 @@ from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, RunError, Span, listing, quote
 from seqblocks.graph import Entry, Graph, Model
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.expressions import MAX_LENGTH, NameFault, parse, unknown_name
+from seqblocks.language.expressions import NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys
 from seqblocks.language.vocabulary import did_you_mean, hidden
 from seqblocks.parameters import Parameter
+from seqblocks.recipes import RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
 
-RECIPES: dict[str, tuple[str, ...]] = {  # and what goes with each
-    "concat": ("axis",), "stack": ("axis",), "split": ("parts", "part", "axis"), "slice": ("start", "axis"),
-    "transpose": (), "reshape": (), "real": (), "imag": (), "rearrange": ("pattern",),
-}  # fmt: skip
-OPTIONAL = ("axis", "start")
-SEVERAL = ("concat", "stack")
 DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
 MAX_ALTERNATIVES = 16
 MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
@@ -56,7 +50,7 @@ _HOLE = re.compile(r"\{([^}]*)\}")
 
 
 def read_map(scope: Scope, node: Mapping | None) -> tuple[Entry, ...]:
-    """The entries of a map; what is at fault in itself is told and left out."""
+    """Return the entries of a map; those at fault in themselves are reported and left out."""
     found = [_entry(scope, key, span, value) for key, span, value in node or ()]
     entries: dict[str, Entry] = {}
     for entry in filter(None, found):
@@ -79,31 +73,30 @@ def _entry(scope: Scope, key: str, span: Span, node: Node) -> Entry | None:
         fault = Fault("E203", f"a list holds 1 to {MAX_ALTERNATIVES} alternative official names", found=str(len(nodes)))
         scope.fault(fault, node.span)
         return None
-    theirs = [
-        _recipe(scope, item, indices) if isinstance(item, Mapping) else _name(scope, item, indices) for item in nodes
-    ]
+    theirs = [_alternative(scope, item, indices) for item in nodes]
     found = tuple(each for each in theirs if each is not None)
     return Entry(key, span, found, tuple(nodes)) if len(found) == len(nodes) else None
 
 
+def _alternative(scope: Scope, node: Node, indices: list[str]) -> Recipe | None:
+    if isinstance(node, Mapping):
+        return _recipe(scope, node, indices)
+    name = _name(scope, node, indices)
+    return None if name is None else Name(name)
+
+
 def has_sizes(table: Iterable[Entry]) -> bool:
     """Whether a map depends on the arguments of its block: the sizes of a `rearrange` may."""
-    return any(isinstance(theirs, dict) and "sizes" in theirs for entry in table for theirs in entry.theirs)
+    return any(isinstance(theirs, Rearrange) for entry in table for theirs in entry.theirs)
 
 
-def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] | None:
+def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> Recipe | None:
     kinds = [key for key in RECIPES if key in node.entries]
-    words = (kinds[0], *RECIPES[kinds[0]]) if len(kinds) == 1 else (*RECIPES, *chain(*RECIPES.values()))
-    words = tuple(dict.fromkeys(words))
     if kinds == ["rearrange"]:
         return _rearrangement(scope, node, indices)
-    if len(words) > 1:
-        known_keys(scope.report, node, words, "a checkpoint map's recipe")
-    else:
-        alone = f"{words[0]} alone; what it makes has the shape of our parameter"
-        for key, span, _ in node:
-            if key not in words:
-                scope.fault(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
+    several = (*RECIPES, *chain.from_iterable(map(words_of, RECIPES)))
+    words = tuple(dict.fromkeys((kinds[0], *words_of(kinds[0])) if len(kinds) == 1 else several))
+    _check_words(scope, node, words)
     if len(kinds) != 1:
         if all(key in words for key in node.entries):
             fault = Fault("E210" if kinds else "E202", "a recipe is of one kind", expected=f"one of {listing(RECIPES)}")
@@ -111,10 +104,21 @@ def _recipe(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] |
         return None
     tensors = _tensors(scope, kinds[0], node.entries[kinds[0]][1], indices)
     numbers = _numbers(scope, kinds[0], node, words)
-    return None if tensors is None or numbers is None else {kinds[0]: tensors, **numbers}
+    return None if tensors is None or numbers is None else RECIPES[kinds[0]](tensors, **numbers)
 
 
-def _rearrangement(scope: Scope, node: Mapping, indices: list[str]) -> dict[str, Any] | None:
+def _check_words(scope: Scope, node: Mapping, words: tuple[str, ...]) -> None:
+    """Report keys that do not go with a recipe's kind."""
+    if len(words) > 1:
+        known_keys(scope.report, node, words, "a checkpoint map's recipe")
+        return
+    alone = f"{words[0]} alone; what it makes has the shape of our parameter"
+    for key, span, _ in node:
+        if key not in words:
+            scope.fault(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
+
+
+def _rearrangement(scope: Scope, node: Mapping, indices: list[str]) -> Rearrange | None:
     """{rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}: the sizes are expressions over the names of the scope."""
     name = _name(scope, node.entries["rearrange"][1], indices)
     pattern = node.get("pattern")
@@ -131,51 +135,57 @@ def _rearrangement(scope: Scope, node: Mapping, indices: list[str]) -> dict[str,
     except Fault as fault:
         scope.fault(fault, pattern.span)
         return None
-    sizes: dict[str, int] = {}
     known_keys(scope.report, node, ("rearrange", "pattern", *sorted(axes)), "a checkpoint map's recipe")
-    for key, _, value in node:
-        if key in axes:
-            sizes[key] = scope.number(value, whole=True)
-            if isinstance(sizes[key], int) and sizes[key] < 1:
-                scope.fault(Fault("E209", f"the size of {key} is out of range", expected="1 or more"), value)
-    return None if name is None else {"rearrange": name, "pattern": pattern.value, "sizes": sizes}
+    sizes = {key: _size(scope, key, value) for key, _, value in node if key in axes}
+    return None if name is None else Rearrange(name, pattern.value, sizes)
+
+
+def _size(scope: Scope, axis: str, node: Node) -> Any:
+    size = scope.number(node, whole=True)
+    if isinstance(size, int) and size < 1:
+        scope.fault(Fault("E209", f"the size of {axis} is out of range", expected="1 or more"), node)
+    return size
 
 
 def _numbers(scope: Scope, kind: str, node: Mapping, words: tuple[str, ...]) -> dict[str, int] | None:
-    """What goes with a recipe's kind; None after a fault."""
+    """The numbers that go with a recipe's kind; None after a fault."""
     out: dict[str, int] = {}
-    for key in words[1:]:
+    for key, required in words_of(kind).items():
         number = node.get(key)
         if isinstance(number, Scalar) and type(number.value) is int:
             out[key] = number.value
         elif number is not None:
             scope.fault(Fault("E203", f"{key} is a whole number", found=kind_of(number)), number.span)
             return None
-        elif key not in OPTIONAL:
+        elif required:
             if not hidden(node.entries, key, words):
                 hint = "{split: qkv, parts: 3, part: 0}"
                 scope.fault(Fault("E202", f"{kind} needs {quote(key)}", hint=hint), node.span)
             return None
-    for key, low, high in (("parts", 1, 10**9), ("part", 0, out.get("parts", 1) - 1), ("start", 0, 10**9)):
-        value = out.get(key, low)
+    return out if _in_range(scope, kind, node, out) else None
+
+
+def _in_range(scope: Scope, kind: str, node: Mapping, numbers: dict[str, int]) -> bool:
+    for key, low, high in (("parts", 1, 10**9), ("part", 0, numbers.get("parts", 1) - 1), ("start", 0, 10**9)):
+        value = numbers.get(key, low)
         if not low <= value <= high:
             expected = f"from {low} to {high}" if key == "part" else f"{low} or more"
             fault = Fault("E209", f"{key} of {kind} is out of range", expected=expected, found=f"{value}")
             scope.fault(fault, node.get(key))
-            return None
-    return out
+            return False
+    return True
 
 
 def _tensors(scope: Scope, kind: str, node: Node, indices: list[str]) -> Any:
-    """The official name behind a recipe's kind, or the names where it joins several; None where they are none."""
-    if kind not in SEVERAL:
+    """The official name of a recipe, or the names where it joins several; None after a fault."""
+    if not issubclass(RECIPES[kind], FromSeveral):
         return _name(scope, node, indices)
     if not isinstance(node, Sequence) or not node.items:
         what = "an empty list" if isinstance(node, Sequence) else kind_of(node)
         scope.fault(Fault("E203", f"{kind} takes a list of official names", found=what), node.span)
         return None
     names = [_name(scope, item, indices) for item in node.items]
-    return None if None in names else names
+    return None if None in names else tuple(names)
 
 
 def _name(scope: Scope, node: Node, indices: list[str]) -> str | None:
@@ -246,7 +256,7 @@ def check_map(scope: Scope, table: tuple[Entry, ...], body: Graph, open: bool) -
         else:
             _check_axis(scope, entry, places)
             _check_layout(scope, entry, places)
-            if (len(entry.theirs) > 1 or isinstance(entry.theirs[0], dict)) and places.mapped:
+            if (len(entry.theirs) > 1 or not isinstance(entry.theirs[0], Name)) and places.mapped:
                 composed.add(id(entry))
             if parted and places.shapes:
                 sound &= _check_owner(scope, entry, owners)
@@ -409,40 +419,20 @@ def _parameters(place: Any) -> list[tuple[str, Parameter]]:
 
 
 def _check_axis(scope: Scope, entry: Entry, places: _Places) -> None:
-    """An axis is one of ours; where tensors are split, it may be one after them too. Patterns fit our shapes."""
+    """Report a recipe that cannot make a tensor of one of our shapes."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
-        if isinstance(theirs, str) or not ("axis" in theirs or "pattern" in theirs):
-            continue
-        for shape, name in places.shapes.items():
-            fault = _misfit(graph.join(entry.ours, name), shape, theirs)
-            if fault:
+        for shape, name in () if isinstance(theirs, Name) else places.shapes.items():
+            if fault := theirs.misfit(graph.join(entry.ours, name), shape):
                 scope.fault(fault, node.get(fault.at))
                 return
-
-
-def _misfit(name: str, shape: tuple[int, ...], theirs: dict[str, Any]) -> Fault | None:
-    """Why a recipe cannot make a tensor of this shape."""
-    rank = len(shape)
-    what = f"{name} has {rank} ax{'i' if rank == 1 else 'e'}s: {list(shape)}"
-    if "pattern" in theirs:
-        try:
-            rearranged(theirs["pattern"], theirs["sizes"], shape)
-        except ValueError as error:
-            return Fault("E209", "the pattern does not end in our shape", at="pattern", found=f"{error}; {what}")
-        return None
-    axis, split = theirs["axis"], "split" in theirs
-    low, high = (0, rank) if split else (-rank, rank - 1)
-    if low <= axis <= high:
-        return None
-    return Fault("E209", "there is no such axis", at="axis", expected=f"from {low} to {high}", found=f"{axis}; {what}")
 
 
 def _check_layout(scope: Scope, entry: Entry, places: _Places) -> None:
     """A `kernel` of flax or Keras is [in, out] and our matrices are [out, in]: a square one would fit as it is."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
-        if places.matrix and isinstance(theirs, str) and theirs.rpartition(".")[2] == "kernel":
-            what = f"{quote(theirs)} is [in, out] by its name, and {entry.ours} is [out, in]"
-            hint = f"{{transpose: {theirs}}}; or {{reshape: {theirs}}}, if it is [out, in] after all"
+        if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
+            what = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"
+            hint = f"{{transpose: {theirs.official}}}; or {{reshape: {theirs.official}}}, if it is [out, in] after all"
             scope.fault(Fault("E314", what, hint=hint), node.span)
 
 
@@ -450,61 +440,6 @@ def _check_layout(scope: Scope, entry: Entry, places: _Places) -> None:
 def _pattern(ours: str) -> re.Pattern[str]:
     """A key, or a part of one, with its indices as named groups."""
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
-
-
-# --- patterns of `rearrange` ----------------------------------------------------------------------------------------
-
-Groups = tuple[tuple[str, ...], ...]  # axes, in the groups that are one axis of a tensor
-
-
-@lru_cache(maxsize=256)
-def read_pattern(text: str) -> tuple[Groups, Groups]:
-    """Both sides of an einops pattern without `...`, `_` and new or lost axes. Raises Fault E209."""
-    if len(text) > MAX_LENGTH:
-        raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
-    sides = []
-    for side in text.split("->"):
-        groups: list[tuple[str, ...]] = []
-        inside: list[str] | None = None
-        for token in re.findall(r"[^\W\d]\w*|\S", side):
-            if token == "(" and inside is None:
-                inside = []
-            elif token == ")" and inside is not None:
-                groups.append(tuple(inside))
-                inside = None
-            elif token == "1" and inside is None:
-                groups.append(())
-            elif token.isidentifier() and token != "_":
-                groups.append((token,)) if inside is None else inside.append(token)
-            else:
-                raise Fault("E209", f"{quote(token)} has no place in a pattern", expected="names and parentheses")
-        if inside is not None:
-            raise Fault("E209", "a parenthesis of the pattern is open")
-        sides.append(tuple(groups))
-    if len(sides) != 2:
-        raise Fault("E209", "a pattern has two sides", expected='"row column -> column row"', found=quote(text))
-    left, right = (sorted(chain(*side)) for side in sides)
-    if left != right or len(set(left)) < len(left):
-        odd = [axis for axis in dict.fromkeys((*left, *right)) if not left.count(axis) == right.count(axis) == 1]
-        raise Fault("E209", "each axis is on both sides of the pattern, once", found=listing(odd))
-    return sides[0], sides[1]
-
-
-def rearranged(pattern: str, sizes: dict[str, int], shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, int]]:
-    """The official shape that a pattern turns into ours, and the size of every axis. ValueError if there is none."""
-    left, right = read_pattern(pattern)
-    if len(right) != len(shape):
-        raise ValueError(f"the pattern ends in {len(right)} axes")
-    known: dict[str, int] = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
-    for group, size in zip(right, shape, strict=True):
-        open_axes = [axis for axis in group if axis not in known]
-        rest, over = divmod(size, math.prod(known[axis] for axis in group if axis in known))
-        if len(open_axes) > 1:
-            raise ValueError(f"the sizes of {listing(open_axes)} are not given")
-        if over or (rest != 1 and not open_axes):
-            raise ValueError(f"({' '.join(group) or 1}) is not {size}")
-        known |= dict.fromkeys(open_axes, rest)
-    return tuple(math.prod(known[axis] for axis in group) for group in left), known
 
 
 # --- from our names to theirs ---------------------------------------------------------------------------------------
@@ -515,7 +450,7 @@ def official_name(model: Model, name: str) -> Any:
 
     Where the map gives alternatives, the first. Raises RunError where an index has no name.
     """
-    return Translator().official(model, name)[0]
+    return Translator().official(model, name)[0].as_data()
 
 
 class _Match(NamedTuple):
@@ -526,7 +461,7 @@ class _Match(NamedTuple):
     entry: Entry
     values: dict[str, int]
 
-    def followed_by(self, after: list[Any]) -> list[Any]:
+    def followed_by(self, after: list[Recipe]) -> list[Recipe]:
         """The entry's alternatives, each followed by each of these. Raises Fault."""
         pairs = list(product(self.entry.theirs, after))
         if len(pairs) > MAX_ALTERNATIVES:
@@ -589,8 +524,8 @@ class Translator:
         self._trees: dict[int, _Tree] = {}
         self._nodes: dict[int, dict[str, graph.Node]] = {}
 
-    def official(self, model: Model, name: str) -> list[Any]:
-        """The alternatives for a parameter, each an official name or a recipe. Raises RunError."""
+    def official(self, model: Model, name: str) -> list[Recipe]:
+        """The alternatives for a parameter. Raises RunError."""
         try:
             return self._translated(model.graph, name.split("."), model.checkpoint)
         except Fault as fault:  # an expression that has no value for these indices
@@ -601,19 +536,19 @@ class Translator:
             self._trees[id(table)] = _Tree.of(table)
         return self._trees[id(table)]
 
-    def _translated(self, body: Graph, parts: list[str], table: tuple[Entry, ...]) -> list[Any]:
+    def _translated(self, body: Graph, parts: list[str], table: tuple[Entry, ...]) -> list[Recipe]:
         found = self.tree(table).matches(parts)
         if not found:
             return self.after(body, parts, 0)
         return found[0].followed_by(self.after(body, parts, found[0].length))
 
-    def after(self, body: Graph, parts: list[str], count: int) -> list[Any]:
+    def after(self, body: Graph, parts: list[str], count: int) -> list[Recipe]:
         """What follows the first `count` parts of a name: as it is, up to the next block, whose map has the rest."""
         node, end = self._block(body, parts, count)
         if node is None:
-            return [".".join(parts[count:])]
+            return [Name(".".join(parts[count:]))]
         inside = self._translated(node.bodies[""], parts[end:], node.checkpoint)
-        return [_placed(".".join(parts[count:end]), {}, rest) for rest in inside]
+        return [_placed(Name(".".join(parts[count:end])), {}, rest) for rest in inside]
 
     def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
         """The first block on a name's way whose own name ends at or after part `count`, and where it ends."""
@@ -639,22 +574,14 @@ class Translator:
         return None, at
 
 
-def _placed(theirs: Any, values: dict[str, int], rest: Any) -> Any:
+def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
     """The official side with its indices filled in and the rest of the name appended. Raises Fault."""
 
     def fill(text: str, tail: str) -> str:
         return graph.join(_HOLE.sub(lambda m: str(parse(m[1]).evaluate(values)), text), tail)
 
-    if isinstance(rest, dict):
-        if not isinstance(theirs, str):
-            raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for a parameter")
-        return {k: _each_name(k, v, lambda text: fill(theirs, text)) for k, v in rest.items()}
-    if isinstance(theirs, dict):
-        return {k: _each_name(k, v, lambda text: fill(text, rest)) for k, v in theirs.items()}
-    return fill(theirs, rest)
-
-
-def _each_name(key: str, value: Any, change: Callable[[str], str]) -> Any:
-    if key not in RECIPES:
-        return value
-    return [change(v) for v in value] if isinstance(value, list) else change(value)
+    if isinstance(rest, Name):
+        return theirs.renamed(lambda text: fill(text, rest.official))
+    if not isinstance(theirs, Name):
+        raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for a parameter")
+    return rest.renamed(lambda text: fill(theirs.official, text))

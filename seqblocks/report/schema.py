@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.analysis import check
-from seqblocks.analysis.maps import OPTIONAL, RECIPES, SEVERAL
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
     BLOCK_KEYS,
@@ -26,6 +25,7 @@ from seqblocks.language.spec import (
     bundled,
 )
 from seqblocks.op import Op
+from seqblocks.recipes import RECIPES, FromSeveral, words_of
 from seqblocks.report.reference import Verb, facts, verbs
 
 Schema = dict[str, Any]
@@ -93,7 +93,7 @@ def _top() -> dict[str, Schema]:
         },
         "steps": STEPS,
     }
-    one = [{"type": "string"}, *(_recipe(kind, more) for kind, more in RECIPES.items())]
+    one = [{"type": "string"}, *map(_recipe, RECIPES)]
     official = {"anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
     names: Schema = {
         "description": "our names -> those of an official release", "type": "object", "additionalProperties": official,
@@ -135,15 +135,16 @@ def _top() -> dict[str, Schema]:
     return {key: top[key] for key in FILE_KEYS}
 
 
-def _recipe(kind: str, more: tuple[str, ...]) -> Schema:
+def _recipe(kind: str) -> Schema:
     """An official tensor, or several, made into ours."""
     string, integer = {"type": "string"}, {"type": "integer"}
     if kind == "rearrange":
         sizes = {"type": ["number", "string"], "description": "the size of an axis of the pattern"}
         return {**_object({kind: string, "pattern": string}, [kind, "pattern"]), "additionalProperties": sizes}
-    source: Schema = {"type": "array", "items": string, "minItems": 1} if kind in SEVERAL else string
-    needed = [key for key in more if key not in OPTIONAL]
-    return _object({kind: source, **dict.fromkeys(more, integer)}, [kind, *needed])
+    several = issubclass(RECIPES[kind], FromSeveral)
+    source: Schema = {"type": "array", "items": string, "minItems": 1} if several else string
+    words = words_of(kind)
+    return _object({kind: source, **dict.fromkeys(words, integer)}, [kind, *filter(words.get, words)])
 
 
 def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
