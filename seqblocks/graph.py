@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from seqblocks import recipes
 from seqblocks.errors import Span, visible
-from seqblocks.language.overrides import Override
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 
 class Entry(NamedTuple):

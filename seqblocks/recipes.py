@@ -13,15 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH
 
-R = TypeVar("R", bound="Recipe")
 
-
-@dataclass(frozen=True, repr=False)
 class Recipe:
     """Base of all recipes."""
 
@@ -33,13 +30,13 @@ class Recipe:
         """The official tensors it needs."""
         raise NotImplementedError
 
-    def renamed(self: R, change: Callable[[str], str]) -> R:
+    def renamed(self, change: Callable[[str], str]) -> Recipe:
         """Return the same recipe for other official tensors."""
         raise NotImplementedError
 
     def as_data(self) -> Any:
         """Return it as a map has it: a name, or a mapping such as {"concat": ["q", "k"], "axis": 0}."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)[1:]}
+        held = {each: getattr(self, each) for each in own_fields(type(self))}
         return {self.kind: self._source(), **{key: value for key, value in held.items() if value is not None}}
 
     def _source(self) -> str | list[str]:
@@ -50,7 +47,7 @@ class Recipe:
         return None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class FromOne(Recipe):
     """Base of recipes with one official tensor."""
 
@@ -60,14 +57,14 @@ class FromOne(Recipe):
     def names(self) -> tuple[str, ...]:
         return (self.official,)
 
-    def renamed(self: R, change: Callable[[str], str]) -> R:
-        return replace(self, official=change(self.names[0]))
+    def renamed(self, change: Callable[[str], str]) -> Recipe:
+        return replace(self, official=change(self.official))
 
     def _source(self) -> str:
         return self.official
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class FromSeveral(Recipe):
     """Base of recipes that join official tensors along `axis` (0 if None)."""
 
@@ -78,8 +75,8 @@ class FromSeveral(Recipe):
     def names(self) -> tuple[str, ...]:
         return self.officials
 
-    def renamed(self: R, change: Callable[[str], str]) -> R:
-        return replace(self, officials=tuple(map(change, self.names)))
+    def renamed(self, change: Callable[[str], str]) -> Recipe:
+        return replace(self, officials=tuple(map(change, self.officials)))
 
     def _source(self) -> list[str]:
         return list(self.officials)
@@ -107,7 +104,7 @@ class Stack(FromSeveral):
     kind = "stack"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Split(FromOne):
     """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat."""
 
@@ -120,7 +117,7 @@ class Split(FromOne):
         return _no_axis(self.axis, name, shape, low=0, high=len(shape))  # parts may lie along an axis after ours
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Slice(FromOne):
     """As much of an official tensor as ours holds, from `start` on along `axis`."""
 
@@ -156,7 +153,7 @@ class Imag(FromOne):
     kind = "imag"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Rearrange(FromOne):
     """Axes split, permuted and joined, in einops' notation. `sizes` may hold what is UNKNOWN yet."""
 
@@ -173,7 +170,7 @@ class Rearrange(FromOne):
         return None
 
 
-RECIPES: dict[str, type[Recipe]] = {
+RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
     cls.kind: cls for cls in (Concat, Stack, Split, Slice, Transpose, Reshape, Real, Imag, Rearrange)
 }
 
@@ -181,7 +178,12 @@ RECIPES: dict[str, type[Recipe]] = {
 def words_of(kind: str) -> dict[str, bool]:
     """The keys that go with a recipe's kind, and whether each is required."""
     required = {"parts", "part", "pattern"}
-    return {each.name: each.name in required for each in fields(RECIPES[kind])[1:] if each.name != "sizes"}
+    return {each: each in required for each in own_fields(RECIPES[kind]) if each != "sizes"}
+
+
+def own_fields(cls: Any) -> tuple[str, ...]:
+    """The fields of a recipe besides its official names."""
+    return tuple(each.name for each in fields(cls)[1:])
 
 
 def _no_axis(

@@ -7,14 +7,16 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks.analysis.lower import is_builtin, lower_file
 from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError
 from seqblocks.graph import Model, Recipe
 from seqblocks.language.document import Node
-from seqblocks.language.overrides import Override
 from seqblocks.language.spec import Reader, SpecFile, locate, read_file
+
+if TYPE_CHECKING:
+    from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 

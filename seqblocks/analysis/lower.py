@@ -5,7 +5,7 @@ Blocks that nothing uses are analysed too, with UNKNOWN for arguments without a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqblocks import graph
 from seqblocks.analysis import combinators  # noqa: F401  whose functions register themselves
@@ -17,9 +17,11 @@ from seqblocks.analysis.wiring import Shared
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, Report
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.overrides import Override
 from seqblocks.language.spec import MODEL_KEYS, Block, SpecFile
 from seqblocks.op import builtin_verbs
+
+if TYPE_CHECKING:
+    from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 
 def is_builtin(verb: str) -> bool:
