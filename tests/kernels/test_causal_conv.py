@@ -18,7 +18,6 @@ from tests.kernels.conformance import (
     assert_close,
     check,
     draw,
-    reset_marks,
     with_gradients,
 )  # fmt: skip
 from tests.kernels.families import CAUSAL_CONV
@@ -66,14 +65,6 @@ def test_the_last_state_does_not_hold_on_to_the_sequence() -> None:
 def test_one_channel_is_depthwise_or_mixing() -> None:
     x, weight = draw(1, 5, 1), draw(3, 1, 2, seed=1)
     assert_close({"out": causal_conv(x, weight)[..., 1:2]}, {"out": causal_conv(x, weight[1:2])}, 2**-50)
-
-
-@INTERPRETED
-@pytest.mark.parametrize("S", [31, 37])
-def test_several_programs_share_a_sequence(S: int) -> None:
-    """More channels and tokens than a tile has, and no multiple of either; 31 tokens fit, but not with the state's."""
-    for reverse in (False, True):
-        check(TRITON, TRITON.inputs(S=S, D=70), reverse=reverse, resets=reset_marks(2, S))
 
 
 @INTERPRETED

@@ -191,7 +191,7 @@ def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
 # ------------------------------------------------------------------------------------------------ the law of states
 
 
-CUTS = ((3,), (1, 2, 6), "steps")
+CUTS = ((1, 2, 6), "steps")
 
 
 @cases(SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"))
