@@ -328,6 +328,58 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
         assert torch.equal(found[name], expected), name
 
 
+def in_pieces(
+    subject: Subject, x: Tensors, cuts: Iterable[int], *, resets: Tensor | None = None, reverse: bool = False
+) -> Tensors:
+    """What a call returns, from calls between the cuts, with the state carried on."""
+    length = x[subject.kernel.sequences[0]].shape[1]
+    state = {name: x[name] for name in subject.kernel.states}
+    outputs: list[Tensor] = []
+    spans = [*itertools.pairwise((0, *cuts, length))]
+    for a, b in reversed(spans) if reverse else spans:
+        piece = subject.cut(x, a, b) | state
+        state = subject(piece, resets=None if resets is None else resets[:, a:b], reverse=reverse)
+        outputs.append(state.pop("out"))
+    return {"out": torch.cat(outputs[::-1] if reverse else outputs, 1), **state}
+
+
+def check_poison(
+    subject: Subject, poison: float, *, reverse: bool = False, cuts: Iterable[int] = (), **sizes: int
+) -> None:
+    """Assert that a reset stops what is not finite, forward and backward.
+
+    In the first row a reset follows tokens that are not finite, the second begins with a reset on a state that is not
+    finite, the third has neither. The loss reads what follows the resets.
+    """
+    S, tokens, states = 8, subject.tokens(), subject.kernel.states
+    before, after = (slice(5, S), slice(0, 5)) if reverse else (slice(0, 3), slice(3, S))
+    marks = torch.zeros(3, S, dtype=torch.bool)
+    marks[0, 4 if reverse else 3] = marks[1, -1 if reverse else 0] = True
+
+    def results(bad: float | None) -> Tensors:
+        x = {name: t.detach().clone() for name, t in subject.exact(batch=3, S=S, **sizes).items()}
+        for name, t in x.items():
+            if bad is not None and name in tokens:
+                t[0, before][0] = bad
+                t[0, before][2].view(-1)[0] = -bad
+            elif bad is not None and name in states and t.is_floating_point():
+                t[:2] = bad
+        leaves = {name: t.requires_grad_(t.is_floating_point()) for name, t in x.items()}
+        last = in_pieces(subject, leaves, cuts, resets=marks, reverse=reverse)
+        out = last.pop("out")
+        if subject.kernel.name == "attention":
+            last = {}  # a cache keeps what is no longer read
+        return with_gradients({"after": out[0, after], "others": out[1:], **last}, leaves)
+
+    found = results(poison)
+    for name in (*tokens, *states):
+        gradient = found.get(f"gradient of {name}")
+        if gradient is not None:
+            reached = gradient[0, before] if name in tokens else gradient[:2]
+            assert not reached.any(), f"a gradient of {name} comes from after the reset"
+    assert_close(found, results(None), subject.kernel.exactness(subject.on, subject.on.exact, S))
+
+
 # ------------------------------------------------------------------------------------------------ cases
 
 

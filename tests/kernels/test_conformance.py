@@ -7,7 +7,6 @@ every two values meet are marked slow. On a GPU all of them run: `pytest tests/k
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,7 +35,9 @@ from tests.kernels.conformance import (
     assert_equal,
     cases,
     check,
+    check_poison,
     floating,
+    in_pieces,
     on_device,
     reset_marks,
     with_gradients,
@@ -191,7 +192,7 @@ def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
 # ------------------------------------------------------------------------------------------------ the law of states
 
 
-CUTS = ((1, 2, 6), "steps")
+CUTS = ((1, 2, 6), range(1, 8))
 
 
 @cases(SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"))
@@ -201,15 +202,7 @@ def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, rev
     x = subject.exact(S=S)
     marks = reset_marks(2, S) if resets else None
     whole = with_gradients(subject(x, resets=marks, reverse=reverse), x)
-    edges = range(S + 1) if cuts == "steps" else (0, *cuts, S)
-    state = {name: x[name] for name in subject.kernel.states}
-    parts: list[Tensor] = []
-    spans = [*pairwise(edges)]
-    for a, b in reversed(spans) if reverse else spans:
-        piece = subject.cut(x, a, b) | state
-        state = subject(piece, resets=None if marks is None else marks[:, a:b], reverse=reverse)
-        parts.append(state.pop("out"))
-    pieces = {"out": torch.cat(parts[::-1] if reverse else parts, 1), **state}
+    pieces = in_pieces(subject, x, cuts, resets=marks, reverse=reverse)
     bar = subject.kernel.exactness(subject.on, subject.on.exact, S)
     assert_close(with_gradients(pieces, x), whole, bar, smallest=1.0)  # one key in a window: no gradient of q
 
@@ -247,6 +240,15 @@ def test_reverse_is_the_flipped_scan(subject: Subject, resets: bool) -> None:
     wanted = {**forward, "out": forward["out"].flip(1)}
     bar = subject.kernel.exactness(subject.on, subject.on.exact, 9)
     assert_close(with_gradients(out, x), with_gradients(wanted, x), bar)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy, which mentions every NaN
+@cases(
+    [k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], poison=[float("nan"), float("inf")],
+    reverse=yes_if("reverse"), cuts=lambda kernel, on: [(), *CUTS] if on.backend != "triton" else [()],
+)
+def test_a_reset_stops_nan_and_inf(subject: Subject, poison: float, reverse: bool, cuts: Any) -> None:
+    check_poison(subject, poison, reverse=reverse, cuts=cuts)
 
 
 # ------------------------------------------------------------------------------------------------ nothing, and too much
