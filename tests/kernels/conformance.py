@@ -317,8 +317,10 @@ def check(
             assert t.dtype == x[name.removeprefix("gradient of ")].dtype, name
     if bar is None:
         bar = kernel.exactness(subject.on, precision.dtype, x[kernel.sequences[0]].shape[1])
+    largest = max((t.abs().max().item() for t in floating(wanted).values() if t.numel()), default=0.0)
     # one row's gradient is a sum over the batch, of terms whose roundings mostly cancel
-    assert_close(found, wanted, 2 * bar if layout == "expanded" else bar)
+    bar = 2 * bar if layout == "expanded" else bar
+    assert_close(found, wanted, bar, smallest=largest / 1000)  # terms that cancel leave their roundings
 
 
 def assert_equal(found: Tensors, wanted: Tensors) -> None:
