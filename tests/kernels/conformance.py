@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common
-from tests.triton import bfloat16  # noqa: F401  # teaches the interpreter
+from tests.kernels import bfloat16  # noqa: F401  # teaches the interpreter
 
 Tensors = dict[str, Tensor]
 

@@ -7,9 +7,9 @@ import torch
 
 from seqblocks.kernels import mlstm
 from seqblocks.kernels.triton_common import jit, operand, tl
-from tests.triton.compare import draw, interpreted
+from tests.kernels.conformance import INTERPRETED, draw
 
-pytestmark = interpreted
+pytestmark = INTERPRETED
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Built models whose steps run in Triton, interpreted: whole, streamed, with resets, compiled, under autocast."""
+"""Built models whose steps run in Triton, INTERPRETED: whole, streamed, with resets, compiled, under autocast."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.kernels import use_backend
-from tests.triton.compare import draw, half, interpreted
+from tests.kernels.conformance import INTERPRETED, crossed, draw
 
-pytestmark = interpreted
+pytestmark = INTERPRETED
 
 DIM = 8
 BLOCKS = {
@@ -50,7 +50,7 @@ def close(found: list[Tensor], wanted: list[Tensor], bar: float) -> None:
         assert (a.double() - b.double()).abs().max() <= bar * b.double().abs().max() + 1e-30, at
 
 
-@half(
+@crossed(
     ("name", BLOCKS),
     ("reset", [False, True]),
 )

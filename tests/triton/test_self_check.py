@@ -16,7 +16,7 @@ from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import self_check
 from seqblocks.kernels.selective_scan import triton as selective_scan_triton
-from tests.triton.compare import half, interpreted
+from tests.kernels.conformance import INTERPRETED, crossed
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 FACTS: dict[str, dict[str, Any]] = {
@@ -45,8 +45,8 @@ def test_every_triton_form_has_an_example() -> None:
 # What the check finds
 
 
-@interpreted
-@half(
+@INTERPRETED
+@crossed(
     ("op", FACTS),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
@@ -54,7 +54,7 @@ def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
     assert self_check.fault(example(op), {**CPU, "dtype": dtype, **FACTS[op]}) == ""
 
 
-@interpreted
+@INTERPRETED
 @pytest.mark.parametrize(
     ("wrong", "found"),
     [
@@ -78,7 +78,7 @@ def test_a_wrong_one_is_found(wrong: Callable[..., Any], found: str) -> None:
     assert found in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
 
 
-@interpreted
+@INTERPRETED
 def test_every_part_of_a_state_is_compared() -> None:
     """The last of them is not the only one."""
     right = example("slstm")
@@ -95,7 +95,7 @@ def test_every_part_of_a_state_is_compared() -> None:
     assert "last state, part 2, is off by" in self_check.fault(spoilt, {**CPU, **FACTS["slstm"]})
 
 
-@interpreted
+@INTERPRETED
 @pytest.mark.parametrize(
     "sizes", [(("batch", 1), ("length", 1 << 16)), pytest.param(None, marks=pytest.mark.slow)]
 )
@@ -112,7 +112,7 @@ def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytes
     assert "is off by" in self_check.fault(example("selective_scan"), facts, self_check.Call((), sizes))
 
 
-@interpreted
+@INTERPRETED
 def test_mixed_dtypes_are_checked_as_they_come() -> None:
     seen: list[torch.dtype] = []
 
@@ -174,7 +174,7 @@ def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: py
     assert not check("right")[1]
 
 
-@interpreted
+@INTERPRETED
 def test_a_real_form_is_checked_there() -> None:
     op = "headwise_linear"
     call = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 1 << 20),))
