@@ -383,9 +383,9 @@ HEAD_NORM = Kernel(
     make=norm_inputs,
     sequences=("x", "skip", "gate"),
     shapes=(
-        {"S": 1}, {"S": 2}, {"S": 37}, {"batch": 1, "S": 130}, {"S": 0}, {"S": 5, "D": 6}, {"S": 4, "D": 600},
+        {"S": 1}, {"S": 2}, {"S": 37}, {"batch": 1, "S": 130}, {"S": 0}, {"S": 5, "D": 18}, {"S": 4, "D": 600},
     ),
-    device_shapes=tuple({"batch": 3, "S": 130, "D": D} for D in (6, 12, 48, 192, 576, 1536, 15_000)),
+    device_shapes=tuple({"batch": 3, "S": 130, "D": D} for D in (24, 48, 192, 576, 1536, 15_000)),
     ranges={"batch": range(4), "S": range(10)},
     small={"batch": 1, "S": 2, "D": 6},
     variants={

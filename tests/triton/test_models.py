@@ -1,4 +1,4 @@
-"""Built models whose steps run in Triton, INTERPRETED: whole, streamed, with resets, compiled, under autocast."""
+"""Built models whose steps run in Triton, interpreted: whole, streamed, with resets, compiled, under autocast."""
 
 from __future__ import annotations
 
