@@ -81,14 +81,17 @@ def test_offsets_beyond_31_bits() -> None:
     assert torch.equal(found, causal_conv(**{**x, "x": far.contiguous()}, backend="triton"))
 
 
-def test_the_reference_is_exported_for_any_length() -> None:
+def test_the_reference_is_compiled_and_exported_for_any_length() -> None:
     class Caller(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
             return causal_conv(x, weight, state=state)
 
     x = {name: t.float() for name, t in TORCH.inputs(S=11).items() if name != "bias"}
     length = {1: torch.export.Dim("length", min=2, max=1 << 20)}
+    torch._dynamo.reset()
     with use_backend("reference"):
+        compiled = torch.compile(Caller(), fullgraph=True, backend="aot_eager")
+        assert_close({"out": compiled(*x.values())}, {"out": Caller()(*x.values())}, CAUSAL_CONV.bar(11))
         program = torch.export.export(Caller(), (*x.values(),), dynamic_shapes=(length, None, None))
         longer = (F.pad(x["x"], (0, 0, 0, 9)), x["weight"], x["state"])
         assert_close({"out": program.module()(*longer)}, {"out": Caller()(*longer)}, CAUSAL_CONV.bar(20))

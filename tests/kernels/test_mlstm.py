@@ -178,13 +178,13 @@ def hard_gates(kind: str, S: int) -> Tensors:
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # 1 / (1 + e^1000) is 0 by way of an infinity
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @crossed(
+    ("backend", ["torch", "triton"]),
     ("kind", HARD_GATES),
     ("gate", GATES),
     ("reverse", [False, True]),
 )
-def test_float32_keeps_its_digits_whatever_the_gates(kind: str, gate: str, reverse: bool, backend: str) -> None:
+def test_float32_keeps_its_digits_whatever_the_gates(backend: str, kind: str, gate: str, reverse: bool) -> None:
     """Gates add nothing to (16 + S) roundings of 2^-24, beyond what the float32 recurrence is off by: this shows how
     the division by |q.n| magnifies them. The gradient of a forget gate is a difference of sums of k . dk (which is also
     that of log i) and of q . dq, and held to those. Weights below e^-60 may be left out."""
@@ -292,8 +292,8 @@ def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
 
 
 @INTERPRETED
-@crossed(
-    ("gate, reverse, resets", [("exp", True, True), ("sigmoid", False, False)]),
+@pytest.mark.parametrize(
+    ("gate", "reverse", "resets"), [("exp", True, True), pytest.param("sigmoid", False, False, marks=pytest.mark.slow)]
 )
 def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk by a program of its own, as in sequences longer than the interpreter has patience for."""
@@ -336,7 +336,7 @@ def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("state_wins", [False, True])
+@pytest.mark.parametrize("state_wins", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_chunks_are_read_a_number_of_times_that_does_not_grow(
     state_wins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

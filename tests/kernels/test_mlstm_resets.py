@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from seqblocks.kernels import mlstm, mlstm_memoroid, mlstm_step, triton_common
+from seqblocks.kernels import mlstm, mlstm_memoroid, mlstm_step
+from tests.kernels.conformance import INTERPRETED, crossed
 
-BACKENDS = ["reference", "torch", "memoroid", "memoroid compiled", pytest.param("triton", marks=pytest.mark.skipif(
-    not triton_common.INTERPRETED, reason="triton's interpreter is off"))]
+BACKENDS = ["reference", "torch", "memoroid", "memoroid compiled", pytest.param("triton", marks=INTERPRETED)]
 S, RESETS, POISONED = 23, (5, 14, 15), 9  # a token in the middle of the sequence from 5 to 13
 NAMES = ("q", "k", "v", "i", "f", "C", "n", "m")
 
@@ -61,9 +61,11 @@ def gradients(x, backend, resets, weights, last_too, **options):
     return torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("reverse", [False, True])
+@crossed(
+    ("name", NAMES),
+    ("value", [math.nan, math.inf]),
+    ("reverse", [False, True]),
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_finite_stays_within_its_sequence(backend, reverse, value, name):
     if name == "f" and value == math.inf:
