@@ -189,7 +189,7 @@ def mlstm_memoroid(
     C, n, m = (t.to(dtype) for t in state)
     found = None
     if resets is not None and torch.is_grad_enabled() and S and nonfinite.suspected(*x, C, n, m):
-        found = nonfinite.find(*x, (C, n, m), resets, reverse)
+        found = nonfinite.find(x[0], x[1], x[2], x[3], x[4], (C, n, m), resets, reverse)
         x, (C, n, m) = tuple(found.clean(*x)), found.clean_state(C, n, m)
     if S == 0:
         h, last = nothing(v, *x).to(v.dtype), MLSTMState(C, n, m)

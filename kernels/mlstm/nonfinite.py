@@ -133,7 +133,7 @@ class _Mark(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, torch.nan, x)
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Mark(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
         return torch.where(mask & (grad == 0), 0.0, torch.where(mask, torch.nan, grad)), None
 
@@ -155,7 +155,7 @@ class _MarkForward(_Mark):
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         (mask,) = ctx.saved_tensors
         return torch.where(mask, torch.nan, tangent)
 

@@ -67,8 +67,8 @@ def run(
         q, k, v, i, f = found.clean(q, k, v, i, f)
         state = None if state is None else MLSTMState(*found.clean_state(*state))
         h, last = _scan(q, k, v, i, f, state, resets, reverse, eps, input_gate, normalize)
-        h, last = nonfinite.marked(found, h, last)
-        return h, MLSTMState(*last)
+        h, parts = nonfinite.marked(found, h, last)
+        return h, MLSTMState(*parts)
 
 
 def _scan(

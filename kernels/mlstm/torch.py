@@ -540,10 +540,10 @@ def _mlstm_backward(
             dn0.zero_()
         de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
         di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
-    grads = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
+    results = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
     if spoiled is not None:
-        nonfinite.fill(grads, *spoiled)
-    return grads
+        nonfinite.fill(results, *spoiled)
+    return results
 
 
 @_mlstm_backward.register_fake
