@@ -121,14 +121,16 @@ class Composer:
         now, chance = body.now, self.chance
         gain = {"gain": chance.choice(["plain", "one_plus", "none"]), "bias": self.maybe(0.5)}
         heads = self.divisor(now.width)
+        normed = heads if heads < now.width else 1
         verb, arguments = chance.choice(
             [
                 (chance.choice(ACTIVATIONS), {}),
                 ("soft_cap", {"cap": 3.0}),
                 ("dropout", {"p": 0.2}),
-                ("layer_norm", gain),
+                # the norm of a single number is 0, and its gradient nothing but rounding
+                ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
                 ("rms_norm", {**gain, "groups": heads}),
-                ("head_norm", {**gain, "heads": heads}),
+                ("head_norm", {**gain, "heads": normed}) if now.width > 1 else ("gelu", {}),
                 ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
                 ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
             ]
