@@ -6,6 +6,7 @@ B batch, S sequence, G groups of E / G channels that share an input and an outpu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +28,13 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         tensors = (u, dt, A, B, C, D, z, dt_bias, state)
         kinds = [TOKENS, TOKENS, SHARED, *(SHARED if x.dim() == 2 else TOKENS for x in (B, C))]
         kinds += [SHARED, TOKENS, SHARED, STATE]
-        y, last = contained(
-            lambda *x: whole(*x[:8], softplus, x[8], resets, reverse), tensors, kinds, resets, reverse
-        )
+        options: dict[str, Any] = {"softplus": softplus, "resets": resets, "reverse": reverse}
+        y, last = contained(lambda *x: whole(*x, **options), tensors, kinds, resets, reverse)
         return y, last
 
     def whole(
         u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
+        dt_bias: Tensor | None, state: Tensor | None, *, softplus: bool, resets: Tensor | None, reverse: bool,
     ) -> Pair:
         E, N = A.shape
         double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))

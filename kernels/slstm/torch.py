@@ -161,13 +161,13 @@ def run(
         return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
     kinds = (TOKENS, SHARED, SHARED, *(STATE,) * 4)
     y, *last = contained(
-        lambda *tensors: _run(*tensors, resets, reverse), (gates, recurrent, bias, *state), kinds, resets, reverse
+        lambda *x: _run(*x, resets=resets, reverse=reverse), (gates, recurrent, bias, *state), kinds, resets, reverse
     )
     return y, SLSTMState(*last)
 
 
 def _run(
-    gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor,
+    gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, *,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:
     y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
