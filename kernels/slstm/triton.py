@@ -716,8 +716,15 @@ class TeamRefused(Exception):
     """The driver will not run all programs of a launch at once."""
 
 
+def _intercepted() -> bool:
+    """Whether a mode, such as that of fake tensors, intercepts calls: its tensors hold no numbers."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def _late_flag(x: Tensor) -> Tensor:
     """[1] int32, in memory of the host that the device of x can write."""
+    if _intercepted():
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
     if x.device not in _late:
         _late[x.device] = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda)
     return _late[x.device]
@@ -725,7 +732,7 @@ def _late_flag(x: Tensor) -> Tensor:
 
 def _raise_if_late(x: Tensor) -> None:
     """RuntimeError if a launch before gave up waiting."""
-    flag = _late.get(x.device)
+    flag = None if _intercepted() else _late.get(x.device)
     if flag is not None and flag.item():
         flag.zero_()
         _no_teams.add(x.device)

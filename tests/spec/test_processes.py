@@ -15,8 +15,9 @@ def waiting(tmp_path: Path) -> list[str]:
     script = tmp_path / "waiting.py"
     script.write_text(
         "import sys, time\n"
-        "print(*sys.argv[1:], flush=True)\n"
-        "try: time.sleep(60)\n"
+        "try:\n"
+        "    print(*sys.argv[1:], flush=True)\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt: print('interrupted', flush=True)\n"
     )
     return [str(script), "one", "two"]
