@@ -838,6 +838,13 @@ _op.register_autograd(_differentiate, setup_context=_save)
 _op_backward.register_autograd(no_second_derivative("selective_scan", "Triton"))
 
 
+def _for_each_group(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
+    """[B, S, G, N]. What several groups share is repeated in float32, so that its gradient, a sum over these groups, is
+    rounded once."""
+    shared = groups > (x.shape[2] if x.dim() == 4 else 1)
+    return per_token(x.float() if shared else x, shape, groups)
+
+
 def run(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
@@ -846,7 +853,7 @@ def run(
     h0 = None if state is None else state.float()
     if u.numel() == 0:
         return form("selective_scan", "torch")(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
-    B, C = (x if x.dim() == 2 else per_token(x, u.shape, groups_of(B, C)) for x in (B, C))
+    B, C = (x if x.dim() == 2 else _for_each_group(x, u.shape, groups_of(B, C)) for x in (B, C))
     keep = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, state)
     )

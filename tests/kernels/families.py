@@ -164,9 +164,8 @@ def positive_steps(**sizes: Any) -> Tensors:
 
 
 def scan_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The gradient of C, where B has more groups, is a sum over groups of what is rounded already. Outside of Triton
-    the gradient of u is a sum of two that are rounded already."""
-    return 2.0 if backend == "triton" else 3.0
+    """Outside of Triton the gradient of u is a sum of two that are rounded already."""
+    return 1.0 if backend == "triton" else 3.0
 
 
 BARE = ("D", "z", "dt_bias")
