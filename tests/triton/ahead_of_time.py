@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -52,29 +53,17 @@ TYPES = {
 Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
-def launches(module: Any, arch: str, call: Callable[[], None]) -> list[Launch]:
+def launches(arch: str, call: Callable[[], None]) -> list[Launch]:
     """The kernels that `call` launches, with their arguments."""
-    found: list[Any] = []
+    found: list[Launch] = []
 
-    class Recorder:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.kernel = name, kernel
+    def launch(kernel: triton_common.Kernel, grid: Any) -> Callable[..., None]:
+        function, shared = kernel.function, triton_common.launch_options()
+        return lambda *args, **options: found.append((function.__name__, function, args, {**options, **shared}))
 
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            options = triton_common.launch_options()
-            return lambda *args, **kwargs: found.append((self.name, self.kernel, args, {**kwargs, **options}))
-
-    kernels = {name: x for name, x in vars(module).items() if isinstance(x, triton_common.Kernel)}
-    before = triton_common.arch
-    triton_common.arch = lambda x: arch
-    try:
-        for name, kernel in kernels.items():
-            setattr(module, name, Recorder(name, kernel.function))
+    pretend = mock.patch.object(triton_common, "arch", return_value=arch)
+    with mock.patch.object(triton_common.Kernel, "__getitem__", launch), pretend:
         call()
-    finally:
-        triton_common.arch = before
-        for name, kernel in kernels.items():
-            setattr(module, name, kernel)
     return found
 
 
@@ -209,77 +198,74 @@ def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
     (y.sum() + sum(x.sum() for x in last)).backward()
 
 
-def cases() -> Iterator[tuple[str, Any, Callable[[], None]]]:
-    """(name, module, call)."""
-    scan = selective_scan_triton
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """(name, call)."""
     for states in (1, 16, 32, 64, 256):
-        yield f"selective_scan N={states} bf16", scan, lambda n=states: selective_scan(n, torch.bfloat16)
-    yield "selective_scan N=16 fp32", scan, lambda: selective_scan(16, torch.float32)
+        yield f"selective_scan N={states} bf16", lambda n=states: selective_scan(n, torch.bfloat16)
+    yield "selective_scan N=16 fp32", lambda: selective_scan(16, torch.float32)
     marks = torch.zeros(1, 1024, dtype=torch.bool)
-    yield "selective_scan N=16 bf16 segments resets", scan, lambda: selective_scan(
+    yield "selective_scan N=16 bf16 segments resets", lambda: selective_scan(
         16, torch.bfloat16, batch=1, seq=1024, resets=marks)
     marks = torch.zeros(64, 64, dtype=torch.bool)
-    yield "selective_scan N=16 bf16 reverse resets", scan, lambda: selective_scan(
+    yield "selective_scan N=16 bf16 reverse resets", lambda: selective_scan(
         16, torch.bfloat16, reverse=True, resets=marks)
-    yield "selective_scan N=17 E=70 bf16 resets", scan, lambda: selective_scan(
+    yield "selective_scan N=17 E=70 bf16 resets", lambda: selective_scan(
         17, torch.bfloat16, width=70, resets=marks)
-    yield "selective_scan N=16 bf16 constant", scan, lambda: selective_scan(
+    yield "selective_scan N=16 bf16 constant", lambda: selective_scan(
         16, torch.bfloat16, constant=True, z=None, softplus=False)
-    conv = causal_conv_triton
     for dtype in (torch.bfloat16, torch.float32):
-        yield f"causal_conv K=4 {TYPES[dtype]} silu", conv, lambda dtype=dtype: causal_conv(4, dtype)
-    yield "causal_conv K=4 bf16", conv, lambda: causal_conv(4, torch.bfloat16, None)
+        yield f"causal_conv K=4 {TYPES[dtype]} silu", lambda dtype=dtype: causal_conv(4, dtype)
+    yield "causal_conv K=4 bf16", lambda: causal_conv(4, torch.bfloat16, None)
     marks = torch.zeros(2, 256, dtype=torch.bool)
-    yield "causal_conv K=4 bf16 silu reverse resets", conv, lambda: causal_conv(
+    yield "causal_conv K=4 bf16 silu reverse resets", lambda: causal_conv(
         4, torch.bfloat16, reverse=True, resets=marks)
-    yield "causal_conv K=8 bf16 silu", conv, lambda: causal_conv(8, torch.bfloat16)
+    yield "causal_conv K=8 bf16 silu", lambda: causal_conv(8, torch.bfloat16)
     for width in (4, 192, 8192):
-        yield f"head_norm D={width} bf16", head_norm_triton, lambda n=width: head_norm(n, torch.bfloat16)
+        yield f"head_norm D={width} bf16", lambda n=width: head_norm(n, torch.bfloat16)
     for width in (192, 4096):
-        yield f"head_norm D={width} bf16 skip gate", head_norm_triton, lambda n=width: head_norm(
+        yield f"head_norm D={width} bf16 skip gate", lambda n=width: head_norm(
             n, torch.bfloat16, True)
     for O, I in ((4, 4), (3, 5), (16, 16)):
         for dtype in (torch.bfloat16, torch.float32):
-            yield f"headwise_linear O={O} I={I} {TYPES[dtype]}", headwise_linear_triton, (
+            yield f"headwise_linear O={O} I={I} {TYPES[dtype]}", (
                 lambda o=O, i=I, dtype=dtype: headwise_linear(o, i, dtype))
-    yield "mlstm D=16 bf16", mlstm_triton, lambda: mlstm(16, torch.bfloat16)
-    yield "mlstm D=64 bf16", mlstm_triton, lambda: mlstm(64, torch.bfloat16)
-    yield "mlstm D=128 bf16", mlstm_triton, lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
-    yield "mlstm D=128 fp32", mlstm_triton, lambda: mlstm(128, torch.float32)
-    yield "mlstm D=64 fp16", mlstm_triton, lambda: mlstm(64, torch.float16)
-    yield "mlstm D=128 bf16 sigmoid reverse resets", mlstm_triton, lambda: mlstm(
+    yield "mlstm D=16 bf16", lambda: mlstm(16, torch.bfloat16)
+    yield "mlstm D=64 bf16", lambda: mlstm(64, torch.bfloat16)
+    yield "mlstm D=128 bf16", lambda: mlstm(128, torch.bfloat16)  # more than a tile: so any number
+    yield "mlstm D=128 fp32", lambda: mlstm(128, torch.float32)
+    yield "mlstm D=64 fp16", lambda: mlstm(64, torch.float16)
+    yield "mlstm D=128 bf16 sigmoid reverse resets", lambda: mlstm(
         128, torch.bfloat16, input_gate="sigmoid", reverse=True, resets=True)
-    yield "mlstm D=128 bf16 many chunks resets", mlstm_triton, lambda: mlstm(
+    yield "mlstm D=128 bf16 many chunks resets", lambda: mlstm(
         128, torch.bfloat16, seq=2048, resets=True)
-    yield "mlstm D=512 bf16 many heads", mlstm_triton, lambda: mlstm(512, torch.bfloat16, batch=4)
-    yield "mlstm D=256 to 512 bf16 many heads", mlstm_triton, lambda: mlstm(
+    yield "mlstm D=512 bf16 many heads", lambda: mlstm(512, torch.bfloat16, batch=4)
+    yield "mlstm D=256 to 512 bf16 many heads", lambda: mlstm(
         256, torch.bfloat16, values=512, batch=8)
-    yield "mlstm step D=128 bf16", mlstm_triton, lambda: mlstm_step(128, torch.bfloat16)
+    yield "mlstm step D=128 bf16", lambda: mlstm_step(128, torch.bfloat16)
     for width in (32, 64, 128, 256, 512, 1024):
-        yield f"slstm D={width} bf16", slstm_triton, lambda n=width: slstm(n, torch.bfloat16)
+        yield f"slstm D={width} bf16", lambda n=width: slstm(n, torch.bfloat16)
     for width in (64, 128):
-        yield f"slstm D={width} fp32", slstm_triton, lambda n=width: slstm(n, torch.float32)
-    yield "slstm D=64 bf16 reverse resets", slstm_triton, lambda: slstm(64, torch.bfloat16, reverse=True, resets=True)
-    yield "slstm D=256 fp16", slstm_triton, lambda: slstm(256, torch.float16)
-    yield "slstm D=240 bf16 many sequences resets", slstm_triton, lambda: slstm(
+        yield f"slstm D={width} fp32", lambda n=width: slstm(n, torch.float32)
+    yield "slstm D=64 bf16 reverse resets", lambda: slstm(64, torch.bfloat16, reverse=True, resets=True)
+    yield "slstm D=256 fp16", lambda: slstm(256, torch.float16)
+    yield "slstm D=240 bf16 many sequences resets", lambda: slstm(
         240, torch.bfloat16, batch=200, heads=4, resets=True)
-    yield "slstm D=512 bf16 many heads reverse resets", slstm_triton, lambda: slstm(
+    yield "slstm D=512 bf16 many heads reverse resets", lambda: slstm(
         512, torch.bfloat16, batch=32, heads=4, reverse=True, resets=True)
-    bank = centaurus_triton
     for substates in (1, 8, 64):
-        yield f"centaurus M={substates} bf16", bank, lambda m=substates: centaurus(128, m, torch.bfloat16)
-    yield "centaurus M=8 bf16 full", bank, lambda: centaurus(2, 8, torch.bfloat16, fan=64)
-    yield "centaurus M=8 bf16 segments reverse resets", bank, lambda: centaurus(
+        yield f"centaurus M={substates} bf16", lambda m=substates: centaurus(128, m, torch.bfloat16)
+    yield "centaurus M=8 bf16 full", lambda: centaurus(2, 8, torch.bfloat16, fan=64)
+    yield "centaurus M=8 bf16 segments reverse resets", lambda: centaurus(
         1, 8, torch.bfloat16, reverse=True, resets=True)
 
 
 def rows(words: list[str]) -> Iterator[str]:
     """The lines of the table."""
-    for name, module, call in cases():
+    for name, call in cases():
         if words and not any(f"{name} ".startswith(f"{word} ") for word in words):
             continue
         for arch, target in TARGETS.items():
-            for kernel, function, args, kwargs in launches(module, arch, call):
+            for kernel, function, args, kwargs in launches(arch, call):
                 found = usage(compiled(function, args, kwargs, GPUTarget(*target)))
                 tile = " ".join(f"{key}={kwargs[key]}" for key in sorted(kwargs) if key in SHOWN)
                 yield " | ".join([f"{name:<44}", f"{kernel:<16}", f"{arch:<6}", f"{tile:<32}", *(
@@ -288,7 +274,7 @@ def rows(words: list[str]) -> Iterator[str]:
 
 def main(words: list[str]) -> None:
     if words == ["--names"]:
-        print("\n".join(name for name, _, _ in cases()))
+        print("\n".join(name for name, _ in cases()))
         return
     print(f"triton {triton.__version__}")
     for row in rows(words):

@@ -92,24 +92,32 @@ def test_all(op: str, root: Path, tmp_path: Path, update_golden: bool) -> None:
     compare(lines, golden(root, op))
 
 
-def test_every_launch_has_the_options_that_all_share(root: Path) -> None:
-    for path in (root / "kernels").glob("*_triton.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        decorated = {
-            f.name for f in tree.body if isinstance(f, ast.FunctionDef)
-            if any(ast.unparse(d).startswith("common.kernel(") for d in f.decorator_list)
-        }
-        launched = {
-            call.func.value.id for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
-            if isinstance(call.func.value, ast.Name) and call.func.value.id.startswith("_")
-        }
-        assert launched, path
-        assert launched <= decorated, path
+def triton_files(folder: Path) -> list[Path]:
+    """`triton.py`, or the files of a folder `triton`, without what is generated."""
+    return [*folder.glob("triton.py"), *folder.glob("triton/*.py")]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_launch_has_the_options_that_all_share(op: str, root: Path) -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in triton_files(root / "kernels" / op)]
+    decorated = {
+        f.name for tree in trees for f in tree.body if isinstance(f, ast.FunctionDef)
+        if any(ast.unparse(d).startswith("common.kernel(") for d in f.decorator_list)
+    }
+    jitted = {
+        f.name for tree in trees for f in tree.body if isinstance(f, ast.FunctionDef)
+        if any(ast.unparse(d).endswith("jit") for d in f.decorator_list)
+    }
+    launched = {
+        ast.unparse(call.func.value).rpartition(".")[2] for tree in trees for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+    }
+    assert decorated & launched
+    assert not jitted & launched
 
 
 def test_there_is_a_test_for_every_case(root: Path, tmp_path: Path) -> None:
     names = table(["--names"], root, tmp_path)
     assert {name.split()[0] for name in names} == set(OPS) == {path.stem for path in (root / GOLDEN).glob("*.txt")}
     assert {name for several in TYPICAL.values() for name in several} <= set(names)
-    assert {path.parent.name for path in (root / "kernels").glob("*/triton.py")} == set(OPS)
+    assert {path.name for path in (root / "kernels").iterdir() if triton_files(path)} == set(OPS)
