@@ -1,10 +1,10 @@
 """A JSON schema (draft 7) of the language for editors, made from the declarations.
 
-Two things a schema cannot see from inside a file: which blocks the file defines and uses, and which names `let` and
-`args` give. The general schema therefore leaves verbs and words open that it does not know, so that a correct file
-never gets an alarm; `schema(file)` knows them for one file, and closes both, so that a misspelt one is flagged too.
+A general schema cannot know which blocks a file defines and uses, nor which names its `let` and `args` define. It
+leaves unknown verbs and words open, so that a correct file never raises an alarm. `schema(file)` knows them for one
+file and closes both, so that a misspelt one is flagged too.
 
-pydantic's own schema would not do: its unions make editors alarm on correct files and offer no completions.
+pydantic's own schema does not serve: its unions raise alarms on correct files and offer no completions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.analysis import check
+from seqblocks.combinators import Combinator
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
     BLOCK_KEYS,
@@ -26,35 +27,39 @@ from seqblocks.language.spec import (
 )
 from seqblocks.op import Op
 from seqblocks.recipes import RECIPES, FromSeveral, words_of
-from seqblocks.report.reference import Verb, facts, verbs
+from seqblocks.report.reference import Argument as Declared
+from seqblocks.report.reference import Verb, about, arguments, is_required, ports, verbs
 
 Schema = dict[str, Any]
 STEPS: Schema = {"$ref": "#/definitions/steps"}
 STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
-LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "not")
-_FALSE_FRIENDS = {"not": {"enum": ["yes", "no", "on", "off"]}}
+NUMBER: Schema = {"type": ["number", "string"]}
+PAIR: Schema = {"type": ["number", "string", "array"]}
+FLAG: Schema = {"type": ["boolean", "string"], "not": {"enum": ["yes", "no", "on", "off"]}}
+LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+STEP_KEYS: dict[str, Schema] = {
+    "from": {"type": ["string", "array"], "description": "the wire to read instead of the step before"},
+    "as": {
+        "type": ["string", "array", "object"],
+        "description": "a name for the output; [a, b] cuts the features in equal parts, {a: 96, b: 32} in these",
+    },
+    "name": {"type": "string", "description": "the step's namespace in the state_dict"},
+    "init": {
+        "type": "object",
+        "description": "parameter: initialiser, for instance {weight: zeros}",
+        "additionalProperties": {"type": "string"},
+    },
+    "tie": {"type": ["string", "object"], "description": "the step whose parameters these are"},
+}
 
 
 def schema(file: SpecFile | None = None) -> Schema:
-    """The schema: for one file, or general."""
+    """Return the schema: for one file, or general."""
     words = _names(file) if file else None
     blocks = file.visible if file else _bundled_blocks()
     table: dict[str, Schema] = {name: _verb(verb, words) for name, verb in verbs().items()}
-    table |= {name: _block(block, words) for name, block in blocks.items()}
-    bare = [name for name, made in table.items() if not made.get("required")]
-    step: Schema = {
-        "if": {"type": "string"},
-        # a closed list flags a misspelt verb; an open one only offers the verbs
-        "then": {"enum": bare} if file else {"anyOf": [{"enum": bare}, {"type": "string"}]},
-        "else": {
-            "type": "object",
-            "minProperties": 1,
-            "maxProperties": 1,
-            "properties": {name: {"$ref": f"#/definitions/verbs/{name}"} for name in table},
-            "additionalProperties": not file,
-        },
-    }
+    table |= {name: _block(block) for name, block in blocks.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "seqblocks",
@@ -64,56 +69,28 @@ def schema(file: SpecFile | None = None) -> Schema:
         "additionalProperties": False,
         "definitions": {
             "steps": {"type": "array", "items": {"$ref": "#/definitions/step"}},
-            "step": step,
+            "step": _step(table, closed=file is not None),
             "verbs": table,
         },
     }
 
 
+def _step(table: dict[str, Schema], closed: bool) -> Schema:
+    """A bare verb, or one verb with its arguments. A closed list flags a misspelt verb; an open one offers verbs."""
+    bare: Schema = {"enum": [name for name, made in table.items() if not made.get("required")]}
+    with_arguments = _object({name: {"$ref": f"#/definitions/verbs/{name}"} for name in table}, [])
+    return {
+        "if": {"type": "string"},
+        "then": bare if closed else {"anyOf": [bare, {"type": "string"}]},
+        "else": {**with_arguments, "minProperties": 1, "maxProperties": 1, "additionalProperties": not closed},
+    }
+
+
+# --- the keys of a file -------------------------------------------------------------------------------------------
+
+
 def _top() -> dict[str, Schema]:
-    number = {"type": ["number", "string"]}
-    model: dict[str, Schema] = {
-        "about": {"type": "string"},
-        "input": {
-            "description": "{tokens: vocabulary}, {features: width} or {image: {size: 224, channels: 3}}",
-            "type": "object",
-            "properties": {
-                "tokens": {**number, "description": "size of the vocabulary"},
-                "features": {**number, "description": "width of the features"},
-                "length": {**number, "description": "tokens of a sequence, where it is fixed"},
-                "grid": {"description": "rows and columns, where the features are tokens of an image", **_pair()},
-                "image": {
-                    "type": "object",
-                    "properties": {"size": _pair(), "channels": number},
-                    "required": ["size"],
-                    "additionalProperties": False,
-                },
-            },
-            "additionalProperties": False,
-        },
-        "steps": STEPS,
-    }
-    one = [{"type": "string"}, *map(_recipe, RECIPES)]
-    official = {"anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
-    names: Schema = {
-        "description": "our names -> those of an official release", "type": "object", "additionalProperties": official,
-    }  # fmt: skip
-    block: dict[str, Schema] = {
-        "about": {"type": "string"},
-        "args": {
-            "description": f"arguments: a type ({', '.join(ARGUMENT_TYPES)}) means required, a value is a default",
-            "type": "object",
-        },
-        "let": {"type": "object"},
-        "steps": STEPS,
-        "checkpoint": names,
-    }
-    expect: dict[str, Schema] = {name: number for name in EXPECT_KEYS if name not in ("output", "lookahead")}
-    expect["output"] = {"type": "array", "description": "axes, for instance [batch, 1000]"}
-    expect["lookahead"] = {
-        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
-        "anyOf": [number, {"const": "all"}],
-    }
+    names = _checkpoint()
     top: dict[str, Schema] = {
         "seqblocks": {"const": VERSION, "description": "the version of the language"},
         "about": {"type": "string"},
@@ -126,13 +103,63 @@ def _top() -> dict[str, Schema]:
         "blocks": {
             "type": "object",
             "description": "verbs of your own",
-            "additionalProperties": _object({k: block[k] for k in BLOCK_KEYS}, ["steps"]),
+            "additionalProperties": _block_definition(names),
         },
-        "model": _object({k: model[k] for k in MODEL_KEYS}, ["input", "steps"]),
-        "expect": {"description": "what must be true of the spec", **_object({k: expect[k] for k in EXPECT_KEYS}, [])},
+        "model": _model(),
+        "expect": _expect(),
         "checkpoint": names,
     }
     return {key: top[key] for key in FILE_KEYS}
+
+
+def _model() -> Schema:
+    keys: dict[str, Schema] = {"about": {"type": "string"}, "input": _input(), "steps": STEPS}
+    return _object({key: keys[key] for key in MODEL_KEYS}, ["input", "steps"])
+
+
+def _input() -> Schema:
+    kinds: dict[str, Schema] = {
+        "tokens": {**NUMBER, "description": "size of the vocabulary"},
+        "features": {**NUMBER, "description": "width of the features"},
+        "length": {**NUMBER, "description": "tokens of a sequence, where it is fixed"},
+        "grid": {"description": "rows and columns, where the features are tokens of an image", **PAIR},
+        "image": _object({"size": PAIR, "channels": NUMBER}, ["size"]),
+    }
+    description = "{tokens: vocabulary}, {features: width} or {image: {size: 224, channels: 3}}"
+    return {"description": description, **_object(kinds, [])}
+
+
+def _block_definition(names: Schema) -> Schema:
+    types = ", ".join(ARGUMENT_TYPES)
+    keys: dict[str, Schema] = {
+        "about": {"type": "string"},
+        "args": {"description": f"arguments: a type ({types}) means required, a value is a default", "type": "object"},
+        "let": {"type": "object"},
+        "steps": STEPS,
+        "checkpoint": names,
+    }
+    return _object({key: keys[key] for key in BLOCK_KEYS}, ["steps"])
+
+
+def _expect() -> Schema:
+    keys: dict[str, Schema] = dict.fromkeys(EXPECT_KEYS, NUMBER)
+    keys["output"] = {"type": "array", "description": "axes, for instance [batch, 1000]"}
+    keys["lookahead"] = {
+        "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
+        "anyOf": [NUMBER, {"const": "all"}],
+    }
+    return {"description": "what must be true of the spec", **_object(keys, [])}
+
+
+def _checkpoint() -> Schema:
+    one = [{"type": "string"}, *map(_recipe, RECIPES)]
+    return {
+        "description": "our names -> those of an official release",
+        "type": "object",
+        "additionalProperties": {
+            "anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]
+        },
+    }
 
 
 def _recipe(kind: str) -> Schema:
@@ -152,10 +179,6 @@ def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
     return out | {"required": required} if required else out
 
 
-def _pair() -> Schema:
-    return {"type": ["number", "string", "array"]}
-
-
 def _bundled_blocks() -> dict[str, Block]:
     found: dict[str, Block] = {}
     for name in bundled():
@@ -164,52 +187,68 @@ def _bundled_blocks() -> dict[str, Block]:
 
 
 def _names(file: SpecFile) -> list[str]:
-    """Everything that `let` and `args` name anywhere in a file: what may stand where a word is expected."""
+    """Everything that `let` and `args` name anywhere in a file: what may be written where a word is expected."""
     names = [key for key, _, _ in file.let or ()]
     for block in file.blocks.values():
         names += [*block.args, *(key for key, _, _ in block.let or ())]
     return list(dict.fromkeys(names))
 
 
+# --- what a verb takes --------------------------------------------------------------------------------------------
+
+
 def _verb(verb: Verb, words: list[str] | None) -> Schema:
-    told = facts(verb)
-    properties: dict[str, Schema] = {}
-    required: list[str] = []
-    for argument in told["arguments"]:
-        name = argument["name"]
-        properties[name] = {"description": argument["about"], **_argument(argument, words)}
-        if argument["required"]:
-            required.append(name)
-    if issubclass(verb, Op):
-        for port in verb.ports:
-            wires: Schema = {"type": ["string", "array"]} if port.joins else WIRE
-            properties[port.name] = {**wires, "description": port.about}
-            if not port.main and not port.optional:
-                required.append(port.name)
-        named_only = not any(port.main for port in verb.ports)
-    else:
-        named_only = False
-    properties |= {key: made for key, made in _common().items() if not (key == "from" and named_only)}
-    if not issubclass(verb, Op):
-        for key in ("tie",) if verb.takes_init else ("init", "tie"):
-            properties.pop(key)
-    out: Schema = {
-        "description": told["about"],
-        "type": "object" if required else ["object", "null"],
-        "properties": properties,
-        "additionalProperties": STEPS if getattr(verb, "open_keys", False) else False,
+    """`words`: what may be written where a word is expected; None: anything."""
+    properties: dict[str, Schema] = {
+        argument.name: {"description": argument.about, **_argument(argument, words)} for argument in arguments(verb)
     }
+    required = [argument.name for argument in arguments(verb) if argument.required]
+    for port in ports(verb):
+        wires: Schema = {"type": ["string", "array"]} if port.joins else WIRE
+        properties[port.name] = {**wires, "description": port.about}
+        if is_required(port):
+            required.append(port.name)
+    properties |= {key: STEP_KEYS[key] for key in _step_keys(verb)}
+    out = _takes(about(verb), properties, required)
+    return _short(out, required) if issubclass(verb, Op) else _combinator(verb, out)
+
+
+def _step_keys(verb: Verb) -> list[str]:
+    """The keys of STEP_KEYS that the verb allows."""
+    left_out: set[str] = set()
+    if issubclass(verb, Op):
+        if not any(port.main for port in verb.ports):
+            left_out = {"from"}
+    else:
+        left_out = {"tie"} if verb.takes_init else {"init", "tie"}
+    return [key for key in STEP_KEYS if key not in left_out]
+
+
+def _takes(description: str, properties: dict[str, Schema], required: list[str]) -> Schema:
+    """A mapping of arguments; nothing at all where none is required."""
+    kind: Any = "object" if required else ["object", "null"]
+    return {"description": description, **_object(properties, required), "type": kind}
+
+
+def _combinator(verb: type[Combinator], out: Schema) -> Schema:
+    """A combinator takes a list of steps, or of branches, in place of its arguments: `residual: [silu]`."""
+    properties = out["properties"]
     if "branches" in properties:
-        properties["branches"] = {
-            "type": "array",
-            "description": properties["branches"]["description"],
-            "items": {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": STEPS},
-        }
-    if not issubclass(verb, Op):  # `residual: [silu]`
-        held = properties[verb.holds[0]]
-        out |= {"type": [*_types(out), "array"], "items": held.get("items", STEP)}
-        return out | {"required": required} if required else out
-    return _short(out, properties, required)
+        branch = {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": STEPS}
+        description = properties["branches"]["description"]
+        properties["branches"] = {"type": "array", "description": description, "items": branch}
+    items = properties[verb.holds[0]].get("items", STEP)
+    more = STEPS if verb.open_keys else False
+    return out | {"type": [*_types(out), "array"], "items": items, "additionalProperties": more}
+
+
+def _short(out: Schema, required: list[str]) -> Schema:
+    """Where one argument alone is required, its value may be written by itself: `linear: 64`."""
+    if len(required) != 1:
+        return out
+    only = out["properties"][required[0]]
+    limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "not")}
+    return out | limits | {"type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
 
 
 def _types(made: Schema) -> list[str]:
@@ -217,75 +256,39 @@ def _types(made: Schema) -> list[str]:
     return found if isinstance(found, list) else [found]
 
 
-def _short(out: Schema, properties: dict[str, Schema], required: list[str]) -> Schema:
-    """What a verb takes; where it needs one argument alone, that may stand by itself: `linear: 64`."""
-    if len(required) == 1:
-        only = properties[required[0]]
-        limits = {key: value for key, value in only.items() if key in LIMITS}
-        out |= {**limits, "type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
-    return out | {"required": required} if required else out
-
-
-def _argument(argument: dict[str, Any], words: list[str] | None) -> Schema:
-    kind = argument["type"]
-    if kind == "steps":
+def _argument(argument: Declared, words: list[str] | None) -> Schema:
+    if argument.holds_steps:
         return STEPS
-    if kind.endswith("number"):
-        out: Schema = {"type": ["integer" if kind == "whole number" else "number", "string"]}
-        for limit in argument["limits"]:
-            word, _, value = limit.rpartition(" ")
-            key = {"at least": "minimum", "more than": "exclusiveMinimum", "at most": "maximum"}.get(
-                word, "exclusiveMaximum"
-            )
-            out[key] = float(value)
-        return out | (
-            {"type": [*out["type"], "null"]} if argument["default"] is None and not argument["required"] else {}
-        )
-    if kind == "true or false":
-        return {"type": ["boolean", "string"], **_FALSE_FRIENDS}
-    return _word(argument["words"], "list" in kind, words)
+    match argument.kind.kind:
+        case "number":
+            return _number(argument)
+        case "flag":
+            return FLAG
+        case kind:
+            return _word(list(argument.kind.choices), kind == "words", words)
+
+
+def _number(argument: Declared) -> Schema:
+    types = ["integer" if argument.kind.whole else "number", "string"]
+    if argument.default is None and not argument.required:
+        types.append("null")
+    return {"type": types} | {LIMITS[key]: float(value) for key, value in argument.limits.items()}
 
 
 def _word(choices: list[str], many: bool, words: list[str] | None) -> Schema:
     if not choices:
         return {"type": "string"}
-    open_or_closed: Schema = (
-        {"anyOf": [{"enum": choices}, {"type": "string"}]} if words is None else {"enum": [*choices, *words]}
-    )
-    if not many:
-        return open_or_closed
-    options = open_or_closed.get("anyOf", [open_or_closed])
-    return {"anyOf": [*options, {"type": "array", "items": {"type": "string"}}]}
+    options: list[Schema] = [{"enum": choices}, {"type": "string"}] if words is None else [{"enum": [*choices, *words]}]
+    if many:
+        options.append({"type": "array", "items": {"type": "string"}})
+    return {"anyOf": options} if len(options) > 1 else options[0]
 
 
-def _common() -> dict[str, Schema]:
-    return {
-        "from": {"type": ["string", "array"], "description": "the wire to read instead of the step before"},
-        "as": {
-            "type": ["string", "array", "object"],
-            "description": "a name for the output; [a, b] cuts the features in equal parts, {a: 96, b: 32} in these",
-        },
-        "name": {"type": "string", "description": "the step's namespace in the state_dict"},
-        "init": {
-            "type": "object",
-            "description": "parameter: initialiser, for instance {weight: zeros}",
-            "additionalProperties": {"type": "string"},
-        },
-        "tie": {"type": ["string", "object"], "description": "the step whose parameters these are"},
-    }
-
-
-def _block(block: Block, words: list[str] | None) -> Schema:
-    properties: dict[str, Schema] = {a.name: _block_argument(a) for a in block.args.values()}
-    properties |= {key: made for key, made in _common().items() if key in ("from", "as", "name")}
+def _block(block: Block) -> Schema:
+    properties = {a.name: _block_argument(a) for a in block.args.values()}
+    properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name")}
     required = [a.name for a in block.args.values() if a.default is None]
-    out: Schema = {
-        "description": block.about or f"the block {block.name}",
-        "type": "object" if required else ["object", "null"],
-        "properties": properties,
-        "additionalProperties": False,
-    }
-    return _short(out, properties, required)
+    return _short(_takes(block.about or f"the block {block.name}", properties, required), required)
 
 
 def _block_argument(argument: Argument) -> Schema:
@@ -293,9 +296,9 @@ def _block_argument(argument: Argument) -> Schema:
         case "int":
             return {"type": ["integer", "string"]}
         case "float":
-            return {"type": ["number", "string"]}
+            return NUMBER
         case "bool":
-            return {"type": ["boolean", "string"], **_FALSE_FRIENDS}
+            return FLAG
         case "wire":
             return WIRE
     return {"type": ["string", "array"]} if argument.type == "word" else {}

@@ -1,42 +1,49 @@
-"""docs/language.md is what the declarations say, and its examples hold."""
+"""docs/language.md agrees with the declarations, and its examples hold."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from seqblocks.analysis import check
+from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Report, Source
 from seqblocks.language import document
-from seqblocks.op import Op
 from seqblocks.report import reference
+
+PAGE = (Path(__file__).parents[2] / "docs" / "language.md").read_text("utf-8")
 
 
 def test_the_page_is_what_the_declarations_say(root: Path, update_golden: bool) -> None:
-    page = root / "docs" / "language.md"
-    if update_golden:
-        page.write_text(reference.markdown(), encoding="utf-8")
-    remake = "python -m seqblocks.report.reference > docs/language.md"
-    assert page.read_text(encoding="utf-8") == reference.markdown(), remake
+    command = [sys.executable, "docs/reference.py", *([] if update_golden else ["--check"])]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+    assert done.returncode == 0, "`python docs/reference.py` writes the generated parts of docs/language.md again"
+
+
+def examples() -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.S | re.M)
 
 
 def test_complete_examples_validate() -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", reference.markdown(), re.S | re.M)
-    complete = [block for block in blocks if block.startswith("seqblocks:")]
+    complete = [block for block in examples() if block.startswith("seqblocks:")]
     assert complete
     for text in complete:
         check.load_text(text)
-    for text in blocks:
+    for text in examples():
         report = Report()
         document.parse(Source.of("example", text), report)
         report.raise_if_any()
 
 
-@pytest.mark.parametrize("verb", reference.EXAMPLES)
+@pytest.mark.parametrize("verb", COMBINATORS)
 def test_examples_of_combinators_validate(verb: str) -> None:
-    steps = "".join(f"    {line}\n" for line in reference.EXAMPLES[verb].splitlines())
+    (example,) = [text for text in examples() if text.startswith(f"- {verb}:")]
+    steps = "".join(f"    {line}\n" for line in example.splitlines())
     head = "seqblocks: 1\nuse: [vil]\nlet: {dim: 8}\nmodel:\n  input: {features: dim}\n  steps:\n"
     check.load_text(head + steps)
 
@@ -44,9 +51,7 @@ def test_examples_of_combinators_validate(verb: str) -> None:
 @pytest.mark.parametrize("name", reference.verbs())
 def test_everything_is_documented(name: str) -> None:
     verb = reference.verbs()[name]
-    told = reference.facts(verb)
-    assert told["about"].endswith("."), "a docstring is a sentence"
-    assert all(argument["about"] for argument in told["arguments"]), "every argument says what it is"
-    if issubclass(verb, Op):
-        assert all(port["about"] for port in told["inputs"])
+    assert reference.about(verb).endswith("."), "a docstring is a sentence"
+    assert all(argument.about for argument in reference.arguments(verb)), "every argument says what it is"
+    assert all(port.about for port in reference.ports(verb))
     assert name in reference.text(verb)

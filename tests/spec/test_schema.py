@@ -76,6 +76,11 @@ def test_bundled_specs_are_correct_to_both_schemas(name: str) -> None:
         assert not list(validator(made).iter_errors(plain(file.root)))
 
 
+def test_limits_are_exact() -> None:
+    factor = schema()["definitions"]["verbs"]["downsample"]["properties"]["factor"]
+    assert (factor["minimum"], factor["maximum"]) == (1, 2**20)
+
+
 def test_a_file_with_everything_is_correct_to_both_schemas() -> None:
     file, _ = check.load_text(MINE)
     for made in (schema(), schema(file)):

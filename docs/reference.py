@@ -1,0 +1,91 @@
+"""Write the parts of docs/language.md that are made from the declarations of the verbs.
+
+    python docs/reference.py            rewrite them in place
+    python docs/reference.py --check    exit with 1 if the committed page is out of date
+
+Such a part is between `<!-- begin NAME -->` and `<!-- end NAME -->`. Everything else on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from seqblocks.combinators import COMBINATORS
+from seqblocks.language.expressions import FUNCTIONS
+from seqblocks.op import Op, Port
+from seqblocks.parameters import INITIALISERS
+from seqblocks.report import reference
+from seqblocks.report.reference import Argument, Verb
+
+TARGET = Path(__file__).resolve().parent / "language.md"
+PART = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)
+
+
+def parts() -> dict[str, str]:
+    """Every generated part by its name. The list of functions is inside a sentence; the others are whole lines."""
+    primitives = (verb for verb in reference.verbs().values() if issubclass(verb, Op) and verb.builtin)
+    made = {name: f"\n{section(verb)}\n" for name, verb in COMBINATORS.items()}
+    made["primitives"] = "\n" + "\n\n".join(map(section, primitives)) + "\n"
+    made["initialisers"] = "\n" + "\n".join(initialisers()) + "\n"
+    return made | {"functions": ", ".join(f"`{name}`" for name in FUNCTIONS)}
+
+
+def section(verb: Verb) -> str:
+    """Return the section of one verb: heading, description, inputs, arguments."""
+    inputs = [_input(port) for port in reference.ports(verb) if _is_notable(port)]
+    if issubclass(verb, Op) and verb.source:
+        inputs.append(f"- source: {verb.source}")
+    rows = [_row(argument) for argument in reference.arguments(verb)]
+    table = ["| argument | takes | default | |", "|---|---|---|---|", *rows] if rows else []
+    paragraphs = (f"### {verb.verb}", reference.about(verb), "\n".join(inputs), "\n".join(table))
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def _is_notable(port: Port) -> bool:
+    """Whether a port is more than one sequence from the step before."""
+    return not port.main or port.joins or port.kinds != ("sequence",)
+
+
+def _input(port: Port) -> str:
+    optional = ", optional" if port.optional and not port.main else ""
+    return f"- input `{reference.port_key(port)}`{optional}: {reference.describe_port(port)}"
+
+
+def _row(argument: Argument) -> str:
+    default = reference.describe_default(argument)
+    shown = "required" if argument.required else f"`{default}`" if default else ""
+    takes = reference.describe_type(argument).replace("|", r"\|")
+    return f"| `{argument.name}` | {takes} | {shown} | {argument.about} |"
+
+
+def initialisers() -> Iterator[str]:
+    """Yield the table of initialisers."""
+    yield from ("| name | draws |", "|---|---|")
+    for name, known in INITIALISERS.items():
+        arguments = ", ".join(a if default is None else f"{a}={default:g}" for a, default in known.arguments)
+        yield f"| `{name}{f'({arguments})' if arguments else ''}` | {known.about} |"
+
+
+def page(text: str) -> str:
+    """Return the page with its generated parts as the declarations are now."""
+    made = parts()
+    found = PART.findall(text)
+    if sorted(found) != sorted(made):
+        raise SystemExit(f"{TARGET.name} has the parts {sorted(found)}, and there are {sorted(made)}")
+    return PART.sub(lambda part: f"<!-- begin {part[1]} -->{made[part[1]]}<!-- end {part[1]} -->", text)
+
+
+def main(arguments: list[str]) -> int:
+    old = TARGET.read_text("utf-8")
+    new = page(old)
+    if "--check" in arguments:
+        return int(old != new)
+    TARGET.write_text(new, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
