@@ -14,7 +14,7 @@ from seqblocks.cli.check import load
 from seqblocks.cli.imports import import_torch
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import SpecError, UnavailableError, UsageError, visible
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.report.summary import summarise
 
 
@@ -57,7 +57,7 @@ def _image_size(options: argparse.Namespace) -> dict[str, str]:
     return {"input.image.size": yaml(f"[{sides[0]}, {sides[-1]}]")}
 
 
-def _must_fit(model: Model, dtype: str, device: str) -> None:
+def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:
     """A model that the machine cannot hold is told before the machine starts to swap."""
     if not device.startswith("cpu") or not hasattr(os, "sysconf"):
         return
@@ -70,7 +70,7 @@ def _must_fit(model: Model, dtype: str, device: str) -> None:
         )
 
 
-def _built(model: Model, dtype: str, options: argparse.Namespace) -> int:
+def _built(model: ModelSpec, dtype: str, options: argparse.Namespace) -> int:
     torch = import_torch("building needs torch", " (`seqblocks check` does without)")
     from seqblocks.runtime.builder import build_model
 

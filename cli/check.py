@@ -12,7 +12,7 @@ from seqblocks._version import __version__
 from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import SpecError, UsageError, visible
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import SpecFile, locate
 
 
@@ -27,7 +27,9 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = None) -> tuple[SpecFile, Model | None]:
+def load(
+    spec: str, options: argparse.Namespace, more: dict[str, str] | None = None
+) -> tuple[SpecFile, ModelSpec | None]:
     """A spec given on the command line, proved."""
     changes = {**overrides(options), **(more or {})}
     file, model = _load(spec, options, changes)
@@ -36,7 +38,7 @@ def load(spec: str, options: argparse.Namespace, more: dict[str, str] | None = N
     return file, model
 
 
-def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, Model | None]:
+def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, ModelSpec | None]:
     if spec != "-":
         return check.prove(*locate(spec), changes, allow_use=options.allow_use)
     from seqblocks.errors import Report
@@ -72,14 +74,14 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _facts(file: SpecFile, model: Model | None) -> dict[str, Any]:
+def _facts(file: SpecFile, model: ModelSpec | None) -> dict[str, Any]:
     if model is None:
         return {"blocks": list(file.blocks)}
     facts = {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
     return facts | {"notes": [override.idle for override in model.idle]}
 
 
-def _told(file: SpecFile, model: Model | None) -> str:
+def _told(file: SpecFile, model: ModelSpec | None) -> str:
     if model is None:
         return f"{len(file.blocks)} block{'s' if len(file.blocks) != 1 else ''} ({', '.join(file.blocks)})"
     changed = f" (with {', '.join(model.overridden)})" if model.overridden else ""

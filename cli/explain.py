@@ -16,7 +16,7 @@ from seqblocks.errors import UnavailableError, UsageError, visible
 from seqblocks.language.vocabulary import did_you_mean
 
 if TYPE_CHECKING:
-    from seqblocks.graph import Model
+    from seqblocks.graph import ModelSpec
     from seqblocks.runtime.plan import Step
 
 
@@ -54,7 +54,7 @@ def kernels(options: argparse.Namespace) -> int:
 
 
 def show_plan(
-    model: Model,
+    model: ModelSpec,
     spec: str,
     options: argparse.Namespace,
     device: str = "cpu",

@@ -10,7 +10,7 @@ from seqblocks._version import __version__
 from seqblocks.analysis import check
 from seqblocks.cli import output
 from seqblocks.errors import UsageError, listing, quote, visible
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
 from seqblocks.language.vocabulary import did_you_mean
@@ -147,7 +147,7 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stage_text(stage: str, file: SpecFile, model: Model | None, name: str) -> str:
+def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) -> str:
     from seqblocks.language import document
     from seqblocks.report import outline
 
@@ -156,7 +156,7 @@ def _stage_text(stage: str, file: SpecFile, model: Model | None, name: str) -> s
     return outline.text(file, visible(name)) if stage == "spec" else graph.show(check.require_model(file, model))
 
 
-def _stage_data(stage: str, file: SpecFile, model: Model | None) -> Any:
+def _stage_data(stage: str, file: SpecFile, model: ModelSpec | None) -> Any:
     from seqblocks.language import document
     from seqblocks.report import outline
 

@@ -52,23 +52,23 @@ def save(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"save writes what build made, not {type(model).__name__}")
-    recipe = model.graph.recipe
-    if recipe is None:
+    source = model.spec.source
+    if source is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
     target = _target(_path(path))
     held = _held(model)
-    for item in graph.parameters(model.graph.graph):
+    for item in graph.parameters(model.graph):
         if item.tied and not _same(held[item.name], held[item.tied]):
             what = f"{item.name} is tied to {item.tied} in the spec, and they are two parameters with other values"
             raise RunError(f"{what}: model.tie() ties them again, to the values of {item.tied}")
-    tied = {item.name for item in graph.parameters(model.graph.graph) if item.tied}
+    tied = {item.name for item in graph.parameters(model.graph) if item.tied}
     tensors = {name: _own(t) for name, t in held.items() if name not in tied}
     about = {
         "format": FORMAT,
-        "name": recipe.name,
-        "text": recipe.text,
-        "overrides": dict(recipe.overrides),
-        "files": dict(recipe.files),
+        "name": source.name,
+        "text": source.text,
+        "overrides": dict(source.overrides),
+        "files": dict(source.files),
         "checksums": {name: checksum(name, tensor) for name, tensor in tensors.items()},
     }
     about["checksum"] = _checksum_of_record(about)
@@ -408,7 +408,7 @@ def _held(model: SequenceModel, more: bool = False) -> dict[str, Tensor]:
     `more`: it may have others beside them.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    wanted = {item.name: item.parameter.shape for item in graph.parameters(model.graph.graph)}
+    wanted = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
     if more:
         tensors = {name: tensors[name] for name in wanted if name in tensors}
     unlike = _unlike(tensors, wanted)
@@ -448,7 +448,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _fit(model: graph.Model, tensors: Mapping[str, Tensor]) -> None:
+def _fit(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> None:
     """RunError unless tensors are those that a spec declares, by name and shape. Nothing is allocated."""
     declared = {item.name: item for item in graph.parameters(model.graph) if not item.tied}
     unlike = _unlike(tensors, declared)
@@ -477,11 +477,11 @@ def _what_sets(item: graph.Named, found: tuple[int, ...]) -> str:
 @torch.no_grad()
 def _copy(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy all weights into a model, or, with a RunError, none."""
-    _fit(model.graph, tensors)
+    _fit(model.spec, tensors)
     held = model.state_dict(keep_vars=True)  # whose names are the spec's also where a wrapper stands between
     for name, tensor in tensors.items():
         held[name].copy_(tensor)
-    if any(item.tied and held[item.name] is not held[item.tied] for item in graph.parameters(model.graph.graph)):
+    if any(item.tied and held[item.name] is not held[item.tied] for item in graph.parameters(model.graph)):
         model.tie()  # to_empty and load_state_dict part them
 
 
@@ -505,10 +505,10 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
             if isinstance(value, Mapping) and any(isinstance(inner, Tensor) for inner in value.values()):
                 raise UsageError(f"the weights are one level down: load_official(model, tensors[{key!r}])")
     _held(model, more=True)
-    _copy(model, _collected(model.graph, tensors))
+    _copy(model, _collected(model.spec, tensors))
 
 
-def _collected(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _collected(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our parameters, made of official tensors as the maps say. RunError unless all of both have their place."""
     out: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -524,7 +524,7 @@ def _collected(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, T
     return out
 
 
-def _sources(model: graph.Model, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Recipe]]]:
+def _sources(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Recipe]]]:
     """What each parameter is made from: the first of its alternatives that the file holds. RunError if there is none.
 
     By the name of the parameter; those tied to it come with it, as far as the file has them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks import graph
 from seqblocks.errors import UsageError, listing, visible
-from seqblocks.graph import Graph, Model
+from seqblocks.graph import Graph, ModelSpec
 from seqblocks.language.vocabulary import did_you_mean
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
@@ -84,7 +84,7 @@ def count_state(body: Graph) -> int:
     return sum(s.numel for node in graph.walk(body) for s in node.state.values())
 
 
-def tokens_of(model: Model) -> int | None:
+def tokens_of(model: ModelSpec) -> int | None:
     """Tokens of one input: the longest sequence's length, where it is known."""
     wires = [model.input, *(node.type for node in graph.walk(model.graph))]
     lengths = [w.length for w in wires if w and isinstance(w.length, int)]

@@ -99,8 +99,8 @@ class Graph:
     lost: bool = False  # whether there are steps that could not be lowered
 
 
-class Recipe(NamedTuple):
-    """What a model was made from, so that a saved one can be made again: the text, its overrides, the files it uses."""
+class SpecSource(NamedTuple):
+    """The text that a model was read from, its overrides and the files it uses: `save` writes them with the weights."""
 
     name: str
     text: str
@@ -109,8 +109,12 @@ class Recipe(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Model:
-    """A whole model: the graph, the types of its values, and what came with it."""
+class ModelSpec:
+    """A spec after the analysis: what `load_model` returns, `build_model` builds and a built model has as `model.spec`.
+
+    input, output: the types of the model's wires; graph: its steps; types, labels: of every value, by number;
+    source: the text that it was read from.
+    """
 
     name: str
     input: Wire
@@ -121,7 +125,7 @@ class Model:
     checkpoint: tuple[Entry, ...] = ()
     overridden: tuple[str, ...] = ()
     idle: tuple[Override, ...] = ()  # overrides that change nothing
-    recipe: Recipe | None = None
+    source: SpecSource | None = None
 
     @property
     def output(self) -> Wire | None:
@@ -196,7 +200,7 @@ def walk(graph: Graph) -> Iterator[Node]:
             yield from walk(body)
 
 
-def stream_obstacle(model: Model) -> tuple[str, str] | None:
+def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """What cannot run step by step, by name and place, and why; None if the model can stream."""
     for node in walk(model.graph):
         why = node.op.cannot_stream(*node.wires) if node.op else None
@@ -215,12 +219,12 @@ def frame_size(graph: Graph) -> int:
     return math.lcm(*(node.type.every for node in walk(graph) if node.type))
 
 
-def verify(model: Model) -> None:
+def verify(model: ModelSpec) -> None:
     """What must hold of every graph, whoever made it. Raises AssertionError: a fault here is ours, not the user's."""
     _verify(model, model.graph, {model.graph.input})
 
 
-def _verify(model: Model, graph: Graph, known: set[int]) -> None:
+def _verify(model: ModelSpec, graph: Graph, known: set[int]) -> None:
     known = set(known) | {graph.input} | set(graph.ports.values())
     names: set[str] = set()
     for node in graph.nodes:
@@ -237,13 +241,13 @@ def _verify(model: Model, graph: Graph, known: set[int]) -> None:
     assert graph.result in known, "the result is not a value of the graph"
 
 
-def show(model: Model) -> str:
+def show(model: ModelSpec) -> str:
     """The graph as text, one line a node; the golden form that reviews read."""
     head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
     return "\n".join([head, *_show(model, model.graph, 1)])
 
 
-def _show(model: Model, graph: Graph, depth: int) -> Iterator[str]:
+def _show(model: ModelSpec, graph: Graph, depth: int) -> Iterator[str]:
     pad = "  " * depth
     for node in graph.nodes:
         values = ", ".join(f"%{v}" for v in node.outputs)

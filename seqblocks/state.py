@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.graph import Graph, Model, walk
+from seqblocks.graph import Graph, ModelSpec, walk
 from seqblocks.parameters import State
 
 States = dict[str, Any]
@@ -55,7 +55,7 @@ def _filled(tree: States, make: Callable[[Any], Any]) -> States:
     return {k: _filled(v, make) if isinstance(v, dict) else make(v) for k, v in tree.items()}
 
 
-def check_state(model: Model, state: States, batch: int, device: torch.device) -> None:
+def check_state(model: ModelSpec, state: States, batch: int, device: torch.device) -> None:
     """RunError unless `state` is one of this model, for this batch and device."""
     _check(declared(model.graph), state, batch, device, "state")
 

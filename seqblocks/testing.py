@@ -53,7 +53,7 @@ def check_law(
     stray = [mark for mark in resets if not (0 <= mark[0] < batch and 0 <= mark[1] < seq)]
     if stray:
         raise UsageError(f"resets are (row, position) in {batch} rows of {seq}, and {stray[0]} is not")
-    if model.graph.input.kind == "image":
+    if model.spec.input.kind == "image":
         raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
     check_shapes(model, seq=seq, batch=batch, seed=seed)
     check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
@@ -93,13 +93,13 @@ def check_lookahead(
     reads images, gives a vector, or declares that it sees the whole sequence. Tokens from several positions on are
     drawn anew; the outputs that stand too early to see them must stay, up to `tolerance` of the largest value.
     """
-    ahead = lookahead.find(model.graph)
+    ahead = lookahead.find(model.spec)
     if ahead is None or ahead.tokens == lookahead.WHOLE:
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
-    length = model.graph.input.length
+    length = model.spec.input.length
     seq = length if isinstance(length, int) else seq * model.frame_size
-    every = model.graph.output.every if model.graph.output else 1
+    every = model.spec.output.every if model.spec.output else 1
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = model(x)
@@ -118,7 +118,7 @@ def _tolerance(model: SequenceModel) -> float:
 
 def _has_tokens(model: SequenceModel) -> bool:
     """Whether its output has something for each token (or window): neither a vector nor an image."""
-    return model.graph.output is not None and model.graph.output.kind in ("sequence", "tokens")
+    return model.spec.output is not None and model.spec.output.kind in ("sequence", "tokens")
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
@@ -126,7 +126,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
 
     seq: of frames, as in `check_law`, where the spec leaves the length open.
     """
-    length = model.graph.input.length
+    length = model.spec.input.length
     seq = length if isinstance(length, int) else seq * model.frame_size
     streams = model._obstacle is None
 
@@ -136,7 +136,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             axes = [seq // wire.every if isinstance(axis, str) else axis for axis in wire.axes[1:]]
             _is_shaped(f"{name}: output", y, [batch, *axes])
             if streams and isinstance(step, Primitive):
-                kept: Any = reduce(lambda tree, part: tree.get(part, {}), name.split("."), declared(model.graph.graph))
+                kept: Any = reduce(lambda tree, part: tree.get(part, {}), name.split("."), declared(model.graph))
                 assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is no dict"
                 assert set(state) == set(kept), f"{name}: state: {sorted(state)} is not {sorted(kept)}, as declared"
                 for key, item in kept.items():
@@ -166,7 +166,7 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
     An image is of the spec's size, whatever `seq` is.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    wire = model.graph.input
+    wire = model.spec.input
     some = model._some()
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)

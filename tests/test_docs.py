@@ -100,7 +100,7 @@ def _write_official_weights(path: Path) -> None:
     from seqblocks.analysis.maps import official_name
 
     model = seqblocks.build("vil_tiny")
-    torch.save({official_name(model.graph, name): x.detach() for name, x in model.named_parameters()}, path)
+    torch.save({official_name(model.spec, name): x.detach() for name, x in model.named_parameters()}, path)
 
 
 def test_the_picture_is_of_the_spec() -> None:

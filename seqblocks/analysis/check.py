@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqblocks.analysis.lower import is_builtin, lower_file
 from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError
-from seqblocks.graph import Model, Recipe
+from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
 from seqblocks.language.spec import Reader, SpecFile, locate, read_file
 
@@ -28,7 +28,7 @@ def load_text(
     set: Mapping[str, Any] | None = None,
     files: dict[str, str] | None = None,
     allow_use: Folders = (),
-) -> tuple[SpecFile, Model | None]:
+) -> tuple[SpecFile, ModelSpec | None]:
     """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
 
     Relative `use:` entries start from `base` (the working directory if None), and only .yaml and .yml files below it
@@ -40,8 +40,8 @@ def load_text(
 
 
 def _warning(
-    set: Mapping[str, Any] | None, proven: tuple[SpecFile, Model | None]
-) -> tuple[SpecFile, Model | None]:
+    set: Mapping[str, Any] | None, proven: tuple[SpecFile, ModelSpec | None]
+) -> tuple[SpecFile, ModelSpec | None]:
     """What was proven, after a warning of each override in `set` that changes nothing."""
     file, model = proven
     if model is not None and set:
@@ -49,7 +49,7 @@ def _warning(
     return file, model
 
 
-def warn_of_idle(model: Model, given: Mapping[str, Any]) -> None:
+def warn_of_idle(model: ModelSpec, given: Mapping[str, Any]) -> None:
     """Warn of overrides among `given` that no step uses, at the line outside seqblocks that led here."""
     for override in model.idle:
         if override.node is not None and override.path in given:
@@ -72,7 +72,7 @@ def prove(
     files: dict[str, str] | None = None,
     allow_use: Folders = (),
     kind: SourceKind = "own",
-) -> tuple[SpecFile, Model | None]:
+) -> tuple[SpecFile, ModelSpec | None]:
     """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
     if not isinstance(text, str):
         raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
@@ -102,7 +102,7 @@ def prove(
     model = lower_file(file, report, Path(name).stem, applied)
     report.raise_if_any()
     if model is not None:
-        model.recipe = Recipe(name, text, tuple(texts.items()), tuple(reader.texts.items()))
+        model.source = SpecSource(name, text, tuple(texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
             from seqblocks.analysis.expect import check_expectations  # as above
 
@@ -140,7 +140,7 @@ def yaml(text: str) -> str:
 
 def load(
     spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
-) -> tuple[SpecFile, Model | None]:
+) -> tuple[SpecFile, ModelSpec | None]:
     """Validate a spec given by path or bundled name; see `load_text`."""
     text, name, base = locate(spec)
     return _warning(set, prove(text, name, base, set, allow_use=allow_use))
@@ -148,13 +148,13 @@ def load(
 
 def load_model(
     spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
-) -> Model:
+) -> ModelSpec:
     """The proven model of a spec. Raises SpecError (E206) where the file only holds blocks."""
     file, model = load(spec, set, allow_use)
     return require_model(file, model)
 
 
-def require_model(file: SpecFile, model: Model | None) -> Model:
+def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
     """The model, or SpecError E206 that says what the file holds instead."""
     if model is None:
         block = next(iter(file.blocks.values()))

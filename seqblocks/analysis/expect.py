@@ -9,14 +9,14 @@ from seqblocks.analysis import lookahead
 from seqblocks.analysis.frame import Frame
 from seqblocks.analysis.wiring import Shared
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import SpecFile
 from seqblocks.types import Wire
 
 
-def check_expectations(model: Model, file: SpecFile) -> None:
+def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     """Raises ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead) or
     SpecError."""
     expect = file.expect
@@ -80,7 +80,7 @@ def _check_output(frame: Frame, node: Node | None, wire: Wire | None, broken: Re
         broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))
 
 
-def _check_lookahead(frame: Frame, node: Node | None, model: Model, broken: Report) -> None:
+def _check_lookahead(frame: Frame, node: Node | None, model: ModelSpec, broken: Report) -> None:
     if node is None:
         return
     wanted: Any = "all" if isinstance(node, Scalar) and node.value == "all" else frame.number(node, whole=True)

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.graph import Graph, Model, Node
+from seqblocks.graph import Graph, ModelSpec, Node
 
 WHOLE = math.inf  # the whole sequence
 
@@ -35,7 +35,7 @@ class Ahead(NamedTuple):
         return self.window - 1 + self.beyond
 
 
-def find(model: Model) -> Ahead | None:
+def find(model: ModelSpec) -> Ahead | None:
     """The lookahead of a model's output; None where it has no meaning: an image comes in, or no tokens leave."""
     if model.output is None or model.output.kind not in ("sequence", "tokens") or model.input.kind == "image":
         return None

@@ -31,7 +31,7 @@ def is_builtin(verb: str) -> bool:
 
 def lower_file(
     file: SpecFile, report: Report, name: str, overrides: tuple[Override, ...] = ()
-) -> graph.Model | None:
+) -> graph.ModelSpec | None:
     """The graph of a file's model, and a check of every block in it. None if there is no sound model."""
     shared = Shared(report)
     shared.unread = {id(a.default): True for block in file.blocks.values() for a in block.args.values()}
@@ -61,7 +61,7 @@ def _report_idle(lowered: list[tuple[Any, graph.Graph]]) -> None:
             frame.fault(fault_of(node), node.span)
 
 
-def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
+def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.ModelSpec | None:
     assert file.model is not None
     misspelt = any(key not in MODEL_KEYS for key in file.model.entries)  # told already, and perhaps this
     given = file.model.get("input")
@@ -81,7 +81,7 @@ def _lower_model(frame: Frame, file: SpecFile, name: str) -> graph.Model | None:
     frame.shared.lowered.append((frame, body))
     frame.shared.checks.append((frame, table, body, frame.shared.overridden))
     types, labels = frame.shared.types, frame.shared.labels
-    return graph.Model(name, wire, body, types, labels, file.expect, table)
+    return graph.ModelSpec(name, wire, body, types, labels, file.expect, table)
 
 
 def _check_unused(frame: Frame, block: Block) -> None:

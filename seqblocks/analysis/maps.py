@@ -33,7 +33,7 @@ from seqblocks import graph
 from seqblocks.analysis.scope import Scope
 from seqblocks.combinators import Order
 from seqblocks.errors import Fault, Note, RunError, Span, listing, quote
-from seqblocks.graph import Entry, Graph, Model
+from seqblocks.graph import Entry, Graph, ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys
@@ -445,7 +445,7 @@ def _pattern(ours: str) -> re.Pattern[str]:
 # --- from our names to theirs ---------------------------------------------------------------------------------------
 
 
-def official_name(model: Model, name: str) -> Any:
+def official_name(model: ModelSpec, name: str) -> Any:
     """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
 
     Where the map gives alternatives, the first. Raises RunError where an index has no name.
@@ -524,7 +524,7 @@ class Translator:
         self._trees: dict[int, _Tree] = {}
         self._nodes: dict[int, dict[str, graph.Node]] = {}
 
-    def official(self, model: Model, name: str) -> list[Recipe]:
+    def official(self, model: ModelSpec, name: str) -> list[Recipe]:
         """The alternatives for a parameter. Raises RunError."""
         try:
             return self._translated(model.graph, name.split("."), model.checkpoint)

@@ -24,9 +24,9 @@ from seqblocks.op import FieldKind
 # tests/torch/test_module.py holds the list against the real thing.
 RESERVED_NAMES = frozenset(
     (
-        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
-        "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
-        "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "spec", "step",
+        "init_state", "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
+        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
         "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
         "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
         "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",

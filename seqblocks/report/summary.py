@@ -24,7 +24,7 @@ from seqblocks.cost import (
     tokens_of,
 )
 from seqblocks.errors import UsageError
-from seqblocks.graph import Graph, Model
+from seqblocks.graph import Graph, ModelSpec
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
 
     `length` stands in for an open sequence length, `depth` cuts the tree. Raises UsageError for anything else.
     """
-    model = getattr(model, "graph", model) if not isinstance(model, Model) else model
-    if not isinstance(model, Model):
+    model = getattr(model, "spec", model) if not isinstance(model, ModelSpec) else model
+    if not isinstance(model, ModelSpec):
         raise UsageError(f"summarise wants a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
     fixed, size = tokens_of(model), graph.frame_size(model.graph)
     if length and fixed and length != fixed:
@@ -123,7 +123,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     )
 
 
-def _lookahead(model: Model) -> tuple[int | str | None, str | None]:
+def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
     ahead = lookahead.find(model)
     if ahead is None:
         return None, None
@@ -131,14 +131,14 @@ def _lookahead(model: Model) -> tuple[int | str | None, str | None]:
     return lookahead.shown(ahead.tokens), entered
 
 
-def _counted_per(model: Model, tokens: int | None) -> str:
+def _counted_per(model: ModelSpec, tokens: int | None) -> str:
     """A classifier gives one answer for all tokens, and an image's tokens are its own affair."""
     if tokens and model.input.kind == "image":
         return "image"
     return "sequence" if tokens and model.output and model.output.kind == "vector" else "token"
 
 
-def _rows(model: Model, body: Graph, tokens: int | None, depth: int | None, path: str) -> Iterator[Row]:
+def _rows(model: ModelSpec, body: Graph, tokens: int | None, depth: int | None, path: str) -> Iterator[Row]:
     for node in body.nodes:
         name = graph.join(path, node.name)
         row = Row(
@@ -160,7 +160,7 @@ def _rows(model: Model, body: Graph, tokens: int | None, depth: int | None, path
         yield row
 
 
-def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+def _inside(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
     if node.directions:
         return _directions(model, node, tokens, depth, name)
     if list(node.bodies) == [""]:
@@ -177,7 +177,7 @@ def _inside(model: Model, node: graph.Node, tokens: int | None, depth: int | Non
     return groups
 
 
-def _directions(model: Model, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+def _directions(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
     """The orders of a scan: one line where each owns all, else the first with what is shared, the others without."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
@@ -190,7 +190,7 @@ def _directions(model: Model, node: graph.Node, tokens: int | None, depth: int |
 
 
 def _whole(
-    model: Model, body: graph.Graph, names: list[str], kind: str, tokens: int | None, depth: int | None, name: str
+    model: ModelSpec, body: graph.Graph, names: list[str], kind: str, tokens: int | None, depth: int | None, name: str
 ) -> Row:
     """A body as one line, with those of its steps below it."""
     return Row(
@@ -219,7 +219,7 @@ def _children_alike(a: list[Row], b: list[Row]) -> bool:
     )
 
 
-def _shown(model: Model, node: graph.Node) -> str:
+def _shown(model: ModelSpec, node: graph.Node) -> str:
     wires = [model.types[v] for values in node.inputs.values() for v in values]
     first = wires[0] if wires else None
     return str(first) if first else ""

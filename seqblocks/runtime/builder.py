@@ -12,7 +12,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.runtime.model import SequenceModel, checked_device
 
 
@@ -48,7 +48,7 @@ def build_text(
 
 
 def build_model(
-    model: Model, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
+    model: ModelSpec, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
 ) -> SequenceModel:
     """Allocate and initialise a proven model.
 
@@ -56,7 +56,7 @@ def build_model(
     torch's own generator has drawn; None takes one from that generator, so that torch.manual_seed governs.
     On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` make it real later.
     """
-    if not isinstance(model, Model):
+    if not isinstance(model, ModelSpec):
         raise UsageError(f"build_model wants what load_model gives, not {type(model).__name__}; build(…) takes a spec")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise UsageError(f"a seed is a whole number or None, not {seed!r}")

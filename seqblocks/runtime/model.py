@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.cost import dtype_named
 from seqblocks.errors import RunError, UnavailableError, UsageError
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime.module import Body, Call, Grid
 from seqblocks.state import States, check_state, new_state
@@ -23,16 +23,17 @@ class SequenceModel(Body):
 
     Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
     width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
+    `spec` is the analysed spec that it was built from, and `graph` the steps of it.
     `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model.graph, model, "", frozenset(), model.name)
-        self.graph = model
-        obstacle = graph.stream_obstacle(model)
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec.graph, spec, "", frozenset(), spec.name)
+        self.spec, self.graph = spec, spec.graph
+        obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
-        self.frame_size = graph.frame_size(model.graph)
-        self._has_tokens = model.output is not None and model.output.kind in ("sequence", "tokens")
+        self.frame_size = graph.frame_size(spec.graph)
+        self._has_tokens = spec.output is not None and spec.output.kind in ("sequence", "tokens")
         if next(self.parameters(), None) is None:  # then this says on which device and in which dtype the model is
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
@@ -61,10 +62,10 @@ class SequenceModel(Body):
         if streaming and size > 1 and x.shape[1] % size:
             raise RunError(f"the model streams {size} tokens at a time: give it a multiple, not {x.shape[1]}")
         if state is not None:
-            check_state(self.graph, state, x.shape[0], x.device)
+            check_state(self.spec, state, x.shape[0], x.device)
         if cu_seqlens is not None:
             resets = _packed_resets(x, cu_seqlens, resets)
-        grid = grid or (self.graph.input.grid if self.graph.input.kind != "image" else None)
+        grid = grid or (self.spec.input.grid if self.spec.input.kind != "image" else None)
         call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
         if call.compiling:
             y, states = self._run({self._body.input: x}, call)
@@ -112,7 +113,7 @@ class SequenceModel(Body):
             raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
         device = self._some().device if device is None else checked_device(device)
         kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
-        return new_state(self.graph.graph, count, device, kind)
+        return new_state(self.graph, count, device, kind)
 
     def _some(self) -> Tensor:
         """A tensor on the model's device; in its dtype, if the spec has no parameters."""
@@ -123,7 +124,7 @@ class SequenceModel(Body):
         """Two groups for an optimiser: parameters that are customarily decayed, and the others. Raises UsageError."""
         if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not weight_decay >= 0:
             raise UsageError(f"a weight decay is a number from 0 on, not {weight_decay!r}")
-        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph.graph) if not item.tied}
+        decays = {item.name: item.parameter.decay for item in graph.parameters(self.graph) if not item.tied}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             groups[decays.get(name, True)].append(parameter)
@@ -142,14 +143,14 @@ class SequenceModel(Body):
 
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        for item in graph.parameters(self.graph.graph):
+        for item in graph.parameters(self.graph):
             if item.tied is None:
                 draw(self.get_parameter(item.name), item.name, item.parameter, seed)
         self.tie()
 
     def tie(self) -> None:
         """Let tied names share one parameter (again, after something that copies parameters one by one)."""
-        for item in graph.parameters(self.graph.graph):
+        for item in graph.parameters(self.graph):
             if item.tied is not None:
                 holder, _, leaf = item.name.rpartition(".")
                 self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
@@ -170,7 +171,7 @@ class SequenceModel(Body):
             told = self._other_device(x)
             if told:
                 raise RunError(told)
-        wire = self.graph.input
+        wire = self.spec.input
         if wire.kind == "image":
             if x.ndim != 4 or x.shape[1] != wire.features:
                 raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
@@ -188,7 +189,7 @@ class SequenceModel(Body):
         for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
             if given is not None and not isinstance(given, Tensor):
                 raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-        if self.graph.input.kind == "image":
+        if self.spec.input.kind == "image":
             raise RunError("the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens")
         if resets is not None:
             if resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]:

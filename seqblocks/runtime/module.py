@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import RunError, UsageError
-from seqblocks.graph import Graph, Model, Node
+from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
 from seqblocks.runtime import fusion
@@ -206,7 +206,7 @@ Tail = tuple[Fused, list[Part]]
 class Body(nn.Module):
     """Runs the nodes of a graph in order; children carry the nodes' names."""
 
-    def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str], label: str = "") -> None:
+    def __init__(self, body: Graph, model: ModelSpec, path: str, skip: frozenset[str], label: str = "") -> None:
         super().__init__()
         self._body, self._label = body, label
         for node in body.nodes:
@@ -296,7 +296,7 @@ def _dying(body: Graph, plan: list[Any]) -> list[tuple[int, ...]]:
 class Block(Body):
     """A block that somebody defined in YAML."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         body = node.bodies[""]
         super().__init__(body, model, path, skip, node.verb)
         # a block's body is closed, with values of its own for what it is handed; it may serve many layers
@@ -312,7 +312,7 @@ class Block(Body):
 class Residual(Block):
     """x + steps(x); while training, a sample may skip the branch."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__(node, model, path, skip)
         self._drop_path: float = node.arguments.drop_path
 
@@ -331,7 +331,7 @@ class Residual(Block):
 class Repeat(nn.Module):
     """Layers one after the other; each is called by its index, `model.blocks[0]` too."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__()
         self._wanted = reads(node)
         self._layers = {label: (body.input, _entering(body)) for label, body in node.bodies.items()}
@@ -385,7 +385,7 @@ def _entering(body: Graph) -> tuple[int, ...]:
 class Layer(Body):
     """One iteration of a repeat, or a branch of a parallel."""
 
-    def __init__(self, body: Graph, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, body: Graph, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__(body, model, path, skip, "steps")
         self._wanted = _entering(body)
 
@@ -396,7 +396,7 @@ class Layer(Body):
 class Parallel(nn.Module):
     """Branches on one input, merged."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__()
         self._wanted, self._merge = reads(node), node.arguments.merge
         self._axis = node.type.feature_axis if len(node.bodies) > 1 and node.type else -1
@@ -440,11 +440,11 @@ class Holder(nn.Module):
 class Scan(Block):
     """The steps in another order, or in several whose results are merged, with all parameters shared."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__(node, model, path, skip)
         self._describe(node, model)
 
-    def _describe(self, node: Node, model: Model) -> None:
+    def _describe(self, node: Node, model: ModelSpec) -> None:
         self._orders: tuple[str, ...] = node.arguments.orders
         self._merge: str = node.arguments.merge
         self._sequences = [_is_sequence(model.types[v]) for v in self._wanted]
@@ -497,7 +497,7 @@ class Scan(Block):
 class SeparateScan(Scan):
     """Several orders that share no parameter: each is a child that runs all steps."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         nn.Module.__init__(self)
         self._label, self._wanted = "scan", reads(node)
         body = node.bodies[""]
@@ -515,7 +515,7 @@ class SeparateScan(Scan):
 class PartlySharedScan(Scan):
     """Several orders that share some parameters: what an order owns is held by a child that bears its name."""
 
-    def __init__(self, node: Node, model: Model, path: str, skip: frozenset[str]) -> None:
+    def __init__(self, node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> None:
         super().__init__(node, model, path, skip | {graph.join(path, name) for name in node.owned})
         for name in node.directions:
             self._modules[name] = _holder(node)
@@ -583,7 +583,7 @@ def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
 _KINDS: dict[str, Any] = {"block": Block, "residual": Residual, "repeat": Repeat, "parallel": Parallel}
 
 
-def make(node: Node, model: Model, path: str, skip: frozenset[str]) -> nn.Module:
+def make(node: Node, model: ModelSpec, path: str, skip: frozenset[str]) -> nn.Module:
     """The module of a node; parameters named in `skip` are held elsewhere."""
     if node.kind == "op":
         return Primitive(node, path, model.types, skip)

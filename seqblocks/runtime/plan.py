@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import seqblocks.kernels  # noqa: F401  # its ops register themselves
-from seqblocks.graph import Graph, Model, Node
+from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
 from seqblocks.runtime.fusion import Fused, find
@@ -51,7 +51,7 @@ class Step:
         return out | {"forms": [verdict._asdict() for verdict in self.verdicts]}
 
 
-def plan(model: Model, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
+def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
     """Every step of a model that uses a kernel, in order; alike ones together. BackendError for an unknown backend."""
     backend = dispatch.requested(backend)
     found: dict[Any, Step] = {}

@@ -11,12 +11,12 @@ import pytest
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import ExpectationError, OverrideWarning, SpecError, UsageError
-from seqblocks.graph import Model
+from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import ARGUMENT_TYPES, bundled
 from seqblocks.report.summary import summarise
 
 
-def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> Model:
+def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> ModelSpec:
     """The model of some steps, each given as a line of flow YAML."""
     lines = "".join(f"    - {line.strip()}\n" for line in steps.strip().splitlines())
     text = f"seqblocks: 1\n{head}\nmodel:\n  input: {input}\n  steps:\n{lines}"
@@ -26,11 +26,11 @@ def model(steps: str, head: str = "", input: str = "{features: 8}", **options: A
     return made
 
 
-def names(made: Model) -> list[str]:
+def names(made: ModelSpec) -> list[str]:
     return [item.name for item in graph.parameters(made.graph)]
 
 
-def shapes(made: Model) -> dict[str, tuple[int, ...]]:
+def shapes(made: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {item.name: item.parameter.shape for item in graph.parameters(made.graph)}
 
 

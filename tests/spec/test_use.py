@@ -144,9 +144,9 @@ def test_files_that_came_with_a_spec_are_all_that_is_read(world: Path, monkeypat
         check.load_text(absolute, files={})
     _, made = check.load_text(absolute)
     assert made is not None
-    assert made.recipe is not None
+    assert made.source is not None
     monkeypatch.chdir("/")
-    assert check.load_text(absolute, files=dict(made.recipe.files))[1] is not None
+    assert check.load_text(absolute, files=dict(made.source.files))[1] is not None
 
 
 def test_what_cannot_be_read_is_reported_where_it_is_used(world: Path) -> None:

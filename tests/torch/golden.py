@@ -42,7 +42,7 @@ def run(
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        official = official_name(model.graph, name)
+        official = official_name(model.spec, name)
         if isinstance(official, str):
             results[f"grad_w/{official}"] = parameter.grad
         elif "transpose" in official:  # [H, D, 4, D] was made from [H, 4 D, D]

@@ -78,7 +78,7 @@ def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
 
 def test_a_token_behind_a_rate_costs_its_share() -> None:
     every, fourth = (
-        macs(build(f"{first}    - linear: {{features: 8, bias: false}}\n").graph.graph, None)
+        macs(build(f"{first}    - linear: {{features: 8, bias: false}}\n").graph, None)
         for first in ("", "    - downsample: {factor: 4}\n")
     )
     assert every == 4 * fourth == 32

@@ -58,11 +58,11 @@ model:
         model = seqblocks.build_text(text, set={"let.dim": 6, "let.rate": 0.1, "spare": 2})
     save(model, path)
     again = restore(path, set={"rate": 0.25})  # and no second word about `spare`
-    assert again.graph.graph.nodes[0].arguments.drop_path == 0.25
+    assert again.graph.nodes[0].arguments.drop_path == 0.25
     x = torch.randn(2, 3, 6)
     assert torch.equal(again.eval()(x), model.eval()(x))
     save(again, path)
-    assert restore(path).graph.graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
+    assert restore(path).graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
     with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight is \[6, 6\], and \[8, 8\] here"):
         restore(path, set={"dim": 8})
     with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
@@ -237,7 +237,7 @@ def test_official_layouts_are_read_through_the_map() -> None:
     joined = torch.cat([tensors["pairs.1.1.key.weight"], tensors["pairs.1.1.value.weight"]])
     torch.testing.assert_close(layer.kv.weight, joined)
     torch.testing.assert_close(layer.out.weight, tensors["pairs.1.1.final"].T)
-    assert official_name(model.graph, "layers.2.qkv.out.weight") == {"transpose": "pairs.1.0.final"}
+    assert official_name(model.spec, "layers.2.qkv.out.weight") == {"transpose": "pairs.1.0.final"}
 
 
 NESTED = """
@@ -289,7 +289,7 @@ model:
 def test_a_nested_map_applies_wherever_its_block_stands(name: str, table: str, official: Any) -> None:
     model = seqblocks.build_text(f"{NESTED}checkpoint: {{{table}}}")
     assert name in model.state_dict()
-    assert official_name(model.graph, name) == official
+    assert official_name(model.spec, name) == official
 
 
 def test_a_map_may_name_alternatives() -> None:
@@ -316,7 +316,7 @@ checkpoint: {pair: [old, new.pair]}
         load_official(model, tensors)
         assert torch.equal(model.pair.one.weight, one)
         assert torch.equal(model.pair.two.weight, two)
-    assert official_name(model.graph, "pair.one.weight") == "old.w1.weight", "the first alternative"
+    assert official_name(model.spec, "pair.one.weight") == "old.w1.weight", "the first alternative"
     told = r"have no old\.w2\.weight or old\.fused or new\.pair\.w2\.weight or new\.pair\.fused, which pair\.two\."
     with pytest.raises(seqblocks.RunError, match=told):
         load_official(model, {"old.w1.weight": one})
@@ -330,7 +330,7 @@ STEPS = "embed: {features: 8}, repeat: {name: layers, times: 2, steps: [mamba_bl
 
 def mamba_weights() -> dict[str | None, Tensor]:
     model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
-    return {official_name(model.graph, name): tensor.clone() for name, tensor in model.state_dict().items()}
+    return {official_name(model.spec, name): tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_the_order_of_keys_decides_nothing() -> None:
     keys = ['"layers.{layer}.linear": "l.{layer}"', "layers.0.linear: first", "layers.1: second", "layers: all"]
     for order in (keys, keys[::-1]):
         text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\ncheckpoint: {{{', '.join(order)}}}"
-        model = seqblocks.build_text(text).graph
+        model = seqblocks.build_text(text).spec
         assert official_name(model, "layers.0.linear.weight") == "first.weight"
         assert official_name(model, "layers.1.linear.weight") == "l.1.weight"
         assert official_name(model, "layers.1.rms_norm.weight") == "second.rms_norm.weight"

@@ -116,7 +116,7 @@ def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(dispatch, "choose", record)
     model = seqblocks.build(name, set=SMALL[name])
     model(random_input(model, 2, 5))
-    declared = [node.calls for node in graph.walk(model.graph.graph) if node.calls]
+    declared = [node.calls for node in graph.walk(model.graph) if node.calls]
     assert [op for op, _ in called] == [op for op, _ in declared]
     for (_, facts), (_, said) in zip(called, declared, strict=True):
         assert {key: facts[key] for key in said} == said

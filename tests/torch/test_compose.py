@@ -88,7 +88,7 @@ def moderate(model: SequenceModel, seed: int) -> None:
         y = given[0]
         largest[0] = max(largest[0], y.abs().max().nan_to_num(torch.inf).item() if y.numel() else 0.0)
 
-    length = model.graph.input.length
+    length = model.spec.input.length
     x = random_input(model, 2, length if isinstance(length, int) else 6 * model.frame_size, seed)
     hooks = [step.register_forward_hook(look) for step in model.modules() if isinstance(step, Primitive)]
     for _ in range(8):
@@ -115,11 +115,11 @@ def check_pieces(model: SequenceModel, length: int, seed: int) -> None:
 def resettable(model: SequenceModel) -> bool:
     """Whether pieces on their own are what a reset gives: no vector, which is of the last piece, and no step that has
     no beginning of sequences, such as one over an image or a window."""
-    output = model.graph.output
-    verbs = {node.verb for node in graph.walk(model.graph.graph)}
-    orders = {order for node in graph.walk(model.graph.graph) if node.kind == "scan" for order in node.arguments.orders}
+    output = model.spec.output
+    verbs = {node.verb for node in graph.walk(model.graph)}
+    orders = {order for node in graph.walk(model.graph) if node.kind == "scan" for order in node.arguments.orders}
     alone = verbs & {"pool", "conv2d", "class_token", "to_image", "patch_embed", "downsample", "upsample"}
-    flat = model.graph.input.grid is None
+    flat = model.spec.input.grid is None
     return flat and output is not None and output.kind == "sequence" and not alone and orders <= {"forward", "reverse"}
 
 

@@ -72,7 +72,7 @@ def one_by_one(made: seqblocks.SequenceModel) -> seqblocks.SequenceModel:
 def test_the_same_bits(name: str) -> None:
     made = block(name)
     assert groups(made)
-    x = torch.randn(2, 6, made.graph.input.features)
+    x = torch.randn(2, 6, made.spec.input.features)
     for a, b in zip(results(made, x), results(one_by_one(made), x), strict=True):
         assert torch.equal(a, b)
     narrow = made.bfloat16()

@@ -167,7 +167,7 @@ def test_models(case: str) -> None:
         if not tokens:
             close("x", x.grad, data["grad/x"], slope)
         for name, parameter in model.named_parameters():
-            official = official_name(model.graph, name)
+            official = official_name(model.spec, name)
             close(official, parameter.grad, data[f"grad/{official}"], slope)
 
 

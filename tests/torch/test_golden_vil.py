@@ -135,7 +135,7 @@ def test_the_layer_alone_is_what_the_block_adds(verb: str) -> None:
     alone = seqblocks.build_text(
         text.replace("STEPS", own).replace("MAP", f"r.layer_norm: norm, r.{verb}_layer: layer"), dtype=torch.float64
     )
-    load_official(alone, {official_name(block.graph, name): p for name, p in block.state_dict().items()})
+    load_official(alone, {official_name(block.spec, name): p for name, p in block.state_dict().items()})
     x = torch.randn(2, 12, 16, dtype=torch.float64)
     torch.testing.assert_close(alone(x), block(x), rtol=0, atol=0)
     assert f"{verb}.residual.scan.proj_up.weight" in block.state_dict()

@@ -31,8 +31,8 @@ TWICE = "{parallel: {merge: %s, branches: [{a: []}, {b: []}]}}"
 def test_images_are_joined_along_their_channels() -> None:
     model = built(TWICE % "concat", input=IMAGE)
     x = torch.randn(2, 4, 2, 3, dtype=torch.float64)
-    assert model.graph.output is not None
-    assert model.graph.output.axes == ("batch", 8, 2, 3)
+    assert model.spec.output is not None
+    assert model.spec.output.axes == ("batch", 8, 2, 3)
     torch.testing.assert_close(model(x), torch.cat([x, x], 1))
 
 

@@ -275,7 +275,7 @@ def test_a_model_without_steps_has_no_law(name: str, told: str) -> None:
     model = seqblocks.build(name, device="meta")
     with pytest.raises(RunError, match=told):
         testing.check_law(model)
-    assert testing.random_input(model, 2, 23).shape == (2, *model.graph.input.axes[1:])
+    assert testing.random_input(model, 2, 23).shape == (2, *model.spec.input.axes[1:])
 
 
 def test_the_law_of_a_model_without_parameters() -> None:
@@ -297,7 +297,7 @@ def test_kernels_need_torch_alone(root: Path) -> None:
 def test_a_model_without_storage_runs(name: str) -> None:
     """On the meta device shapes flow and nothing is computed: what tools ask that count or shard a model."""
     model = seqblocks.build(name, device="meta")
-    wire = model.graph.input
+    wire = model.spec.input
     if wire.kind == "image":
         x = torch.zeros(2, wire.features, *(wire.grid or ()), device="meta")
     else:
@@ -305,7 +305,7 @@ def test_a_model_without_storage_runs(name: str) -> None:
     y = model(x)
     assert y.device.type == "meta"
     assert y.shape[0] == 2
-    assert y.shape[-1] == model.graph.output.features
+    assert y.shape[-1] == model.spec.output.features
 
 
 def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:

@@ -164,7 +164,7 @@ def test_owned_parameters_carry_the_order_and_shared_ones_no_prefix() -> None:
     model = built(scan_text("[forward, reverse]", ", own: [causal_conv.bias]"))
     names = ["scan.causal_conv.weight", "scan.fwd.causal_conv.bias", "scan.rev.causal_conv.bias"]
     assert sorted(model.state_dict()) == names
-    assert names == sorted(item.name for item in graph.parameters(model.graph.graph))
+    assert names == sorted(item.name for item in graph.parameters(model.graph))
     with torch.no_grad():
         model.get_parameter(names[1]).fill_(1.0)
         model.get_parameter(names[2]).fill_(10.0)
@@ -206,7 +206,7 @@ def test_directions_within_directions() -> None:
     model = randomised(built(scan_text("[forward, reverse]", ", own: all", steps=inner)))
     names = {f"scan.{a}.scan.{b}.causal_conv.bias" for a in ("fwd", "rev") for b in ("fwd", "columns_reverse")}
     assert names <= set(model.state_dict())
-    assert {item.name for item in graph.parameters(model.graph.graph)} == set(model.state_dict())
+    assert {item.name for item in graph.parameters(model.graph)} == set(model.state_dict())
     x = torch.randn(2, 15, 4, dtype=torch.float64)
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -226,7 +226,7 @@ model:
 def test_tied_parameters_are_one_and_stay_one() -> None:
     model = built(TIED)
     assert model.unembed.weight is model.embed.weight
-    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph.graph)
+    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph)
     twin = copy.deepcopy(model)
     assert twin.unembed.weight is twin.embed.weight
     assert twin.unembed.weight is not model.embed.weight
@@ -299,9 +299,9 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("name", sorted(n for n in bundled() if n.endswith(("_tiny", "_digits", "_small_block"))))
 def test_what_the_graph_counts_is_what_the_module_has(name: str) -> None:
     model = seqblocks.build(name, device="meta")
-    declared = {item.name: item.parameter.shape for item in graph.parameters(model.graph.graph)}
+    declared = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
     assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == declared
-    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph.graph)
+    assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph)
 
 
 def test_torch_compile_and_export_see_one_graph() -> None:

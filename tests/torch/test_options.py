@@ -30,7 +30,7 @@ def built(text: str, seed: int = 0) -> tuple[SequenceModel, Weights]:
         for p in model.parameters():
             width = p.shape[-1] if p.dim() > 1 else 4
             p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) / width**0.5)
-    return model, {str(official_name(model.graph, name)): p for name, p in model.named_parameters()}
+    return model, {str(official_name(model.spec, name)): p for name, p in model.named_parameters()}
 
 
 def spec(width: int, *steps: str, use: str = "xlstm") -> str:

@@ -21,7 +21,7 @@ def test_an_agent_recovers(name: str, poison: float) -> None:
     model = seqblocks.build(name, device="cpu", seed=0)
     first = model.init_state(3)
     shape = (3, *([model.frame_size] if model.frame_size > 1 else []))
-    wire = model.graph.input
+    wire = model.spec.input
     x = torch.randint(0, 16, shape) if wire.kind == "tokens" else torch.randn(*shape, wire.features)
     lost = map_state(lambda t: torch.full_like(t, poison) if t.is_floating_point() else t + 3, first)
     with torch.no_grad():

@@ -286,8 +286,8 @@ def test_a_full_disk_is_told_by_the_system_s_own_words(tmp_path: Path) -> None:
 def contents(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record and the tensors that `save` writes."""
     made = model(seed)
-    recipe = made.graph.recipe
-    about = {"format": checkpoint.FORMAT, "name": recipe.name, "text": recipe.text, "overrides": {}, "files": {}}
+    source = made.spec.source
+    about = {"format": checkpoint.FORMAT, "name": source.name, "text": source.text, "overrides": {}, "files": {}}
     return about, dict(made.state_dict())
 
 
