@@ -149,20 +149,20 @@ def show(options: argparse.Namespace) -> int:
 
 def _stage_text(stage: str, file: SpecFile, model: ModelSpec | None, name: str) -> str:
     from seqblocks.language import document
-    from seqblocks.report import outline
+    from seqblocks.report import listing, outline
 
     if stage == "document":
         return document.show(file.root)
-    return outline.text(file, visible(name)) if stage == "spec" else graph.show(check.require_model(file, model))
+    return outline.text(file, visible(name)) if stage == "spec" else listing.text(check.require_model(file, model))
 
 
 def _stage_data(stage: str, file: SpecFile, model: ModelSpec | None) -> Any:
     from seqblocks.language import document
-    from seqblocks.report import outline
+    from seqblocks.report import listing, outline
 
     if stage == "document":
         return document.plain(file.root)
-    return outline.data(file) if stage == "spec" else graph.show(check.require_model(file, model)).splitlines()
+    return outline.data(file) if stage == "spec" else listing.text(check.require_model(file, model)).splitlines()
 
 
 def _source(options: argparse.Namespace) -> int:

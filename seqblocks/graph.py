@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from seqblocks import recipes
-from seqblocks.errors import Span, visible
+from seqblocks.errors import Span
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
@@ -239,29 +239,3 @@ def _verify(model: ModelSpec, graph: Graph, known: set[int]) -> None:
             _verify(model, body, known)
         known |= set(node.outputs)
     assert graph.result in known, "the result is not a value of the graph"
-
-
-def show(model: ModelSpec) -> str:
-    """The graph as text, one line a node; the golden form that reviews read."""
-    head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
-    return "\n".join([head, *_show(model, model.graph, 1)])
-
-
-def _show(model: ModelSpec, graph: Graph, depth: int) -> Iterator[str]:
-    pad = "  " * depth
-    for node in graph.nodes:
-        values = ", ".join(f"%{v}" for v in node.outputs)
-        wires = ", ".join(f"{p}={'+'.join(f'%{v}' for v in vs)}" for p, vs in node.inputs.items())
-        line = f"{pad}{values} = {node.name}" + (f":{node.verb}" if node.name != node.verb else "")
-        line += f"({wires}) -> {node.type or '?'}"
-        if node.split:
-            line += f" split {list(node.split)}"
-        yield line
-        for name, parameter in node.parameters.items():
-            tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
-            yield f"{pad}    {name} {list(parameter.shape)}{tie}"
-        for label, body in node.bodies.items():
-            if label:
-                yield f"{pad}  {label}:"
-            yield from _show(model, body, depth + (2 if label else 1))
-    yield f"{pad}return %{graph.result}"

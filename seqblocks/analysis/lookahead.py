@@ -15,6 +15,7 @@ from seqblocks import graph
 from seqblocks.graph import Graph, ModelSpec, Node
 
 WHOLE = math.inf  # the whole sequence
+SEQUENCES = ("sequence", "tokens")
 
 
 class Ahead(NamedTuple):
@@ -35,11 +36,25 @@ class Ahead(NamedTuple):
         return self.window - 1 + self.beyond
 
 
+Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step; Ahead is of its output
+
+
 def find(model: ModelSpec) -> Ahead | None:
     """The lookahead of a model's output; None where it has no meaning: an image comes in, or no tokens leave."""
-    if model.output is None or model.output.kind not in ("sequence", "tokens") or model.input.kind == "image":
+    if model.output is None or model.output.kind not in SEQUENCES or model.input.kind == "image":
         return None
-    return _run(model.graph, {model.graph.input: Ahead()}, "")
+    return _run(model.graph, {model.graph.input: Ahead()}, "", {})
+
+
+def by_step(model: ModelSpec) -> dict[str, Ahead]:
+    """Return the lookahead of each step's output by the step's path, outputs that are sequences only.
+
+    Empty where an image comes in, whose tokens have no order in time.
+    """
+    steps: Steps = {}
+    if model.input.kind != "image":
+        _run(model.graph, {model.graph.input: Ahead()}, "", steps)
+    return {path: ahead for path, (node, ahead) in steps.items() if node.type and node.type.kind in SEQUENCES}
 
 
 def shown(tokens: float) -> int | str:
@@ -47,32 +62,34 @@ def shown(tokens: float) -> int | str:
     return "all" if tokens == WHOLE else int(tokens)
 
 
-def _run(body: Graph, known: dict[int, Ahead], path: str) -> Ahead:
-    """Of a body's result, where `known` holds the values that it reads from outside."""
+def _run(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
+    """Of a body's result, where `known` holds the values that it reads from outside. Enters its nodes in `steps`."""
     known = dict(known)
     for node in body.nodes:
-        made = _node(node, known, graph.join(path, node.name))
+        name = graph.join(path, node.name)
+        made = _node(node, known, name, steps)
+        steps[name] = node, made
         known |= dict.fromkeys(node.outputs, made)
     return known[body.result]
 
 
-def _node(node: Node, known: dict[int, Ahead], path: str) -> Ahead:
+def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
     read = [known[v] for values in node.inputs.values() for v in values]
     if node.op is not None:
         return _op(node, read, path)
     if node.kind == "scan":
-        return _scan(node, known, path)
+        return _scan(node, known, path, steps)
     if node.kind == "repeat":
         (result,) = read
         for label, body in node.bodies.items():
-            result = _run(body, {**known, body.input: result}, graph.join(path, label))
+            result = _run(body, {**known, body.input: result}, graph.join(path, label), steps)
         return result
     if node.kind == "block":  # its body is closed, with values of its own for what it is handed
         body = node.bodies[""]
         handed = {port: known[v] for port, (v,) in node.inputs.items()}
         inside = {number: handed[port] for port, number in body.ports.items()}
-        return _run(body, {body.input: handed["x"], **inside}, path)
-    results = [_run(body, known, graph.join(path, label)) for label, body in node.bodies.items()]
+        return _run(body, {body.input: handed["x"], **inside}, path, steps)
+    results = [_run(body, known, graph.join(path, label), steps) for label, body in node.bodies.items()]
     return _most([*(read if node.kind == "residual" else []), *results])
 
 
@@ -92,10 +109,10 @@ def _op(node: Node, read: list[Ahead], path: str) -> Ahead:
     return found._replace(first=(path, node)) if enters else found
 
 
-def _scan(node: Node, known: dict[int, Ahead], path: str) -> Ahead:
+def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
     body = node.bodies[""]
     before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
-    result = _run(body, before, path)
+    result = _run(body, before, path, steps)
     outside = any(known[v].mixes for v in (*node.inputs["x"], *body.captures))
     in_order = all(order in ("forward", "rows") for order in node.arguments.orders)
     if result.mixes and not in_order and result.tokens < WHOLE:

@@ -13,6 +13,7 @@ from seqblocks.analysis import check
 from seqblocks.errors import ExpectationError, OverrideWarning, SpecError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import ARGUMENT_TYPES, bundled
+from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 
 
@@ -426,7 +427,7 @@ def test_one_value_stands_for_the_only_argument_and_a_list_for_the_steps() -> No
     short, long = check.load_text(SHORT)[1], check.load_text(LONG)[1]
     assert short is not None
     assert long is not None
-    assert graph.show(short) == graph.show(long)
+    assert listing.text(short) == listing.text(long)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_overrides_reach_what_is_short(path: str, value: object) -> None:
     short, other = check.load_text(SHORT, set=more)[1], check.load_text(LONG, set=long)[1]
     assert short is not None
     assert other is not None
-    assert graph.show(short) == graph.show(other)
+    assert listing.text(short) == listing.text(other)
     assert len(short.overridden) == len(other.overridden)
 
 
@@ -518,7 +519,7 @@ def test_streaming_is_known_before_anything_is_built() -> None:
 
 def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
     golden = root / "tests" / "golden" / "vil_small_block.graph.txt"
-    text = graph.show(check.load_model("vil_small_block")) + "\n"
+    text = listing.text(check.load_model("vil_small_block")) + "\n"
     if update_golden:
         golden.write_text(text)
     assert golden.read_text() == text
@@ -557,7 +558,7 @@ def test_an_override_that_no_step_uses_is_a_warning(path: str, idle: bool) -> No
         _, made = check.load_text(IDLE, set={path: 6})
     assert caught[0].filename == __file__, "it points at the call"
     assert [str(each) for each in made.idle] == [f"{path}=6"]
-    assert graph.show(made) == graph.show(check.load_text(IDLE)[1])
+    assert listing.text(made) == listing.text(check.load_text(IDLE)[1])
 
 
 def test_a_value_that_the_spec_has_already_is_no_warning() -> None:

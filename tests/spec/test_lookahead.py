@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from seqblocks.analysis import check, lookahead
 from seqblocks.errors import Diagnostic, SpecError
+from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 
 
@@ -94,6 +97,23 @@ def test_bundled_models() -> None:
     wanted = {"centaurus_denoiser": 15, "mlstm_small": 0, "hybrid_small": 0, "vil_small_block": 0, "vil_tiny": None}
     for name, many in wanted.items():
         assert summarise(check.load_model(name)).lookahead == many
+
+
+def test_the_listing_shows_the_lookahead_of_each_wire() -> None:
+    """Where it is not 0, in each place of a body that serves several; a vector has none."""
+    steps = f"{{mlstm_block: {{dim: 8, heads: 2, name: a}}}}, {HOURGLASS}, {{mlstm_block: {{dim: 8, heads: 2}}}}"
+    reverse = "{scan: {order: reverse, steps: [causal_conv]}}, {pool: {mode: mean}}"
+    text = f"seqblocks: 1\nuse: [xlstm]\nmodel: {{input: {{features: 8}}, steps: [{steps}, {reverse}]}}\n"
+    lines = listing.text(check.load_text(text)[1]).splitlines()
+    found = [re.fullmatch(r"( +)%\d+ = (\w+).*?(?:, lookahead (\w+))?", line) for line in lines]
+    outer = [(step[2], step[3]) for step in found if step and len(step[1]) == 2]
+    assert outer == [("a", None), ("down", "3"), ("up", "3"), ("mlstm_block", "3"), ("scan", "all"), ("pool", None)]
+    (first, second) = [step[3] for step in found if step and step[2] == "mlstm"]
+    assert (first, second) == (None, "3")
+
+
+def test_the_listing_of_a_model_of_images_shows_none() -> None:
+    assert "lookahead" not in listing.text(check.load_model("vil_tiny"))
 
 
 @pytest.mark.parametrize(

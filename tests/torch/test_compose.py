@@ -22,6 +22,7 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.errors import SpecError
+from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.module import Primitive
@@ -53,7 +54,7 @@ def held(text: str, seed: int) -> bool:
         return False
     assert checked is not None
     found = summarise(checked)
-    assert graph.show(checked)
+    assert listing.text(checked)
     model = seqblocks.build_text(text, dtype=torch.float64, seed=seed).eval()
     assert sum(p.numel() for p in model.parameters()) == found.params
     generator = torch.Generator().manual_seed(seed)

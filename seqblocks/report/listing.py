@@ -1,0 +1,42 @@
+"""The typed graph as text, one line a step: what `seqblocks show --stage graph` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from seqblocks import graph
+from seqblocks.analysis import lookahead
+from seqblocks.errors import visible
+from seqblocks.graph import Graph, ModelSpec, Node
+
+Notes = dict[str, str]  # what to add to the line of a step, by its path
+
+
+def text(model: ModelSpec) -> str:
+    """Return the listing: values by number, shapes, lookahead where it is not 0, parameters and their initialisers."""
+    head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
+    ahead = {path: found.tokens for path, found in lookahead.by_step(model).items()}
+    notes = {path: f", lookahead {lookahead.shown(tokens)}" for path, tokens in ahead.items() if tokens}
+    return "\n".join([head, *_body(model.graph, notes, "", "  ")])
+
+
+def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
+    for node in body.nodes:
+        own = graph.join(path, node.name)
+        yield f"{pad}{_step(node)}{notes.get(own, '')}"
+        for name, parameter in node.parameters.items():
+            tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
+            yield f"{pad}    {name} {list(parameter.shape)}{tie}"
+        for label, inner in node.bodies.items():
+            if label:
+                yield f"{pad}  {label}:"
+            yield from _body(inner, notes, graph.join(own, label), pad + "  " * (2 if label else 1))
+    yield f"{pad}return %{body.result}"
+
+
+def _step(node: Node) -> str:
+    values = ", ".join(f"%{value}" for value in node.outputs)
+    verb = f":{node.verb}" if node.name != node.verb else ""
+    wires = ", ".join(f"{port}={'+'.join(f'%{value}' for value in read)}" for port, read in node.inputs.items())
+    split = f" split {list(node.split)}" if node.split else ""
+    return f"{values} = {node.name}{verb}({wires}) -> {node.type or '?'}{split}"
