@@ -49,6 +49,7 @@ def lower_file(
     for each in () if report else shared.checks:
         check_map(*each)
     if not report:
+        assert model is None or model.output is not None, "the result has no type, and no fault was reported"
         _report_idle(shared.lowered)
     return None if report else model
 

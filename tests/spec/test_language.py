@@ -198,6 +198,13 @@ def test_repeat_patterns_and_layer_values() -> None:
     assert rates == pytest.approx([0.0, 0.02, 0.06, 0.08])
 
 
+@pytest.mark.parametrize("words", [["step"], ["patterns"], [f"w{i}" for i in range(21)]], ids=["step", "near", "many"])
+def test_any_word_of_a_pattern_is_repeated(words: list[str]) -> None:
+    steps = ", ".join(f"{word}: [{{linear: 8}}]" for word in words)
+    made = model(f"{{repeat: {{name: l, pattern: {' '.join(words)}, {steps}}}}}")
+    assert len(shapes(made)) == 2 * len(words)
+
+
 def test_nested_repeats_may_name_their_index() -> None:
     made = model(
         "{repeat: {name: o, times: 2, index: outer, steps: [{repeat: {name: i, times: 2, "

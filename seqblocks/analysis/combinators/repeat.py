@@ -25,7 +25,8 @@ def lower_repeat(frame: Frame, step: Step, arguments: Repeat, x: int) -> graph.N
     _check_words(frame, step, arguments, words)
     if not arguments.index.isidentifier():
         raise Fault("E207", f"{quote(arguments.index)} is not a name", at="index", hint="index: layer")
-    if arguments.steps is None and any(hidden(words, key, KEYS) for key in ("steps", "pattern")):
+    neither = arguments.steps is None and arguments.pattern is None
+    if neither and any(hidden(words, key, KEYS) for key in ("steps", "pattern")):
         return None
     layers = _layers(arguments, words)
     bodies: dict[str, graph.Graph] = {}
