@@ -122,15 +122,19 @@ class Composer:
         gain = {"gain": chance.choice(["plain", "one_plus", "none"]), "bias": self.maybe(0.5)}
         heads = self.divisor(now.width)
         normed = heads if heads < now.width else 1
+        shared = {"shared": self.maybe(0.4)}
         verb, arguments = chance.choice(
             [
+                ("identity", {}),
+                ("scale", {"by": chance.choice([0.5, -1, 2])}),
+                ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
                 (chance.choice(ACTIVATIONS), {}),
                 ("soft_cap", {"cap": 3.0}),
                 ("dropout", {"p": 0.2}),
                 # the norm of a single number is 0, and its gradient nothing but rounding
                 ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
-                ("rms_norm", {**gain, "groups": heads}),
-                ("head_norm", {**gain, "heads": normed}) if now.width > 1 else ("gelu", {}),
+                ("rms_norm", {**gain, **shared, "groups": heads}),
+                ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
                 ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
                 ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
             ]
@@ -201,13 +205,18 @@ class Composer:
         same = self.like(body, body.now.width)
         if same and self.maybe(0.6):
             other, now = self.chance.choice(same), body.now
-            way = self.chance.randrange(3)
-            if way == 0:
-                self.add(body, "gate", now, by=other, activation=self.chance.choice(ACTIVATIONS))
-            elif way == 1:
-                self.add(body, "learnable_skip", now, **{"with": other})
-            else:
-                self.add(body, "rms_norm", now, z=other, gate=self.chance.choice(["before", "after"]))
+            gated = {"activation": self.chance.choice(ACTIVATIONS)}
+            verb, arguments = self.chance.choice(
+                [
+                    ("gate", {"by": other, **gated}),
+                    ("learnable_skip", {"with": other}),
+                    ("add", {"with": other}),
+                    ("multiply", {"by": other}),
+                    ("add", {"with": other}),
+                    ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
+                ]
+            )
+            self.add(body, verb, now, **arguments)
         elif others:
             width = self.width()
             both = [self.named(body), self.chance.choice(others)]
@@ -237,6 +246,20 @@ class Composer:
         activation = self.chance.choice(["none", "silu"])
         kernel, mixing, bias = self.chance.randint(1, 4), self.maybe(0.3), self.maybe(0.5)
         self.add(body, "causal_conv", body.now, kernel=kernel, activation=activation, mixing=mixing, bias=bias)
+
+    def earlier(self, body: Body) -> None:
+        """Tokens before the current one, or their number."""
+        now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary"])
+        if verb == "shift":
+            self.add(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
+        elif verb == "token_shift":
+            mix = [None, *self.like(body, now.width)]
+            self.add(body, verb, now, mix=self.chance.choice(mix))
+        elif now.width % 2 == 0:
+            self.add(body, verb, now, heads=self.divisor(now.width // 2), base=self.chance.choice([100, 10000]))
+        else:
+            width = self.width()
+            self.add(body, "constant", replace(now, width=width), features=width, learned=self.maybe(0.7), value=0.5)
 
     def centaurus(self, body: Body) -> None:
         mode = self.chance.choice(["neck", "pointwise", "s5", "dws", "full"])
@@ -502,7 +525,8 @@ class Composer:
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested])
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv,
-            self.centaurus, self.ssm, self.memory, self.slstm, self.attention, self.positions, *nested, *nested[:2],
+            self.earlier, self.centaurus, self.ssm, self.memory, self.slstm, self.attention, self.positions,
+            *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.down, self.up] if body.now.every < 12 else [self.up]
         if not deep:
@@ -520,7 +544,10 @@ class Composer:
         self.add(body, "embed", replace(body.now, name="sequence", width=width), features=self.number(width))
 
     def same_tokens(self, body: Body) -> None:
-        self.add(body, "parallel", body.now, branches=[{self.fresh("b"): []}], merge="concat")
+        if self.maybe(0.3):
+            self.add(body, "identity", body.now)
+        else:
+            self.add(body, "parallel", body.now, branches=[{self.fresh("b"): []}], merge="concat")
 
     def patches(self, body: Body) -> None:
         assert body.now.grid

@@ -1,0 +1,97 @@
+"""Arithmetic on wires: naming, adding, multiplying, scaling, constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
+from seqblocks.parameters import Init, Parameter
+from seqblocks.types import Kind, Wire
+
+FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
+
+
+@primitive("identity")
+class Identity(Op):
+    """Pass a wire on unchanged, to name it or to split it with `as:`."""
+
+    ports = (Port("x", "the input", main=True, kinds=(*FLOATS, "tokens")),)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return x
+
+
+@primitive("add")
+class Add(Op):
+    """Add another wire: x + with. See `residual` to add the input of some steps to their output."""
+
+    ports = (
+        Port("x", "the first summand", main=True, kinds=FLOATS),
+        Port("with", "the second summand, as wide as x", kinds=FLOATS),
+    )
+
+    def shape(self, x: Wire, other: Wire) -> Wire:
+        must_match("with", other, x.features, "the width of what it is added to")
+        return x
+
+    def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
+        return x + other
+
+
+@primitive("multiply")
+class Multiply(Op):
+    """Multiply by another wire, feature by feature: x * by. See `gate` for a factor with an activation."""
+
+    ports = (
+        Port("x", "the first factor", main=True, kinds=FLOATS),
+        Port("by", "the second factor, as wide as x", kinds=FLOATS),
+    )
+
+    def shape(self, x: Wire, by: Wire) -> Wire:
+        must_match("by", by, x.features, "the width of what it multiplies")
+        return x
+
+    def macs(self, x: Wire, by: Wire) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+        return x * by
+
+
+@primitive("scale")
+class Scale(Op):
+    """Multiply every feature by one fixed number: by * x."""
+
+    ports = (Port("x", "the input", main=True, kinds=FLOATS),)
+    by: float = argument(..., "the factor", ge=-1e6, le=1e6)
+
+    def macs(self, x: Wire) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return self.by * x
+
+
+@primitive("constant")
+class Constant(Op):
+    """The same vector in place of every token of its input: learned (weight [features]), or a fixed number.
+
+    Only the number of tokens is read of the input.
+    """
+
+    ports = (ANY,)
+    features: int = argument(..., "width of the vector", ge=1)
+    learned: bool = argument(True, "whether the vector is a parameter that starts at `value`, or stays at `value`")
+    value: float = argument(0.0, "the number, or what each feature starts at", ge=-1e6, le=1e6)
+
+    def shape(self, x: Wire) -> Wire:
+        return x.with_features(self.features)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        if not self.learned:
+            return {}
+        return {"weight": Parameter((self.features,), Init("constant", (self.value,)), decay=False)}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        places = (*x.shape[:-1], self.features)
+        return p["weight"].expand(places) if self.learned else x.new_full(places, self.value)

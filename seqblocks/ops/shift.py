@@ -1,0 +1,82 @@
+"""Earlier tokens in place of the current one, as they are or mixed with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import Op, Port, X, argument, must_match, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
+    """Return x [B, S, D] `by` tokens later, zeros where a sequence begins, and the state to go on from.
+
+    The state holds the last `by` tokens of the current sequence, oldest first, zeros before its first one.
+    """
+    import torch
+
+    from seqblocks.kernels.positions import running_positions
+
+    before = call.state["window"] if call.state else x.new_zeros(x.shape[0], by, x.shape[2])
+    tokens = torch.cat([before.to(x.dtype), x], 1)
+    earlier, window = tokens[:, : x.shape[1]], tokens[:, x.shape[1] :]
+    if call.resets is not None:
+        # a state has zeros before the start of its sequence already, so each row counts as having `by` tokens before
+        start = torch.full((x.shape[0],), by, device=x.device)
+        index, length = running_positions(x.shape[0], x.shape[1], start, call.resets, x.device)
+        age = torch.arange(by, 0, -1, device=x.device)
+        earlier = torch.where((index >= by).unsqueeze(-1), earlier, 0.0)
+        window = torch.where((age <= length.unsqueeze(-1)).unsqueeze(-1), window, 0.0)
+    return earlier, {"window": window.to(before.dtype)} if call.keep else {}
+
+
+class _Shifted(Op):
+    """Base of the verbs that read a token some places earlier."""
+
+    reads = "past"
+
+
+@primitive("shift")
+class Shift(_Shifted):
+    """The token `by` places earlier, zeros at the start of a sequence.
+
+    State: the last `by` inputs [by, D], oldest first.
+    """
+
+    by: int = argument(..., "how many tokens later the input appears", ge=1, le=65536)
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"window": State((self.by, x.features), "model")}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return shifted(x, self.by, call)
+
+
+@primitive("token_shift")
+class TokenShift(_Shifted):
+    """A mix of each token with the one before it: x[t] + mix * (x[t - 1] - x[t]).
+
+    The mix is a learned weight [D] per feature, or the wire `mix`. State: the last input [1, D].
+    """
+
+    ports = (X, Port("mix", "the share of the previous token, as wide as x (default: a learned weight)", optional=True))
+    source = "RWKV (arXiv:2305.13048); with a wire as in RWKV-6 (arXiv:2404.05892)"
+
+    def shape(self, x: Wire, mix: Wire | None = None) -> Wire:
+        if mix:
+            must_match("mix", mix, x.features, "the width of x")
+        return x
+
+    def parameters(self, x: Wire, mix: Wire | None = None) -> dict[str, Parameter]:
+        return {} if mix else {"weight": Parameter((x.features,), Init("constant", (0.5,)), decay=False)}
+
+    def state(self, x: Wire, mix: Wire | None = None) -> dict[str, State]:
+        return {"window": State((1, x.features), "model")}
+
+    def macs(self, x: Wire, mix: Wire | None = None) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
+        earlier, state = shifted(x, 1, call)
+        return x + (p["weight"] if mix is None else mix) * (earlier - x), state

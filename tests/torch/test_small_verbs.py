@@ -1,0 +1,173 @@
+"""Arithmetic on wires, shifts, rotary positions, norms with a shared gain: against the formula, and the state law."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from seqblocks.analysis.check import load_text
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import check_law
+
+
+def built(*steps: str, features: int = 6) -> SequenceModel:
+    lines = "".join(f"    - {step}\n" for step in steps)
+    text = f"seqblocks: 1\nmodel:\n  input: {{features: {features}}}\n  steps:\n{lines}"
+    return build_model(load_text(text)[1], device="cpu", dtype=torch.float64, seed=0)
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X = draw(2, 9, 6)
+RESETS = torch.zeros(2, 9, dtype=torch.bool)
+RESETS[0, [2, 3, 7]] = True
+RESETS[1, [0, 8]] = True
+
+
+def earlier(x: Tensor, by: int, resets: Tensor | None = None) -> Tensor:
+    """The definition, token by token."""
+    y = torch.zeros_like(x)
+    for row in range(x.shape[0]):
+        start = 0
+        for t in range(x.shape[1]):
+            start = t if resets is not None and resets[row, t] else start
+            if t - by >= start:
+                y[row, t] = x[row, t - by]
+    return y
+
+
+def test_sums_products_and_factors() -> None:
+    model = built("identity: {as: x}", "sigmoid: {as: s}", "add: {with: x, as: a}", "multiply: {by: s}", "scale: -0.5")
+    s = X.sigmoid()
+    torch.testing.assert_close(model(X), -0.5 * (s + X) * s, rtol=0, atol=1e-15)
+    assert not list(model.parameters())
+
+
+def test_arithmetic_on_images_and_vectors() -> None:
+    steps = "- identity: {as: a}\n    - scale: 2\n    - add: {with: a}\n    - multiply: {by: a}"
+    text = f"seqblocks: 1\nmodel:\n  input: {{image: {{size: 4, channels: 3}}}}\n  steps:\n    {steps}\n"
+    image = draw(2, 3, 4, 4)
+    torch.testing.assert_close(build_model(load_text(text)[1], device="cpu", dtype=torch.float64)(image), 3 * image**2)
+    model = built("pool", "identity: {as: p}", "scale: 3", "add: {with: p}")
+    torch.testing.assert_close(model(X), 4 * X.mean(1))
+
+
+def test_identity_splits_a_wire() -> None:
+    model = built("identity: {as: {a: 2, b: 4}}", "linear: {from: [b, a], features: 6, bias: false}")
+    weight = model.get_parameter("linear.weight")
+    torch.testing.assert_close(model(X), torch.cat([X[..., 2:], X[..., :2]], -1) @ weight.t())
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_constant_is_the_same_for_every_token(learned: bool) -> None:
+    model = built(f"constant: {{features: 3, value: 0.25, learned: {str(learned).lower()}}}")
+    torch.testing.assert_close(model(X), torch.full((2, 9, 3), 0.25, dtype=torch.float64))
+    assert [tuple(p.shape) for p in model.parameters()] == ([(3,)] if learned else [])
+    if learned:
+        model(X).sum().backward()
+        assert model.get_parameter("constant.weight").grad.tolist() == [18.0] * 3  # one for each token
+
+
+@pytest.mark.parametrize("by", [1, 3, 20])
+@pytest.mark.parametrize("resets", [None, RESETS])
+def test_shift(by: int, resets: Tensor | None) -> None:
+    torch.testing.assert_close(built(f"shift: {by}")(X, resets=resets), earlier(X, by, resets), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("resets", [None, RESETS])
+def test_token_shift(resets: Tensor | None) -> None:
+    model = built("token_shift: {as: a}", "sigmoid: {as: m}", "token_shift: {from: a, mix: m, name: mixed}")
+    with torch.no_grad():
+        model.get_parameter("a.weight").copy_(draw(6))
+    a = X + draw(6) * (earlier(X, 1, resets) - X)
+    torch.testing.assert_close(model(X, resets=resets), a + a.sigmoid() * (earlier(a, 1, resets) - a))
+
+
+def test_rotary_turns_by_the_position_in_the_sequence() -> None:
+    y = built("rotary: {heads: 1, base: 100}")(X, resets=RESETS)
+    place = torch.tensor([[0, 1, 0, 0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 0]])
+    pairs = torch.complex(X[..., :3], X[..., 3:])
+    angle = place[..., None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], -1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ["shift: 4"], ["token_shift"], ["rotary: {heads: 3}"],
+        ["shift: 1", "rotary: {heads: 1}", "token_shift: {mix: input}"],
+    ],
+)
+def test_state_law(steps: list[str]) -> None:
+    model = built(*steps)
+    check_law(model, seq=12, resets=[(0, 3), (0, 4), (1, 11)])
+    state = model.init_state(2)
+    poisoned = torch.full_like(X[:, 0], torch.nan)
+    _, state = model.step(poisoned, state)
+    y, _ = model.step(X[:, 0], state, resets=torch.tensor([True, True]))
+    assert y.isfinite().all()
+
+
+def test_a_state_of_no_tokens_is_passed_on() -> None:
+    model = built("shift: 3")
+    y, state = model(X[:, :2], return_state=True)
+    none, same = model(X[:, :0], state=state, return_state=True)
+    assert none.shape == (2, 0, 6)
+    torch.testing.assert_close(model(X[:, 2:], state=same), earlier(X, 3)[:, 2:])
+    torch.testing.assert_close(y, earlier(X[:, :2], 3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gain", ["plain", "one_plus", "none"])
+def test_head_norm_with_one_gain_for_all_heads(gain: str, bias: bool) -> None:
+    model = built(f"head_norm: {{heads: 3, gain: {gain}, bias: {str(bias).lower()}, shared: true}}")
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for number, parameter in enumerate(own.values()):
+            parameter.copy_(draw(2, seed=number))
+    weight = own.get("head_norm.weight")
+    weight = weight + 1 if weight is not None and gain == "one_plus" else weight
+    wanted = layer_norm(X.unflatten(-1, (3, 2)), (2,), weight, own.get("head_norm.bias")).flatten(-2)
+    torch.testing.assert_close(model(X), wanted)
+
+
+def test_a_shared_gain_is_fused_with_skip_and_gate() -> None:
+    steps = ("identity: {as: x}", "head_norm: {heads: 3, shared: true, bias: true}", "learnable_skip: {with: x}",
+             "gate: {by: x}")  # fmt: skip
+    model = built(*steps)
+    hooked = built(*steps)
+    hooked.get_submodule("head_norm").register_forward_hook(lambda *_: None)
+    hooked.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(X), hooked(X))
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "silu", "none"])
+@pytest.mark.parametrize("gate", ["before", "after"])
+def test_rms_norm_with_any_gate_and_a_shared_gain(gate: str, activation: str) -> None:
+    arguments = f"z: z, groups: 3, shared: true, gate: {gate}, activation: {activation}"
+    model = built("identity: {as: z}", f"rms_norm: {{{arguments}}}")
+    with torch.no_grad():
+        model.get_parameter("rms_norm.weight").copy_(draw(2))
+    opening = {"sigmoid": X.sigmoid(), "silu": X * X.sigmoid(), "none": X}[activation]
+    x = (X * opening if gate == "before" else X).unflatten(-1, (3, 2))
+    normed = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * draw(2)).flatten(-2)
+    torch.testing.assert_close(model(X), normed * opening if gate == "after" else normed)
+
+
+def test_l2_norm() -> None:
+    y = built("l2_norm: {heads: 3}")(X).unflatten(-1, (3, 2))
+    x = X.unflatten(-1, (3, 2))
+    torch.testing.assert_close(y, x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["shift: 2", "token_shift", "rotary: {heads: 1}", "l2_norm: {heads: 2}", "head_norm: {heads: 2, shared: true}"],
+)
+def test_gradients_in_float64(step: str) -> None:
+    model = built(step)
+    assert torch.autograd.gradcheck(lambda x: model(x, resets=RESETS[:, :4]), draw(2, 4, 6).requires_grad_())
