@@ -226,7 +226,7 @@ class Frame(Wiring):
             names = listing(port.name for port in cls.ports)
             fault = Fault("E201", f"{step.verb} has no `from`: its inputs have names", expected=names)
             self.fault(fault, step.key_span("from"))
-        ports = {port.name for port in cls.ports}
+        ports = [port.name for port in cls.ports]
         arguments = self._arguments(step, cls, skip=ports)
         wires = [self.joined(step, port, inputs.get(port.name)) for port in cls.ports]
         type, parameters, state, macs, calls = None, {}, {}, 0, None
@@ -289,7 +289,7 @@ class Frame(Wiring):
     def _arguments(self, step: Step, cls: type[BaseModel], skip: Iterable[str] = ()) -> Any:
         """The validated argument model; None after a fault or while a value is UNKNOWN."""
         fields = fields_of(cls)
-        skip = set(skip)
+        skip = list(skip)  # in the order of the ports, as messages list them
         values: dict[str, Any] = {}
         sound = True
         unknown_keys = []

@@ -106,8 +106,7 @@ class RMSNorm(Norm):
 
 @primitive("head_norm")
 class HeadNorm(Norm):
-    """Layer normalisation of each head's own features; gain and bias run over all of them, or are shared by the heads.
-    """
+    """Layer normalisation of each head's own features; gain and bias run over all features, or are shared by heads."""
 
     heads: int = argument(..., "number of heads; must divide the width", ge=1)
     gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")

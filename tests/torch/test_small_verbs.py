@@ -11,10 +11,16 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 
 
+def from_text(text: str) -> SequenceModel:
+    _, graph = load_text(text)
+    assert graph
+    return build_model(graph, device="cpu", dtype=torch.float64, seed=0)
+
+
 def built(*steps: str, features: int = 6) -> SequenceModel:
     lines = "".join(f"    - {step}\n" for step in steps)
     text = f"seqblocks: 1\nmodel:\n  input: {{features: {features}}}\n  steps:\n{lines}"
-    return build_model(load_text(text)[1], device="cpu", dtype=torch.float64, seed=0)
+    return from_text(text)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -50,7 +56,7 @@ def test_arithmetic_on_images_and_vectors() -> None:
     steps = "- identity: {as: a}\n    - scale: 2\n    - add: {with: a}\n    - multiply: {by: a}"
     text = f"seqblocks: 1\nmodel:\n  input: {{image: {{size: 4, channels: 3}}}}\n  steps:\n    {steps}\n"
     image = draw(2, 3, 4, 4)
-    torch.testing.assert_close(build_model(load_text(text)[1], device="cpu", dtype=torch.float64)(image), 3 * image**2)
+    torch.testing.assert_close(from_text(text)(image), 3 * image**2)
     model = built("pool", "identity: {as: p}", "scale: 3", "add: {with: p}")
     torch.testing.assert_close(model(X), 4 * X.mean(1))
 
@@ -68,7 +74,9 @@ def test_a_constant_is_the_same_for_every_token(learned: bool) -> None:
     assert [tuple(p.shape) for p in model.parameters()] == ([(3,)] if learned else [])
     if learned:
         model(X).sum().backward()
-        assert model.get_parameter("constant.weight").grad.tolist() == [18.0] * 3  # one for each token
+        gradient = model.get_parameter("constant.weight").grad
+        assert gradient is not None
+        assert gradient.tolist() == [18.0] * 3  # one for each token
 
 
 @pytest.mark.parametrize("by", [1, 3, 20])
@@ -130,8 +138,8 @@ def test_head_norm_with_one_gain_for_all_heads(gain: str, bias: bool) -> None:
         for number, parameter in enumerate(own.values()):
             parameter.copy_(draw(2, seed=number))
     weight = own.get("head_norm.weight")
-    weight = weight + 1 if weight is not None and gain == "one_plus" else weight
-    wanted = layer_norm(X.unflatten(-1, (3, 2)), (2,), weight, own.get("head_norm.bias")).flatten(-2)
+    factor = weight + 1 if weight is not None and gain == "one_plus" else weight
+    wanted = layer_norm(X.reshape(2, 9, 3, 2), (2,), factor, own.get("head_norm.bias")).flatten(-2)
     torch.testing.assert_close(model(X), wanted)
 
 
@@ -153,14 +161,14 @@ def test_rms_norm_with_any_gate_and_a_shared_gain(gate: str, activation: str) ->
     with torch.no_grad():
         model.get_parameter("rms_norm.weight").copy_(draw(2))
     opening = {"sigmoid": X.sigmoid(), "silu": X * X.sigmoid(), "none": X}[activation]
-    x = (X * opening if gate == "before" else X).unflatten(-1, (3, 2))
+    x = (X * opening if gate == "before" else X).reshape(2, 9, 3, 2)
     normed = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * draw(2)).flatten(-2)
     torch.testing.assert_close(model(X), normed * opening if gate == "after" else normed)
 
 
 def test_l2_norm() -> None:
-    y = built("l2_norm: {heads: 3}")(X).unflatten(-1, (3, 2))
-    x = X.unflatten(-1, (3, 2))
+    y = built("l2_norm: {heads: 3}")(X).reshape(2, 9, 3, 2)
+    x = X.reshape(2, 9, 3, 2)
     torch.testing.assert_close(y, x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt())
 
 
