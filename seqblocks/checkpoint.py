@@ -28,8 +28,9 @@ from seqblocks.analysis.maps import Translator
 from seqblocks.analysis.maps import official_name as official_name
 from seqblocks.errors import RunError, UnavailableError, UsageError, listing
 from seqblocks.recipes import Recipe
+from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
-from seqblocks.runtime.model import SequenceModel, checked_device
+from seqblocks.runtime.model import SequenceModel
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 FORMAT = 2
@@ -448,7 +449,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _fit(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> None:
+def _fit(model: graph.ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     """RunError unless tensors are those that a spec declares, by name and shape. Nothing is allocated."""
     declared = {item.name: item for item in graph.parameters(model.graph) if not item.tied}
     unlike = _unlike(tensors, declared)
@@ -508,7 +509,7 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
     _copy(model, _collected(model.spec, tensors))
 
 
-def _collected(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _collected(model: graph.ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our parameters, made of official tensors as the maps say. RunError unless all of both have their place."""
     out: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -524,7 +525,7 @@ def _collected(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> dic
     return out
 
 
-def _sources(model: graph.ModelSpecSpec, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Recipe]]]:
+def _sources(model: graph.ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[graph.Named, Recipe]]]:
     """What each parameter is made from: the first of its alternatives that the file holds. RunError if there is none.
 
     By the name of the parameter; those tied to it come with it, as far as the file has them.

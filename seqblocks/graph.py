@@ -79,6 +79,13 @@ class Node:
             return ()
         return tuple(map(direction_name, self.arguments.orders))
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that the node is computed from: those of its ports in order, then what its bodies capture."""
+        at_ports = tuple(value for values in self.inputs.values() for value in values)
+        captured = dict.fromkeys(value for body in self.bodies.values() for value in body.captures)
+        return (*at_ports, *(value for value in captured if value not in at_ports))
+
     def macs_at(self, tokens: int | None) -> int:
         """Multiply-accumulates of an op for one token of its output, where the model's input has so many."""
         if not tokens or self.op is None or self.type is None:
@@ -97,6 +104,11 @@ class Graph:
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     lost: bool = False  # whether there are steps that could not be lowered
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that the body is called with, its input first. Those of a block have numbers of its own."""
+        return (self.input, *self.ports.values(), *self.captures)
 
 
 class SpecSource(NamedTuple):

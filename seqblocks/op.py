@@ -125,7 +125,7 @@ class Op(BaseModel):
         return None
 
     def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
-        """Compute. `p` has the parameters by name, `call` what goes with the call (`seqblocks.runtime.module.Call`).
+        """Compute. `p` has the parameters by name, `call` what goes with the call (`seqblocks.runtime.call.Call`).
 
         An op that declares state returns `(output, state)`; `call.state` is the state it was given, or None.
         """

@@ -1,4 +1,4 @@
-"""The state of a stream: a dict of dicts of tensors, keyed by step names, batch first. Any pytree tool works on it."""
+"""The state of a stream: nested dicts of tensors, keyed by step names, batch first. Any pytree tool works on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
-from seqblocks.graph import Graph, ModelSpec, walk
+from seqblocks.graph import Graph
 from seqblocks.parameters import State
 
 States = dict[str, Any]
-LOW = (torch.float16, torch.bfloat16)  # not for what is summed over a sequence
+HALF = (torch.float16, torch.bfloat16)  # too coarse for sums over a sequence
 
 
 def declared(body: Graph) -> States:
-    """The declarations in the form of the state."""
+    """Return the declarations of a body's states, nested as the states are."""
     out: States = {}
     for node in body.nodes:
         inside: States = dict(node.state)
@@ -29,114 +29,119 @@ def declared(body: Graph) -> States:
     return out
 
 
-def new_state(body: Graph, batch: int, device: Any, dtype: torch.dtype) -> States:
-    """The state before the first token. Float states are at least float32; float64 models carry float64.
+def new_state(declarations: States, batch: int, device: Any, dtype: torch.dtype) -> States:
+    """Return the state before the first token. Float states are at least float32, in float64 models float64.
 
-    Raises RunError where the device has no room for it.
+    Raise RunError where the device has no room for it.
     """
 
     def fresh(state: State) -> Tensor:
-        if state.dtype == "int64":
-            kind = torch.int64
-        elif state.dtype == "model":
-            kind = dtype
-        else:
-            kind = torch.float64 if dtype == torch.float64 else torch.float32
+        kind = _dtype_of(state, dtype)
         return torch.full((batch, *state.shape), state.fill, dtype=kind, device=device)
 
     try:
-        return _filled(declared(body), fresh)
-    except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises of sizes that it cannot allocate
-        numbers = batch * sum(state.numel for node in walk(body) for state in node.state.values())
+        return _mapped(declarations, fresh)
+    except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises for sizes that it cannot allocate
+        numbers = batch * _numbers(declarations)
         raise RunError(f"{device} has no room for the state of {batch:,} sequences, {numbers:,} numbers") from error
 
 
-def _filled(tree: States, make: Callable[[Any], Any]) -> States:
-    return {k: _filled(v, make) if isinstance(v, dict) else make(v) for k, v in tree.items()}
+def _dtype_of(state: State, model: torch.dtype) -> torch.dtype:
+    if state.dtype == "int64":
+        return torch.int64
+    if state.dtype == "model":
+        return model
+    return torch.float64 if model == torch.float64 else torch.float32
 
 
-def check_state(model: ModelSpec, state: States, batch: int, device: torch.device) -> None:
-    """RunError unless `state` is one of this model, for this batch and device."""
-    _check(declared(model.graph), state, batch, device, "state")
+def _numbers(tree: States) -> int:
+    return sum(_numbers(item) if isinstance(item, dict) else item.numel for item in tree.values())
 
 
-def _check(tree: States, state: Any, batch: int, device: torch.device, path: str) -> None:
-    if not isinstance(state, dict) or set(state) != set(tree):
+def _mapped(tree: States, function: Callable[[Any], Any]) -> States:
+    return {key: _mapped(item, function) if isinstance(item, dict) else function(item) for key, item in tree.items()}
+
+
+def check_state(declarations: States, state: Any, batch: int, device: torch.device, path: str = "state") -> None:
+    """Raise RunError unless `state` is as declared, for this batch and device."""
+    if not isinstance(state, dict) or state.keys() != declarations.keys():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise RunError(f"{path} is not of this model: it must have {sorted(tree)}, and has {found}")
-    for key, wanted in tree.items():
-        here = f"{path}.{key}"
-        if isinstance(wanted, dict):
-            _check(wanted, state[key], batch, device, here)
-            continue
-        tensor = state[key]
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape[1:]) != wanted.shape:
-            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RunError(f"{here} must be [batch, {', '.join(map(str, wanted.shape))}], and is {shape}")
-        wrong = tensor.is_floating_point() != (wanted.dtype != "int64")
-        if wrong or (wanted.dtype == "float32" and tensor.dtype in LOW):
-            kind = {"int64": "int64", "model": "of the model's dtype"}.get(wanted.dtype, "float32")
-            raise RunError(f"{here} must be {kind}, and is {str(tensor.dtype).removeprefix('torch.')}")
-        if tensor.shape[0] != batch:
-            raise RunError(f"{here} holds {tensor.shape[0]} sequences and the input {batch}")
-        if tensor.device != device:
-            raise RunError(f"{here} is on {tensor.device} and the input on {device}; move it with seqblocks.state.to")
+        raise RunError(f"{path} is not of this model: it must have {sorted(declarations)}, and has {found}")
+    for key, item in declarations.items():
+        if isinstance(item, dict):
+            check_state(item, state[key], batch, device, f"{path}.{key}")
+        else:
+            _check_tensor(item, state[key], batch, device, f"{path}.{key}")
 
 
-def owned(x: Any) -> Any:
-    """A tensor of a state without what it is cut from: in memory of its own size, strides as `init_state` gives them.
+def _check_tensor(declared: State, tensor: Any, batch: int, device: torch.device, path: str) -> None:
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape[1:]) != declared.shape:
+        shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise RunError(f"{path} must be [batch, {', '.join(map(str, declared.shape))}], and is {shape}")
+    wrong = tensor.is_floating_point() != (declared.dtype != "int64")
+    if wrong or (declared.dtype == "float32" and tensor.dtype in HALF):
+        kind = {"int64": "int64", "model": "of the model's dtype"}.get(declared.dtype, "float32")
+        raise RunError(f"{path} must be {kind}, and is {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.shape[0] != batch:
+        raise RunError(f"{path} holds {tensor.shape[0]} sequences and the input {batch}")
+    if tensor.device != device:
+        raise RunError(f"{path} is on {tensor.device} and the input on {device}; move it with seqblocks.state.to")
 
-    A view of the last token would keep the whole prefill, and torch.save would write it; other strides, be it of an
-    axis one long, would have a step compiled again.
+
+def compact(x: Any) -> Any:
+    """Return a tensor of a state in memory of its own size, with the strides that `init_state` gives it.
+
+    A view of the last token would hold the memory of the whole prefill, and torch.save would write it. Other strides,
+    even of an axis of size one, would have a compiled step compiled again.
     """
     if not isinstance(x, Tensor):
         return x
-    alone = x.is_contiguous() and (1 not in x.shape or _plain(x))
-    if alone and not torch.compiler.is_compiling():  # what a compiler returns is its own affair
+    alone = x.is_contiguous() and (1 not in x.shape or _has_plain_strides(x))
+    if alone and not torch.compiler.is_compiling():  # a compiler decides about the memory of what it returns
         alone = x._base is None
-        if alone and x.is_inference():  # such a tensor does not know what it is a view of
+        if alone and x.is_inference():  # such a tensor does not record what it is a view of
             alone = x.untyped_storage().nbytes() <= x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
-def _plain(x: Tensor) -> bool:
-    """Whether every stride is the product of the sizes behind it."""
-    wanted = 1
+def _has_plain_strides(x: Tensor) -> bool:
+    """Whether each stride is the product of the later sizes."""
+    product = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-        if stride != wanted:
+        if stride != product:
             return False
-        wanted *= size
+        product *= size
     return True
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: States) -> States:
-    """Apply a function to every tensor. Raises RunError for what is no state."""
+    """Apply a function to each tensor. Raise RunError for anything that is not a state."""
     if not isinstance(state, dict):
-        raise RunError(f"a state is a dict of tensors, as a call gives it, not {type(state).__name__}")
-    return _filled(state, function)
+        raise RunError(f"a state is a dict of tensors, as a call returns it, not {type(state).__name__}")
+    return _mapped(state, function)
 
 
 def detach(state: States) -> States:
-    """The state cut from the graph of gradients: what truncated backpropagation through time carries on."""
+    """Return the state without the graph of gradients, for truncated backpropagation through time."""
     return map_state(Tensor.detach, state)
 
 
 def to(state: States, device: Any) -> States:
-    """The state on another device, in the dtypes that it has: counters are whole numbers, and sums stay float32."""
+    """Return the state on another device, in the dtypes that it has: counters are integers, and sums stay float32."""
     if isinstance(device, torch.dtype):
         raise RunError("a state is moved to a device and keeps its dtypes: what it sums would not survive fewer digits")
     return map_state(lambda x: x.to(device), state)
 
 
 def index_select(state: States, index: Tensor) -> States:
-    """The states of the sequences `index` [n], in that order: beam search, or dropping finished sequences.
+    """Return the states of the sequences `index` [n], in that order: for beam search, or to drop finished sequences.
 
-    index: whole numbers below the number of sequences. Raises RunError.
+    index: integers below the number of sequences. Raise RunError.
     """
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim != 1:
         found = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
-        raise RunError(f"sequences are selected by a tensor [n] of whole numbers, not {found}")
+        raise RunError(f"sequences are selected by a tensor [n] of integers, not {found}")
     try:
         return map_state(lambda x: x.index_select(0, index.to(x.device)), state)
-    except IndexError as error:  # as the CPU tells it
+    except IndexError as error:  # what torch raises on a CPU
         raise RunError(f"the state holds no such sequences: {index.tolist()}") from error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seqblocks.analysis import lookahead
 from seqblocks.errors import RunError, UsageError
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.module import Primitive
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.state import declared
 from seqblocks.types import Wire
 
@@ -167,7 +167,7 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     wire = model.spec.input
-    some = model._some()
+    some = model._some_tensor()
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)
     shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)

@@ -115,10 +115,10 @@ class Attention(Op):
             scale=self.scale or None,
             state=state,
             keep=self.held(),
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
         )
-        if not call.keep:
+        if not call.return_state:
             return out.flatten(-2), {}
         y, last = out
         if not self.window:

@@ -126,9 +126,9 @@ class Centaurus(Op):
             mode="pointwise" if self.mode == "s5" else self.mode,
             hold=self.hold,
             state=call.state["s"] if call.state else None,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.keep else (out, None)
-        return y, {"s": last} if call.keep else {}
+        y, last = out if call.return_state else (out, None)
+        return y, {"s": last} if call.return_state else {}

@@ -53,12 +53,12 @@ class CausalConv(Op):
             p.get("bias"),
             activation=activation,
             state=call.state["window"] if call.state else None,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, window = out if call.keep else (out, None)
-        return y, {"window": window} if call.keep and self.kernel > 1 else {}
+        y, window = out if call.return_state else (out, None)
+        return y, {"window": window} if call.return_state and self.kernel > 1 else {}
 
 
 @primitive("conv2d")

@@ -42,11 +42,11 @@ class MLSTMMemoroid(MLSTM):
             i,
             f,
             state=(call.state["C"], call.state["n"], call.state["m"]) if call.state else None,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
             readout=self.readout,
             eps=self.eps,
         )
-        h, last = out if call.keep else (out, None)
+        h, last = out if call.return_state else (out, None)
         return h.flatten(-2), last._asdict() if last else {}

@@ -70,12 +70,12 @@ class MLSTM(Op):
             i,
             f,
             state=MLSTMState(state["C"], state["n"], state["m"]) if state else None,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
             eps=self.eps,
             input_gate=self.input_gate,
             normalize=self.normalize,
         )
-        h, last = out if call.keep else (out, None)
+        h, last = out if call.return_state else (out, None)
         return h.flatten(-2), last._asdict() if last else {}

@@ -67,9 +67,9 @@ class SLSTM(Op):
             p["recurrent"],
             bias,
             state=state,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.keep else (out, None)
+        y, last = out if call.return_state else (out, None)
         return y, last._asdict() if last else {}

@@ -92,12 +92,12 @@ class SSM(Op):
             z=z,
             dt_softplus=self.softplus,
             state=call.state["h"] if call.state else None,
-            return_state=call.keep,
+            return_state=call.return_state,
             resets=call.resets,
             reverse=call.reverse,
         )
-        y, last = out if call.keep else (out, None)
-        return y, {"h": last} if call.keep else {}
+        y, last = out if call.return_state else (out, None)
+        return y, {"h": last} if call.return_state else {}
 
 
 @primitive("layer_scale")

@@ -1,4 +1,4 @@
-"""Text -> module."""
+"""Building: from a spec, or the analysis of one, to a module with weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from seqblocks.analysis import check
 from seqblocks.cost import dtype_named, params_bytes
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
-from seqblocks.runtime.model import SequenceModel, checked_device
+from seqblocks.runtime.arguments import checked_device
+from seqblocks.runtime.model import SequenceModel
 
 
 def build(
@@ -43,40 +44,47 @@ def build_text(
     allow_use: check.Folders = (),
 ) -> SequenceModel:
     """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
-    file, model = check.load_text(text, set=set, allow_use=allow_use)
-    return build_model(check.require_model(file, model), device=device, dtype=dtype, seed=seed)
+    file, spec = check.load_text(text, set=set, allow_use=allow_use)
+    return build_model(check.require_model(file, spec), device=device, dtype=dtype, seed=seed)
 
 
 def build_model(
     model: ModelSpec, *, device: Any = "cpu", dtype: torch.dtype | str = torch.float32, seed: int | None = 0
 ) -> SequenceModel:
-    """Allocate and initialise a proven model.
+    """Allocate and initialise the model of an analysed spec (`load_model`).
 
     dtype: torch's, or its name ("bf16", "float32"). seed: the same one gives the same weights on every device, whatever
     torch's own generator has drawn; None takes one from that generator, so that torch.manual_seed governs.
-    On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` make it real later.
+    On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` do so later.
     """
     if not isinstance(model, ModelSpec):
-        raise UsageError(f"build_model wants what load_model gives, not {type(model).__name__}; build(…) takes a spec")
+        raise UsageError(
+            f"build_model takes what load_model returns, not {type(model).__name__}; build(…) takes a spec"
+        )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise UsageError(f"a seed is a whole number or None, not {seed!r}")
+        raise UsageError(f"a seed is an integer or None, not {seed!r}")
     kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
     device = checked_device(device)
     with torch.device("meta"):
         module = SequenceModel(model)
-    keep = {item.name for item in graph.parameters(model.graph) if item.parameter.full_precision}
+    _allocate(module, kind, device)
+    module.reset_parameters(seed)
+    return module
+
+
+def _allocate(module: SequenceModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module on the meta device tensors on another. UnavailableError where it has no room."""
+    full = {item.name for item in graph.parameters(module.graph) if item.parameter.full_precision}
     for name, parameter in list(module.named_parameters()):
-        wanted = torch.float32 if name in keep and kind.itemsize < 4 else kind
-        holder, _, leaf = name.rpartition(".")
+        own = torch.float32 if name in full and dtype.itemsize < 4 else dtype
         try:
-            fresh = torch.empty(parameter.shape, device=device, dtype=wanted)
+            fresh = torch.empty(parameter.shape, device=device, dtype=own)
         except RuntimeError as error:
-            size = params_bytes(model.graph, str(kind).removeprefix("torch."))
+            size = params_bytes(module.graph, str(dtype).removeprefix("torch."))
             raise UnavailableError(
                 f"{device} has no room for the model's parameters, {size:,} bytes; device='meta' allocates nothing"
             ) from error
+        holder, _, leaf = name.rpartition(".")
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
     for name, buffer in list(module.named_buffers()):
-        module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=kind), persistent=False)
-    module.reset_parameters(seed)
-    return module
+        module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=dtype), persistent=False)

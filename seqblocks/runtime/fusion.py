@@ -1,15 +1,14 @@
-"""Neighbouring steps that one kernel computes together, found once when a body is built.
+"""Steps in a row that one kernel computes together, found when a body is built.
 
-A rule names verbs in a row. Where a body has such steps, each reading what the one before made as its main input, and
-nobody else reads that, they run as one call. Modules, parameter names, states and results stay what they are: the steps
-are still there, and whoever hooks one of them gets them run one by one.
-
-The first of them may be a block that ends in such a step: xLSTM's cell ends in the norm that its layer's skip and gate
+A rule names verbs. It applies to steps that follow each other where each reads, as its main input, what the step
+before it makes, and nothing else reads that. Modules, parameter names, states and results stay the same. The first of
+the steps may be a block that ends in such a step, as xLSTM's cell ends in the norm that its layer's skip and gate
 follow.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,27 +21,35 @@ from seqblocks.ops.norm import HeadNorm
 from seqblocks.types import Wire
 
 Part = tuple[Any, dict[str, Any], list[Any]]  # a step's op, parameters and inputs
+Run = Callable[[list[Part]], Tensor]
 
 
 class Fused(NamedTuple):
-    """Steps that run as one: `nodes` in order, and the call."""
+    """Steps that one call computes."""
 
     nodes: list[Node]
-    run: Callable[[list[Part]], Tensor]
+    run: Run
 
     def facts(self) -> dict[str, Any]:
-        """What the steps behind the first add to the facts of its kernel (see dispatch)."""
+        """Return what the later steps add to the facts by which the first one's kernel is chosen."""
         ops = {node.verb: node.op for node in self.nodes}
         gate: Any = ops.get("gate")
         return {"skip": "learnable_skip" in ops, "gate": gate.activation if gate else None}
 
 
+class Following(NamedTuple):
+    """The steps after one that are computed together with it, and the call that does so."""
+
+    run: Run
+    parts: list[Part]
+
+
 def _norm_skip_gate(parts: list[Part]) -> Tensor:
     from seqblocks.kernels import head_norm
 
-    (norm, p, (x,)), *behind = parts
+    (norm, p, (x,)), *others = parts
     more: dict[str, Any] = {}
-    for op, own, inputs in behind:
+    for op, own, inputs in others:
         if op.verb == "gate":
             more |= {"gate": inputs[1], "activation": op.activation}
         else:
@@ -50,21 +57,20 @@ def _norm_skip_gate(parts: list[Part]) -> Tensor:
     return head_norm(x, norm.heads, norm.effective_gain(p), norm.effective_bias(p), norm.eps, **more)
 
 
-# the longest first: of two rules that fit, the first is taken
-RULES: list[tuple[tuple[str, ...], Callable[..., Tensor]]] = [
+# The longest first: of two rules that apply, the first is taken.
+RULES: list[tuple[tuple[str, ...], Run]] = [
     (("head_norm", "learnable_skip", "gate"), _norm_skip_gate),
     (("head_norm", "learnable_skip"), _norm_skip_gate),
     (("head_norm", "gate"), _norm_skip_gate),
 ]
 
-
-# what every form of the kernel can do
+# What all implementations of the kernel can compute.
 ACTIVATIONS = ("none", "silu", "sigmoid")
-WIDTH = 4096  # of a head
+MAX_HEAD = 4096  # features
 
 
 def last(node: Node) -> Node:
-    """The step that makes what a node gives: of a block, its last one."""
+    """Return the op that makes a block's result where it is the block's last step, else the node itself."""
     while node.kind == "block":
         body = node.bodies[""]
         inner = body.nodes[-1] if body.nodes else None
@@ -75,46 +81,54 @@ def last(node: Node) -> Node:
 
 
 def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
-    """By the place of its first node in the body: what runs as one."""
-    readers: dict[int, int] = {body.result: 1}
-    for node in body.nodes:
-        inside = (value for inner in node.bodies.values() for value in inner.captures)
-        for value in (*(v for values in node.inputs.values() for v in values), *inside):
-            readers[value] = readers.get(value, 0) + 1
+    """Return the steps of a body that run as one, by the place of the first of them."""
+    readers = Counter([body.result, *(value for node in body.nodes for value in node.reads)])
     found: dict[int, Fused] = {}
-    taken = 0
+    end = 0
     for at in range(len(body.nodes)):
-        for verbs, run in RULES:
-            nodes = body.nodes[at : at + len(verbs)]
-            inner = [*map(last, nodes[:1]), *nodes[1:]]
-            if at >= taken and tuple(node.verb for node in inner) == verbs and _chain(nodes, inner, readers, types):
-                found[at] = Fused(nodes, run)
-                taken = at + len(nodes)
-                break
+        if at >= end and (fused := _from(body.nodes[at:], readers, types)):
+            found[at] = fused
+            end = at + len(fused.nodes)
     return found
 
 
-def _chain(nodes: list[Node], inner: list[Node], readers: dict[int, int], types: dict[int, Wire | None]) -> bool:
-    """Each is an op on one wire a port, its main input is what the one before made, and nobody else reads that.
+def _from(nodes: list[Node], readers: Counter[int], types: dict[int, Wire | None]) -> Fused | None:
+    """What runs as one from the first of these nodes on, by the first rule that applies."""
+    for verbs, run in RULES:
+        some = nodes[: len(verbs)]
+        ops = [*map(last, some[:1]), *some[1:]]
+        if tuple(node.verb for node in ops) == verbs and _can_fuse(some, ops, readers, types):
+            return Fused(some, run)
+    return None
 
-    What else they read has a number for each of the main input's: a gate may also be one vector for all tokens.
-    """
-    inside = {value for node in nodes for value in node.outputs}
-    read = [types[v] for node in inner for values in node.inputs.values() for v in values if v not in inside]
-    if len({wire and (wire.kind, wire.features) for wire in read}) > 1 or nodes[0].split:
+
+def _can_fuse(nodes: list[Node], ops: list[Node], readers: Counter[int], types: dict[int, Wire | None]) -> bool:
+    """Whether the nodes, whose last steps are `ops`, form a chain that the kernel can compute."""
+    if nodes[0].split or any(node.split for node in ops[:-1]):
         return False
-    for at, node in enumerate(inner):
-        if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
-            return False
-        if node.split and at + 1 < len(inner):
-            return False
-        if isinstance(node.op, Gate) and node.op.activation not in ACTIVATIONS:
-            return False
-        if isinstance(node.op, HeadNorm) and (node.type is None or node.type.features > WIDTH * node.op.heads):
-            return False
+    if not all(_is_supported(node) for node in ops):
+        return False
     for before, node in pairwise(nodes):
         made = before.outputs[0]
         main = next(iter(node.inputs.values()))
-        if main != (made,) or readers.get(made) != 1:
+        if main != (made,) or readers[made] != 1:
             return False
+    return _read_alike(nodes, ops, types)
+
+
+def _is_supported(node: Node) -> bool:
+    """Whether a node is an op that reads one wire a port and is within the limits of the kernel."""
+    if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
+        return False
+    if isinstance(node.op, Gate):
+        return node.op.activation in ACTIVATIONS
+    if isinstance(node.op, HeadNorm):
+        return node.type is not None and node.type.features <= MAX_HEAD * node.op.heads
     return True
+
+
+def _read_alike(nodes: list[Node], ops: list[Node], types: dict[int, Wire | None]) -> bool:
+    """Whether all inputs from outside have the shape of the main one; a gate may also be a vector for all tokens."""
+    inside = {value for node in nodes for value in node.outputs}
+    wires = [types[value] for node in ops for value in node.reads if value not in inside]
+    return len({wire and (wire.kind, wire.features) for wire in wires}) <= 1

@@ -1,14 +1,15 @@
-"""Which form of which kernel each step would run, and why: asked of the facts, not of the machine."""
+"""Which implementation of which kernel each step would run, and why. No device is needed to find out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 
-import seqblocks.kernels  # noqa: F401  # its ops register themselves
+import seqblocks.kernels  # noqa: F401  - its ops register themselves
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import Verdict
@@ -20,7 +21,7 @@ from seqblocks.types import Wire
 class Step:
     """A step that uses a kernel. `names` are its paths: several where layers of a repeat agree.
 
-    `form` is the one that would run, or None where the one asked for by name cannot.
+    `form` is the implementation that would run, or None where the one requested by name cannot.
     """
 
     names: list[str]
@@ -32,19 +33,14 @@ class Step:
 
     @property
     def pattern(self) -> str:
-        """One path for all: layers that differ only by their label are written `*`."""
+        """One path for all names, with `*` where they differ."""
         rows = [name.split(".") for name in self.names]
         return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*rows, strict=True))
 
     def reasons(self) -> list[str]:
-        """Why the forms that come first in the order of `auto` do not run."""
-        out = []
-        for verdict in self.verdicts:
-            if verdict.form == self.form:
-                break
-            if not verdict.can:
-                out.append(f"{verdict.form}: {verdict.reason}")
-        return out
+        """Why the implementations that `auto` prefers do not run."""
+        preferred = takewhile(lambda verdict: verdict.form != self.form, self.verdicts)
+        return [f"{verdict.form}: {verdict.reason}" for verdict in preferred if not verdict.can]
 
     def as_data(self) -> dict[str, Any]:
         out = {key: getattr(self, key) for key in ("names", "verb", "kernel", "form", "tiles")}
@@ -52,21 +48,20 @@ class Step:
 
 
 def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
-    """Every step of a model that uses a kernel, in order; alike ones together. BackendError for an unknown backend."""
+    """Return the steps of a model that use a kernel, in order, alike ones together. May raise BackendError."""
     backend = dispatch.requested(backend)
     found: dict[Any, Step] = {}
     for path, node, fused in _walk(model.graph, model.types, ()):
         kernel, facts = node.calls or ("", {})
         facts = facts | (fused.facts() if fused else {})
-        key = (tuple(label for label, layer in path if not layer), kernel, *sorted(facts.items()))
-        behind = fused.nodes[1:] if fused else []
-        name = " + ".join([".".join(label for label, _ in path), *(other.name for other in behind)])
+        others = fused.nodes[1:] if fused else []
+        name = " + ".join([".".join(label for label, _ in path), *(other.name for other in others)])
+        key = (tuple(label for label, is_layer in path if not is_layer), kernel, *sorted(facts.items()))
         if key in found:
             found[key].names.append(name)
             continue
         verdicts = dispatch.why(kernel, device=device, dtype=dtype, arch=arch, **facts)
-        can = [verdict.form for verdict in verdicts if verdict.can and backend in ("auto", verdict.form)]
-        form = can[0] if can else None
+        form = next((each.form for each in verdicts if each.can and backend in ("auto", each.form)), None)
         tiles = dispatch.tiles(kernel, form, arch, dtype=dtype, **facts) if form else {}
         found[key] = Step([name], node.verb, kernel, form, verdicts, tiles)
     return [*found.values()]
@@ -76,15 +71,15 @@ Path = tuple[tuple[str, bool], ...]  # labels, and whether each is that of a rep
 
 
 def _walk(
-    body: Graph, types: dict[int, Wire | None], path: Path, tail: Fused | None = None
+    body: Graph, types: dict[int, Wire | None], path: Path, following: Fused | None = None
 ) -> Iterator[tuple[Path, Node, Fused | None]]:
-    """tail: what the last step runs as one with, if that stands behind the body."""
+    """Yield the nodes that use a kernel. following: what the last step of the body is computed together with."""
     found = find(body, types)
     for at, node in enumerate(body.nodes):
-        here = (*path, (node.name, False))
-        fused = found.get(at) or (tail if at == len(body.nodes) - 1 else None)
+        own_path = (*path, (node.name, False))
+        fused = found.get(at) or (following if at == len(body.nodes) - 1 else None)
         if node.calls:
-            yield here, node, fused
+            yield own_path, node, fused
         for label, inner in node.bodies.items():
-            inside = (*here, (label, node.kind == "repeat")) if label else here
+            inside = (*own_path, (label, node.kind == "repeat")) if label else own_path
             yield from _walk(inner, types, inside, fused if node.kind == "block" else None)

@@ -25,7 +25,7 @@ from seqblocks.errors import SpecError
 from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.module import Primitive
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law, check_lookahead, check_shapes, random_input
 from tests.compose import compose, spoilt
 

@@ -14,7 +14,9 @@ import seqblocks
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.runtime import fusion
-from seqblocks.runtime.module import Body, Call, Primitive
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.primitive import Primitive
 
 BLOCKS = {
     "vil": ("vil", "vil: {dim: 8, heads: 2}"),
@@ -49,7 +51,8 @@ def block(name: str) -> seqblocks.SequenceModel:
 
 
 def groups(made: nn.Module) -> list[list[str]]:
-    return [[n.verb for n in f.nodes] for m in made.modules() if isinstance(m, Body) for f in m._fused.values()]
+    groups = (group for m in made.modules() if isinstance(m, Body) for group in getattr(m, "_plan", ()))
+    return [[node.verb for node in group.fused.nodes] for group in groups if group.fused]
 
 
 def results(made: seqblocks.SequenceModel, x: Tensor, call: Any = None) -> list[Tensor]:
@@ -265,7 +268,7 @@ def test_an_ordinary_module_may_stand_in_a_steps_place() -> None:
     scan = seqblocks.build("mlstm_small")
     stateful = next(m for m in scan.modules() if isinstance(m, Body) and "mlstm" in m._modules)
     stateful.mlstm = Second()
-    with pytest.raises(seqblocks.RunError, match="mlstm: the Second that stands in its place carries no state"):
+    with pytest.raises(seqblocks.RunError, match="mlstm: the Second that replaces it carries no state"):
         scan.step(torch.zeros(1, dtype=torch.long))
 
 

@@ -12,7 +12,7 @@ import seqblocks
 from seqblocks.errors import Fault
 from seqblocks.ops.pool import Mode
 from seqblocks.parameters import INITIALISERS, Parameter, read_init
-from seqblocks.runtime import module
+from seqblocks.runtime.call import Call
 from seqblocks.runtime.initialise import draw
 from seqblocks.testing import check_law, check_shapes
 
@@ -104,7 +104,7 @@ def test_positions_of_a_reverse_scan_count_from_its_end(steps: str) -> None:
     if "causal_conv" in steps:
         conv = model.scan.causal_conv
         own = {"weight": conv.weight, "bias": conv.bias}
-        y = conv.op.forward(own, module.Call(training=False, reverse=True), y)[0]
+        y = conv.op.forward(own, Call(training=False, reverse=True), y)[0]
     torch.testing.assert_close(model(x), y)
 
 

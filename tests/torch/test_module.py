@@ -20,7 +20,8 @@ from seqblocks import state as states
 from seqblocks.analysis.scope import RESERVED_NAMES
 from seqblocks.language.spec import bundled
 from seqblocks.parameters import INITIALISERS
-from seqblocks.runtime import module
+from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.scan import Holder
 from seqblocks.testing import check_law
 
 STREAM = """
@@ -484,7 +485,7 @@ def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
     made = [built(STREAM), built(scan_text("[forward, reverse]", ", own: all"))]
     for instance in made:
         for part in instance.modules():
-            if isinstance(part, module.Primitive | module.Holder):
+            if isinstance(part, Primitive | Holder):
                 continue  # a leaf: no step stands below it
             public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules)
             assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"

@@ -126,7 +126,7 @@ def test_layers_and_branches_can_be_wrapped_and_replaced() -> None:
     assert model(x).shape == wanted.shape
     layers[1] = nn.Linear(4, 4, dtype=torch.float64)  # of a layer's wires it is handed the first
     assert model(x).shape == wanted.shape
-    with pytest.raises(seqblocks.RunError, match="1: the Linear that stands in its place carries no state"):
+    with pytest.raises(seqblocks.RunError, match="1: the Linear that replaces it carries no state"):
         model(x, return_state=True)
 
 

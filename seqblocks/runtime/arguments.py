@@ -1,0 +1,107 @@
+"""Checks of what a caller passes to a model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.errors import RunError, UnavailableError, UsageError
+from seqblocks.graph import ModelSpec
+
+
+def check(
+    spec: ModelSpec,
+    x: Any,
+    who: str,
+    axes: list[str],
+    resets: Any = None,
+    cu_seqlens: Any = None,
+    obstacle: str | None = None,
+) -> None:
+    """Raise RunError unless these are arguments of a call. `axes`: of the tokens of x. `obstacle`: to streaming."""
+    if not isinstance(x, Tensor):
+        raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
+    if obstacle:
+        raise RunError(obstacle)
+    _check_input(spec, x, who, axes)
+    if resets is not None or cu_seqlens is not None:
+        _check_marks(spec, x, resets, cu_seqlens, axes)
+
+
+def _check_input(spec: ModelSpec, x: Tensor, who: str, axes: list[str]) -> None:
+    wire = spec.input
+    if wire.kind == "image":
+        if x.ndim != 4 or x.shape[1] != wire.features:
+            raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+    elif wire.kind == "tokens":
+        if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
+    elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
+        raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
+    if wire.kind != "tokens" and not x.is_floating_point():
+        how = "its parts are torch.view_as_real(x)" if x.is_complex() else "convert with x.float()"
+        raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
+
+
+def _check_marks(spec: ModelSpec, x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
+    """Raise RunError unless these mark where sequences begin in x."""
+    for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
+        if given is not None and not isinstance(given, Tensor):
+            raise RunError(f"{name} is a tensor, not {type(given).__name__}")
+    if spec.input.kind == "image":
+        raise RunError("the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens")
+    if resets is not None:
+        _check_resets(x, resets, axes)
+    if cu_seqlens is not None:
+        _check_bounds(x, cu_seqlens, resets)
+
+
+def _check_resets(x: Tensor, resets: Tensor, axes: list[str]) -> None:
+    if resets.dtype != torch.bool or resets.shape != x.shape[: len(axes)]:
+        shape = list(x.shape[: len(axes)])
+        raise RunError(f"resets must be bool of shape {shape}, not {resets.dtype} {list(resets.shape)}")
+    if resets.device != x.device:
+        raise RunError(f"resets is on {resets.device} and the input on {x.device}: move it with .to(x.device)")
+
+
+def _check_bounds(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> None:
+    if cu_seqlens.is_meta and not x.is_meta:
+        raise RunError(f"cu_seqlens is on meta, where no numbers are, and the input on {x.device}")
+    if resets is not None:
+        raise RunError("give either resets or cu_seqlens")
+    if x.shape[0] != 1:
+        raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
+
+
+def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | None:
+    """Return what to do about an error of torch that comes from an input in another dtype than the model's."""
+    if not x.is_floating_point() or x.dtype == own:
+        return None
+    if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
+        return None
+    found, expected = str(x.dtype).removeprefix("torch."), str(own).removeprefix("torch.")
+    what = f"the model is {expected} and its input {found}"
+    if torch.is_autocast_enabled(x.device.type):
+        what += ", which torch.autocast does not convert for every step"
+    return f"{what}: convert it with x.to(torch.{expected}), or build the model with dtype='{found}'"
+
+
+def checked_device(device: Any) -> torch.device:
+    """Return the device. Raise UsageError for a name that is none, UnavailableError where it cannot be used."""
+    try:
+        made = torch.device(device)
+    except TypeError:
+        expected = "a name such as 'cpu' or 'cuda:0', a number of a GPU, or a torch.device"
+        raise UsageError(f"a device is {expected}, not {device!r}") from None
+    except RuntimeError as error:
+        raise UsageError(f"'{device}' is not a device: {str(error).splitlines()[0]}") from None
+    if made.type in ("cpu", "meta"):
+        return made
+    try:
+        torch.empty(0, device=made)
+    except Exception as error:
+        raise UnavailableError(f"device '{device}' cannot be used here: {str(error).splitlines()[0]}") from None
+    return made

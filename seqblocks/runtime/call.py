@@ -1,0 +1,77 @@
+"""What goes with the tensors of one call: the state, resets, the direction, and the grid of an image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks.errors import RunError
+from seqblocks.state import States
+
+
+@dataclass(slots=True)
+class Grid:
+    """Rows and columns of the images that tokens were cut from. patch_embed sets them for the steps that follow."""
+
+    size: tuple[int, int] | None = None  # the latest
+    others: tuple[tuple[int, int], ...] = ()  # the earlier ones, where several steps cut the image
+
+    def of(self, tokens: int) -> tuple[int, int] | None:
+        """Return the latest rows and columns that make `tokens` tokens, or None."""
+        grids = (self.size, *self.others) if self.size else ()
+        return next((grid for grid in grids if grid and grid[0] * grid[1] == tokens), None)
+
+
+@dataclass(slots=True)
+class Call:
+    """What an op may know of a call besides its parameters and inputs.
+
+    state: the op's own state, None before the first token; return_state: whether a new state is wanted.
+    resets [batch, seq]: True where a token is the first of a new sequence, in the order that is scanned.
+    reverse: scan from right to left. streaming: the sequence may be a part, continued by another call.
+    grid: of the tokens of an image. directed: where a scan's direction has parameters of its own, by step path.
+    """
+
+    training: bool
+    state: States | None = None
+    return_state: bool = False
+    resets: Tensor | None = None
+    reverse: bool = False
+    streaming: bool = False
+    grid: Grid | None = None
+    directed: dict[str, nn.Module] | None = None
+
+    @property
+    def compiling(self) -> bool:
+        return torch.compiler.is_compiling()
+
+    def into(self, name: str) -> Call:
+        """Return the call for the step `name`, with that step's state."""
+        if not self.streaming:
+            return self
+        state = self.state.get(name) if self.state else None
+        # dataclasses.replace takes four times as long, and a stream does this for each step and token
+        return Call(
+            self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed
+        )
+
+    def set_grid(self, size: tuple[int, int]) -> None:
+        """Note the rows and columns of an image that was cut into tokens."""
+        if self.grid:
+            if self.grid.size and self.grid.size != size:
+                self.grid.others = (self.grid.size, *self.grid.others)
+            self.grid.size = size
+
+    def grid_of(self, x: Tensor) -> tuple[int, int]:
+        """Return rows and columns of the tokens x [batch, seq, features]. Raise RunError where they are unknown."""
+        found = self.grid.of(x.shape[1]) if self.grid else None
+        if found is None:
+            size = self.grid.size if self.grid else None
+            raise RunError(
+                f"the {x.shape[1]} tokens are not a grid"
+                + (f" of {size[0]} x {size[1]}" if size else "")
+                + "; say grid=(rows, columns) in the call"
+            )
+        return found

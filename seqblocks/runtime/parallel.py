@@ -1,0 +1,54 @@
+"""The module of a parallel, and how several results are merged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.graph import Node
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.state import States
+
+
+@makes("parallel")
+class Parallel(StepModule):
+    """Branches that read the same input, and whose results are merged."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__()
+        self._reads, self._merge = node.reads, node.arguments.merge
+        self._axis = node.type.feature_axis if node.type else -1
+        self._captures = {label: body.captures for label, body in node.bodies.items()}
+        for label, body in node.bodies.items():
+            self._modules[label] = Body(body, place.at(label), "steps")
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        values = dict(zip(self._reads, tensors, strict=True))
+        results, states = [], {}
+        for label, captures in self._captures.items():
+            inputs = [tensors[0], *(values[v] for v in captures)]
+            y, state = call_child(self._modules[label], inputs, call.into(label), label)
+            results.append(y)
+            if state:
+                states[label] = state
+        return merged(results, self._merge, self._axis), states
+
+    def _get_name(self) -> str:
+        return "parallel"
+
+    def extra_repr(self) -> str:
+        return f"merge={self._merge}"
+
+
+def merged(results: list[Tensor], how: str, axis: int = -1) -> Tensor:
+    """Return the sum, mean, product or concat of results, the latter along `axis`."""
+    if len(results) == 1:
+        return results[0]
+    if how == "concat":
+        return torch.cat(results, axis)
+    total = results[0]
+    for y in results[1:]:
+        total = total * y if how == "product" else total + y
+    return total / len(results) if how == "mean" else total

@@ -1,0 +1,80 @@
+"""The module of a primitive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqblocks import graph
+from seqblocks.errors import UsageError
+from seqblocks.graph import Node
+from seqblocks.op import Op
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.fusion import Following, Part
+from seqblocks.runtime.step import Place, StepModule, joining_axis, makes
+from seqblocks.state import States, compact
+
+
+@makes("op")
+class Primitive(StepModule):
+    """Owns the parameters that an op declares, and calls the op."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__()
+        assert node.op is not None
+        self.op, self._path = node.op, place.path
+        self._stateful = type(node.op).state is not Op.state  # then the op returns (output, state)
+        self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
+        self._axis = joining_axis(node)
+        elsewhere = {name for name in node.parameters if graph.join(place.path, name) in place.held_elsewhere}
+        self._own = [name for name in node.parameters if name not in elsewhere]
+        self._elsewhere = [name for name in node.parameters if name in elsewhere]
+        for name in self._own:
+            self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
+
+    def parameters_by_name(self, call: Call) -> dict[str, Any]:
+        """Return the op's parameters, those that the present direction of a scan holds included.
+
+        They are attributes, not registered parameters alone: parametrizations, pruning and sharding replace those.
+        """
+        found: dict[str, Any] = {name: getattr(self, name) for name in self._own}
+        if call.directed and self._path in call.directed:
+            holder = call.directed[self._path]
+            found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
+        return found
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        out = self.op.forward(self.parameters_by_name(call), call, *self._at_ports(tensors))
+        if not self._stateful:
+            return out, {}
+        if not isinstance(out, tuple) or len(out) != 2:
+            what = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward"
+            raise UsageError(f"{what} must give (output, state), as the op declares a state, not {type(out).__name__}")
+        y, state = out
+        if call.return_state and isinstance(state, dict):
+            state = {name: compact(x) for name, x in state.items()}
+        return y, state
+
+    def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+        """The inputs by port: joined where a port reads several wires, None where it reads none."""
+        inputs: list[Any] = []
+        at = 0
+        for size in self._sizes:
+            part = tensors[at : at + size]
+            inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, self._axis))
+            at += size
+        return inputs
+
+    def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
+        """Compute this step and those that follow it by one kernel."""
+        first: Part = (self.op, self.parameters_by_name(call), tensors)
+        return following.run([first, *following.parts]), {}
+
+    def _get_name(self) -> str:
+        return self.op.verb
+
+    def extra_repr(self) -> str:
+        given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
+        return ", ".join([*given, f"out={self._type}"])

@@ -1,0 +1,36 @@
+"""The module of a residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqblocks.graph import Node
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.step import Place, makes
+from seqblocks.state import States
+
+
+@makes("residual")
+class Residual(Body):
+    """x + steps(x). With `drop_path`, a sample skips the steps at random while training."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node.bodies[""], place, node.verb)
+        self._drop_path: float = node.arguments.drop_path
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        y, states = super().forward(*tensors, call=call)
+        if self._drop_path and call.training:
+            y = _dropped(y, 1 - self._drop_path)
+        return tensors[0] + y, states
+
+    def extra_repr(self) -> str:
+        return f"drop_path={self._drop_path:g}" if self._drop_path else ""
+
+
+def _dropped(y: Tensor, kept: float) -> Tensor:
+    """Zero a sample with probability 1 - kept, and divide the others by `kept`."""
+    shape = (y.shape[0],) + (1,) * (y.ndim - 1)
+    return y * (torch.rand(shape, device=y.device, dtype=torch.float32) < kept).to(y.dtype) / kept

@@ -1,0 +1,163 @@
+"""The modules of a scan, by what its orders share: all parameters, none, or some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from seqblocks import graph
+from seqblocks.errors import RunError
+from seqblocks.graph import Graph, Node
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.parallel import merged
+from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.state import States
+from seqblocks.types import Wire
+
+
+@makes("scan")
+def _scan(node: Node, place: Place) -> StepModule:
+    if not (node.directions and node.owned):
+        return Scan(node, place)
+    inside = {item.name for item in graph.parameters(node.bodies[""])}
+    return SeparateScan(node, place) if node.owned == inside else PartlySharedScan(node, place)
+
+
+class Scan(Body):
+    """The steps in another order, or in several orders that share all parameters and whose results are merged."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__(node.bodies[""], place, node.verb)
+        self._describe(node, place)
+
+    def _describe(self, node: Node, place: Place) -> None:
+        self._orders: tuple[str, ...] = node.arguments.orders
+        self._merge: str = node.arguments.merge
+        self._sequences = [_is_sequence(place.types[value]) for value in node.reads]
+        self._in_place = _is_reversible(node.bodies[""])
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        results: list[Tensor] = []
+        states: States = {}
+        for order in self._orders:
+            inner, ordered = self._in_order(order, tensors, call)
+            y, states = self._one(order, ordered, inner)
+            results.append(self._restored(order, y, call))
+        return merged(results, self._merge), states
+
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        """Run one direction on tensors that are in its order."""
+        return super().forward(*tensors, call=call)
+
+    def _in_order(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
+        """Return the call and the tensors in an order. Steps that run in reverse themselves need no flipped copies."""
+        if order.startswith("columns"):
+            if call.resets is not None:
+                raise RunError(f"resets have no meaning in the order {order}")
+            rows, columns = call.grid_of(tensors[0])
+            tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
+            call = replace(call, grid=Grid((columns, rows)))
+        if not order.endswith("reverse"):
+            return call, tensors
+        resets = _reversed_resets(call.resets)
+        if self._in_place:
+            return replace(call, reverse=True, resets=resets), tensors
+        resets = None if resets is None else resets.flip(1)
+        return replace(call, resets=resets), self._each(tensors, lambda x: x.flip(1))
+
+    def _restored(self, order: str, y: Tensor, call: Call) -> Tensor:
+        """Return an output in the order of the input."""
+        if order.endswith("reverse") and not self._in_place:
+            y = y.flip(1)
+        if order.startswith("columns"):
+            rows, columns = call.grid_of(y)
+            y = _transposed(y, columns, rows)
+        return y
+
+    def _each(self, tensors: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        return tuple(change(x) if seq else x for x, seq in zip(tensors, self._sequences, strict=True))
+
+    def extra_repr(self) -> str:
+        many = f", merge={self._merge}" if len(self._orders) > 1 else ""
+        return f"order={'+'.join(self._orders)}{many}"
+
+
+class SeparateScan(Scan):
+    """Several orders that share no parameter: each is a child that runs all steps."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        StepModule.__init__(self)
+        self._label = node.verb
+        for name in node.directions:
+            self._modules[name] = Body(node.bodies[""], place.at(name), "steps")
+        self._describe(node, place)
+
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        name = graph.direction_name(order)
+        return call_child(self._modules[name], tensors, call, name)
+
+
+class PartlySharedScan(Scan):
+    """Several orders that share some parameters: a child of each direction's name holds those of its own."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        own = {graph.join(place.path, name) for name in node.owned}
+        super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | own))
+        for name in node.directions:
+            self._modules[name] = _holder(node)
+        steps = sorted({name.rpartition(".")[0] for name in node.owned})
+        self._steps = {graph.join(place.path, step): step for step in steps}
+
+    def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
+        own = self.get_submodule(graph.direction_name(order))
+        directed = {path: own.get_submodule(step) for path, step in self._steps.items()}
+        return super()._one(order, tensors, replace(call, directed=directed))
+
+
+class Holder(nn.Module):
+    """A name under which parameters are stored."""
+
+
+def _holder(node: Node) -> Holder:
+    """Return the parameters that one direction of a scan owns, under the names of their steps."""
+    root = Holder()
+    for item in graph.parameters(node.bodies[""]):
+        if item.name in node.owned:
+            place: nn.Module = root
+            *steps, leaf = item.name.split(".")
+            for step in steps:
+                if step not in place._modules:
+                    place._modules[step] = Holder()
+                place = place._modules[step]  # type: ignore[assignment]
+            place.register_parameter(leaf, nn.Parameter(torch.empty(item.parameter.shape)))
+    return root
+
+
+def _is_sequence(wire: Wire | None) -> bool:
+    return wire is not None and wire.kind in ("sequence", "tokens")
+
+
+def _is_reversible(body: Graph) -> bool:
+    """Whether each step computes the reverse order itself."""
+    return all(
+        node.kind != "scan" and (node.op is None or (node.op.reads == "token" and not node.state) or node.op.reversible)
+        for node in graph.walk(body)
+    )
+
+
+def _reversed_resets(resets: Tensor | None) -> Tensor | None:
+    """Mark first tokens as seen from the right: t is one if another sequence begins at t + 1."""
+    if resets is None:
+        return None
+    return torch.cat([resets[:, 1:], torch.zeros_like(resets[:, :1])], 1)
+
+
+def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the tokens of a grid, given row by row, column by column."""
+    pattern = "batch (rows columns) features -> batch (columns rows) features"
+    return rearrange(x, pattern, rows=rows, columns=columns)
