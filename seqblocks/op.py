@@ -25,15 +25,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PydanticUndefinedAnnotation,
-    PydanticUserError,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field
 
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter, State
@@ -166,6 +158,8 @@ def primitive(verb: str) -> Callable[[T], T]:
 
 def _check_class(cls: type[Op]) -> None:
     """Hold what the class of a primitive from elsewhere says against what it may. Raises TypeError."""
+    from pydantic import PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter, ValidationError  # slow to import
+
     if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
         raise TypeError(f"{cls.__qualname__}.ports must be a tuple of Port(name, about, …), not {cls.ports!r}")
     if cls.reads not in READS:

@@ -31,7 +31,8 @@ def vocabulary() -> Vocabulary:
     """Read `vocabulary.yaml`."""
     import yaml
 
-    data = yaml.safe_load(Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
+    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C a tenth of the time
     elsewhere: dict[str, list[str]] = {}
     for ours, theirs in data["called"].items():
         for name in theirs.split():
