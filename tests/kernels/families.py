@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from seqblocks import kernels
+from seqblocks.kernels.mlstm.reference import MLSTMState, cell, log_input_gate
+from seqblocks.kernels.resets import along
 from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
 
 # ------------------------------------------------------------------------------------------------ mLSTM
@@ -29,12 +32,83 @@ def mlstm_bar(length: int) -> float:
 
 
 def mlstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """On the way to a gradient the Triton implementation rounds, for its dots: the keys with their weights, the state
-    that they make, the weights of q k, the queries with theirs, the gradient of the state that they make; and h, which
-    is in the gradient of the divisor. So a product is off by six roundings at most, whatever the length: sums over
-    tokens are float32. The gradient of a gate or of m is the difference of two sums of such products, of like size.
-    The other implementations round h, and the gradients."""
-    return 12.0 if backend == "triton" else 4.0
+    """The reference and the torch implementation compute in float32 and round only their results.
+
+    The Triton implementation also rounds the operands of its dots, each once: keys and queries times their weights, the
+    states C and dC when they are read, and the weights between tokens. Sums over tokens, n and q . n are float32.
+    Counted along the chain, each with everything it is made of:
+
+        C       1   weighted key
+        num     2   C, and C when it is read; or the weights between tokens
+        h       3   num, and the result
+        dC      2   weighted query, and the result
+        dv      3   dC, and dC when it is read; or the weights; and the result
+
+    `mlstm_cancellation` has the other gradients.
+    """
+    return 3.0 if backend == "triton" else 1.0
+
+
+def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: Any) -> dict[str, float]:
+    """Roundings times sizes for gradients that are differences of larger sums. See `mlstm_roundings`; further counts:
+
+        dq, dk   through the numerator of h 2: C or dC, and when it is read; or the weights
+                 through its divisor 4: h, in dh . h, and the weights
+        dn       through the divisor 3
+        <C, dC>  3: C, C when it is read, and dC; <n, dn> 3
+
+    The two parts of dq and dk may cancel. One more rounding is that of the result; q . dq and k . dk, which the gates
+    take, are made before it. The gradient of log f sums q . dq - k . dk over later tokens, and <C, dC> + <n, dn> of the
+    state after them; that of log i is k . dk, less the last state's for the token that made m; that of m is the first
+    state's less the last one's. A sum over tokens counts once: what two of its tokens add to each other cancels.
+    """
+    counts = {"q": (2, 4), "k": (2, 4), "n": (0, 3)}
+    leaves = {name: x[name].detach().requires_grad_() for name in counts if name in x}
+    parts = [
+        torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, allow_unused=True, materialize_grads=True)
+        for loss in mlstm_parts({name: leaves.get(name, t.detach()) for name, t in x.items()}, given, **options)
+    ]
+    results, products = {}, {}
+    for (name, leaf), *of_leaf in zip(leaves.items(), *parts, strict=True):
+        counted = [*zip(counts[name], of_leaf, strict=True)]
+        results[name] = sum((count + 1) * part.abs().max().item() for count, part in counted)
+        products[name] = sum(count * (leaf * part).abs().sum(-1).max().item() for count, part in counted)
+
+    def of_state(C: Tensor, dC: Tensor, n: Tensor, dn: Tensor) -> float:
+        return 3 * ((C * dC).abs().sum((-2, -1)) + (n * dn).abs().sum(-1)).max().item()
+
+    first = of_state(x["C"], wanted["gradient of C"], x["n"], wanted["gradient of n"]) if "C" in x else 0.0
+    last = of_state(wanted["C"], given["C"], wanted["n"], given["n"]) if "C" in wanted else 0.0
+    results |= {"i": products["k"] + last, "f": products["q"] + products["k"] + last, "m": first + last}
+    return {f"gradient of {name}": size for name, size in results.items()}
+
+
+def mlstm_parts(
+    x: Tensors, given: Tensors, *, resets: Tensor | None = None, reverse: bool = False, eps: float = 1e-6,
+    input_gate: str = "exp", normalize: bool = True, **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The loss of the cotangents `given`, through the numerator of h and the last C, and through the divisor and the
+    last n. The second has dh . h with all its products positive: their sum may cancel too."""
+    B, S, H, DK = x["q"].shape
+    log_i, log_f = log_input_gate(x["i"], input_gate), logsigmoid(x["f"])
+    shapes = {"C": (DK, x["v"].shape[-1]), "n": (DK,), "m": ()}
+    state = MLSTMState(*(x.get(name, log_f.new_zeros(B, H, *shape)) for name, shape in shapes.items()))
+    numerator = divisor = torch.zeros(())
+    for t in reversed(range(S)) if reverse else range(S):
+        if resets is not None:
+            state = MLSTMState(*(along(~resets[:, t], s) * s for s in state))
+        q = x["q"][:, t] * DK**-0.5
+        num, state = cell(q, x["k"][:, t], x["v"][:, t], log_i[:, t], log_f[:, t], state,
+                          eps=eps, input_gate=input_gate, normalize=False)
+        den, floor = (q * state.n).sum(-1), torch.exp(-state.m)
+        inverse = (1 / (den.abs().clamp(min=floor) + eps) if normalize else torch.ones_like(den)).detach()
+        dh = given["out"][:, t].double()
+        products = (dh * num).detach().abs().sum(-1) * inverse * (normalize & (den.abs() >= floor))
+        numerator = numerator + ((dh * num).sum(-1) * inverse).sum()
+        divisor = divisor + (products * inverse * den).sum()
+    if "C" in given:
+        numerator, divisor = numerator + (state.C * given["C"]).sum(), divisor + (state.n * given["n"]).sum()
+    return numerator, divisor
 
 
 def mlstm_errors() -> Any:
@@ -58,7 +132,6 @@ MLSTM = Kernel(
     sequences=("q", "k", "v", "i", "f"),
     states=("C", "n", "m"),
     narrow=("q", "k", "v"),
-    differences=("i", "f", "m"),
     shapes=(
         {"S": 1}, {"S": 2}, {"S": 15}, {"S": 64}, {"batch": 1, "S": 65}, {"batch": 1, "S": 130, "DK": 16, "DV": 16},
         {"batch": 1, "S": 37, "H": 1, "DK": 24, "DV": 16}, {"batch": 1, "S": 37, "H": 1, "DK": 40, "DV": 4},
@@ -80,6 +153,7 @@ MLSTM = Kernel(
     },
     bar=mlstm_bar,
     roundings=mlstm_roundings,
+    cancellation=mlstm_cancellation,
     errors=mlstm_errors(),
     facts={"dtype": torch.bfloat16, "head_dims": (64, 64)},
     refused=(({"dtype": torch.float64}, "float64: the Triton forms compute in float32"),),

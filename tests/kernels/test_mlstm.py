@@ -329,6 +329,34 @@ def test_narrow(gate: str, reverse: bool, precision: Precision) -> None:
     check(subject, subject.inputs(batch=1, S=70, H=1, DK=70, DV=24), precision=precision, reverse=reverse)
 
 
+class Without:
+    """A launch to which the last number of one of its arguments is zero."""
+
+    def __init__(self, kernel: Any, argument: str) -> None:
+        self.kernel, self.at = kernel, kernel.function.arg_names.index(argument)
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            changed = args[self.at].clone()
+            changed[..., -1] = 0
+            self.kernel[grid](*args[: self.at], changed, *args[self.at + 1 :], **options)
+
+        return launch
+
+
+@INTERPRETED
+@crossed(("precision", SIXTEEN[:2]), ("gate", ["exp", "sigmoid"]), ("term", ["flows", "columns"]))
+def test_the_bars_of_16_bits_are_narrow_enough(
+    gate: str, precision: Precision, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A term that is left out of the gradients of gates is seen: <C, dC> + <n, dn>, or a token's k . dk."""
+    subject = TRITON._replace(variant=gate)
+    x = subject.inputs(S=64, DK=2, DV=2)  # a chunk: its last place is a token
+    monkeypatch.setattr(mlstm_triton, "_gate_gradients", Without(mlstm_triton._gate_gradients, term))
+    with pytest.raises(AssertionError, match=r"gradient of [ifm]: differs"):
+        check(subject, x, precision=precision)
+
+
 @INTERPRETED
 @pytest.mark.parametrize("state", [False, True])
 def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
