@@ -67,7 +67,7 @@ def show_plan(
     from seqblocks.runtime.plan import plan
 
     steps = plan(model, device, getattr(torch, dtype), arch)
-    stuck = [step for step in steps if step.form is None]
+    stuck = [step for step in steps if step.implementation is None]
     if options.format == "json":
         facts = {"version": __version__, "ok": not stuck, "spec": spec, "device": device, "dtype": dtype}
         facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
@@ -95,12 +95,12 @@ def _table(steps: list[Step], backend: str) -> None:
     kernel = max(len(step.kernel) for step in steps)
     told: set[str] = set()
     for name, step in zip(names, steps, strict=True):
-        output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.form or 'cannot run'}".rstrip())
+        output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.implementation or 'cannot run'}".rstrip())
         longest = max(map(len, step.tiles), default=0)
         for way, tile in step.tiles.items():
             output.write(f"    {way:<{longest}}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
-        remarks = step.reasons() if step.form else [
-            f"{v.form}: {v.reason}" for v in step.verdicts if v.form == backend or backend == "auto"
+        remarks = step.reasons() if step.implementation else [
+            f"{v.implementation}: {v.reason}" for v in step.verdicts if backend in ("auto", v.implementation)
         ]
         for remark in remarks:
             text = remark if remark not in told else f"{remark.partition(':')[0]}: as above"

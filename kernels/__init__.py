@@ -1,6 +1,6 @@
 """Kernels: plain functions on tensors, usable without any YAML.
 
-Each has up to three forms behind one signature (reference, torch, Triton); `dispatch` chooses and can say why.
+Each has up to three implementations with one signature (reference, torch, Triton); `dispatch` chooses and says why.
 """
 
 from seqblocks.kernels.associative_scan import Memoroid, associative_scan

@@ -1,4 +1,4 @@
-"""What the Triton forms share: whether they can run, where they run, and on which architecture.
+"""What the Triton implementations share: whether they can run, where they run, and on which architecture.
 
 A file that imports `jit` and `tl` from here can be imported where triton cannot: its kernels are then plain functions
 that nobody calls, because `can` says no.
@@ -26,7 +26,7 @@ tl: Any = None
 try:
     jit: Any = importlib.import_module("triton").jit
     tl = importlib.import_module("triton.language")
-except Exception as error:  # whatever ails an installation of triton must not take the other forms down
+except Exception as error:  # whatever ails an installation of triton must not take the other implementations down
     MISSING = f"triton cannot be imported here: {error}"
 
     def jit(function: Any = None, **options: Any) -> Any:
@@ -70,24 +70,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can(
-    device: str = "cuda", dtype: torch.dtype = torch.float32, asked: str = "", arch: str = "", index: int | None = None,
-    **facts: Any,
+    device: str = "cuda", dtype: torch.dtype = torch.float32, requested_backend: str = "", arch: str = "",
+    index: int | None = None, **facts: Any,
 ) -> tuple[bool, str]:
-    """The part of every form's `can` that has nothing to do with its op. What is not said is taken to be no obstacle.
+    """Return whether Triton can run here, and the reason: the part of `can` that does not depend on the op.
 
-    `asked` is the backend that a call asks for, and empty where `why` only wonders: then nothing is probed, but an
-    architecture may be given.
+    Facts that are left out are no obstacle. `requested_backend` is empty in `why`, which probes no device; an
+    architecture may be given there.
     """
     if MISSING:
         return False, MISSING
     if dtype not in DTYPES:
-        return False, f"{str(dtype).removeprefix('torch.')}: the Triton forms compute in float32"
+        return False, f"{str(dtype).removeprefix('torch.')}: Triton implementations compute in float32"
     if device == "cuda":
-        if _too_old(arch or (_arch_at(index) if asked else "")):
+        if _too_old(arch or (_arch_at(index) if requested_backend else "")):
             return False, f"needs compute capability {'.'.join(map(str, OLDEST))} or later"
         return True, "compiled for the device"
     if device == "cpu" and INTERPRETED:
-        return asked == "triton", "triton's interpreter, for tests: only where backend='triton' asks for it"
+        return requested_backend == "triton", "triton's interpreter, for tests: only where backend='triton' asks for it"
     return False, f"needs a CUDA or ROCm device, not {device}"
 
 

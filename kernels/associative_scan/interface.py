@@ -13,7 +13,7 @@ which is associative whatever combine is, and needs no identity element.
 
 Memory: all S states are made. Measured on an mLSTM of 4 heads of width 64, 2,048 tokens in float32, whose elements take
 4 H (D^2 + D + 2) bytes a token, 130 MB: 5.6 times that going forward and 7.9 times with gradients, where the chunkwise
-`mlstm` takes 10 and 23 MB. Use this form to define an algebra, to test one, and for small states; train on long
+`mlstm` takes 10 and 23 MB. Use it to define an algebra, to test one, and for small states; train on long
 sequences with a chunkwise kernel where there is one.
 """
 
@@ -34,7 +34,7 @@ __all__ = ["Memoroid", "associative_scan"]
 Tree = Any  # a tensor, or a tuple, named tuple, list or dict of trees
 Combine = Callable[[Tree, Tree], Tree]
 
-dispatch.load_forms("associative_scan")
+dispatch.load_implementations("associative_scan")
 
 # Operators whose scan, of leaves and resets, is one op of torch's as well: compiled code then knows no length.
 as_an_op: dict[Combine, Callable[[list[Tensor], Tensor | None], list[Tensor]]] = {}
@@ -126,7 +126,8 @@ def _scanned(
         first = [leaf.unsqueeze(1) for leaf in initial]
         leaves = [torch.cat([a.to(b.dtype), b], 1) for a, b in zip(first, leaves, strict=True)]
         marks = None if marks is None else torch.cat([torch.zeros_like(marks[:, :1]), marks], 1)
-    if torch.compiler.is_compiling() and combine in as_an_op and run is dispatch.form("associative_scan", "torch"):
+    by_torch = run is dispatch.implementation("associative_scan", "torch").run
+    if torch.compiler.is_compiling() and combine in as_an_op and by_torch:
         found = as_an_op[combine](leaves, marks)
     else:
         lifted = _lifted(combine, spec, differentiated)

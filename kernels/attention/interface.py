@@ -7,8 +7,7 @@ K tokens kept.
 
 A token sees itself and, causally, those before it: of its own sequence (resets), and within the window if there is one.
 
-Forms: `attention_reference.py` (all pairs, explicitly), `attention_torch.py` (torch's fused attention, windows block by
-block).
+Implementations: `reference.py` (all pairs, explicitly), `torch.py` (torch's fused attention, windows block by block).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from seqblocks.kernels.resets import along, finite
 
 __all__ = ["AttentionState", "attention"]
 
-dispatch.load_forms("attention")
+dispatch.load_implementations("attention")
 
 
 class AttentionState(NamedTuple):
@@ -61,8 +60,8 @@ def attention(
 
     Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. A state that no longer holds what a
     token must see is the caller's affair: without a window, keep as many as there will be.
-    The torch form has first derivatives only. Raises ValueError for shapes and options that do not fit, BackendError
-    (see dispatch).
+    The torch implementation has first derivatives only.
+    Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """
     _check(q, k, v, causal, window, rotary, state, return_state, resets)
     B, S, _, _ = q.shape

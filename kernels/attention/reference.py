@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import without_autocast
 
 
 def sees(

@@ -12,8 +12,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from seqblocks.kernels.attention.reference import sees
-from seqblocks.kernels.dispatch import always, nothing, register
+from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
+from seqblocks.kernels.numerics import nothing
 
 BLOCK = 512
 

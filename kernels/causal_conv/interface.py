@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
@@ -43,7 +43,7 @@ def causal_conv(
 
     Returns y [B, S, D_out], in the dtype torch promotes x and weight to, and with return_state the next state,
     in x's dtype; inputs from before the last reset are zeros in it. One token at a time: call with S = 1.
-    The Triton form has first derivatives only.
+    The Triton implementation has first derivatives only.
     Raises ValueError for shapes that do not fit or an unknown activation, BackendError (see dispatch).
     """
     mixing = _check(x, weight, bias, activation, state, resets)
@@ -60,7 +60,7 @@ def causal_conv(
 
 
 def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A form from a convolution of inputs that lie in one piece, without padding or activation."""
+    """Make an implementation from a convolution of inputs that lie in one piece, without padding or activation."""
 
     def run(
         x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
@@ -174,7 +174,7 @@ class _Depthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        with dispatch.without_autocast(x.device.type):  # the backward pass runs outside of it
+        with numerics.without_autocast(x.device.type):  # the backward pass runs outside of it
             return _convolve(x, weight, None, 0)
 
     @staticmethod
@@ -239,4 +239,4 @@ dispatch.register(
 dispatch.register(
     "causal_conv", "torch", _windowed(_fast), dispatch.always("torch's own convolution, on any device"), by_hand=True
 )
-dispatch.load_forms("causal_conv")
+dispatch.load_implementations("causal_conv")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import no_second_derivative, nothing, register
+from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative, nothing
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
 

@@ -12,8 +12,8 @@ the channels to the features is the mode:
     dws        channel n takes feature n and gives feature n: B [H], C [H] (S4D-like)
     full       channel n takes feature n mod H and gives feature n div H: B [G H], C [G H]
 
-Forms: `centaurus_reference.py` (token by token), `centaurus_torch.py` (chunks or FFT, whichever is counted cheaper),
-`centaurus_triton.py` (token by token in registers, segments of the sequence at once).
+Implementations: `reference.py` (token by token), `torch.py` (chunks or FFT, whichever is counted cheaper),
+`triton.py` (token by token in registers, segments of the sequence at once).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.centaurus.reference import MODES, Bank
 
 __all__ = ["centaurus"]
 
-dispatch.load_forms("centaurus")
+dispatch.load_implementations("centaurus")
 
 
 def centaurus(
@@ -47,7 +47,7 @@ def centaurus(
     the exact answer to an input that holds for dt. state [B, N, M, 2] (pointwise: [B, N M, 1, 2]), real and imaginary
     part, of which "zoh" leaves that factor to the reading: zeros if not given. resets [B, S] bool: true where a token
     is the first of a new sequence, in the order of the scan. reverse: scan from right to left.
-    plan: "chunks", "project" or "fold" instead of the cheapest that fits (see centaurus_torch.py).
+    plan: "chunks", "project" or "fold" instead of the cheapest that fits (see torch.py).
 
     Returns y [B, S, G] in x's dtype and, with return_state, the state after the last token. Computes in float32,
     in float64 if any input is. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
@@ -55,7 +55,7 @@ def centaurus(
     _check(x, A_real, A_imag, dt, B, C, E, mode, hold)
     double = any(t is not None and t.dtype == torch.float64 for t in (x, A_real, A_imag, dt, B, C, E))
     real = torch.float64 if double else torch.float32
-    with dispatch.without_autocast(x.device.type):
+    with numerics.without_autocast(x.device.type):
         A_real, A_imag, dt, B, C = (t.to(real) for t in (A_real, A_imag, dt, B, C))
         bank = _bank(A_real, A_imag, dt, B, C, None if E is None else E.to(real), mode, hold)
         shape = (x.shape[0], *bank.decay.shape, 2)

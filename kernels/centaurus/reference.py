@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, nothing, register
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import nothing
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 MODES = ("neck", "pointwise", "dws", "full")

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from seqblocks.kernels.centaurus import reference as centaurus_reference
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
-from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
 CHUNK = 64

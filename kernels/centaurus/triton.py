@@ -24,8 +24,9 @@ from torch import Tensor
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus import torch as centaurus_torch
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
-from seqblocks.kernels.dispatch import no_second_derivative, register
+from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 SUBSTATES = 64  # of a channel, at most
@@ -520,7 +521,7 @@ def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, return_state: bool,
     plan: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `centaurus_torch.run`, with x as it is given; a plan by name is the torch form's."""
+    """As `centaurus_torch.run`, with x as it is given; a plan by name is the torch implementation's."""
     if plan is not None or x.numel() == 0:
         return centaurus_torch.run(bank, x, state, resets, reverse, return_state, plan)
     H = x.shape[2]

@@ -1,26 +1,24 @@
 """Choose which implementation of a kernel runs, and say why.
 
-An op ("mlstm") has up to three implementations (forms) with one signature: "triton", "torch" and "reference". Each says
-whether it can run on given facts (device, dtype, widths, options), and why not. The backend is the first of: `backend=`
-in the call, `use_backend` around it, the environment variable SEQBLOCKS_BACKEND, "auto". `auto` runs the first form
-that can. A form asked for by name runs or raises BackendError; nothing is substituted.
+An op ("mlstm") has up to three implementations with one signature: "triton", "torch" and "reference". Each says whether
+it can run on given facts (device, dtype, widths, options), and why. The backend is the first of: `backend=` in the
+call, `use_backend` around it, the environment variable SEQBLOCKS_BACKEND, "auto". `auto` runs the first implementation
+that can. One requested by name runs or raises BackendError; nothing is substituted.
 
-Add a form by adding a file: `load_forms("mlstm")` imports every `mlstm/<form>.py`, which calls `register`. The file
-must be importable without a GPU.
+To add an implementation, add a file: `load_implementations("mlstm")` imports `mlstm/triton.py`, `mlstm/torch.py` and
+`mlstm/reference.py` (or folders of these names), which call `register`. They must be importable without a GPU.
 
 A backward pass runs what its forward pass has chosen. Activation checkpointing runs the forward pass again, on a GPU in
-another thread, where `use_backend` does not hold: give `torch.utils.checkpoint` the `context_fn` called `same_backend`.
+another thread, where `use_backend` does not hold: pass `same_backend` to `torch.utils.checkpoint` as `context_fn`.
 Compiled code follows `use_backend` around its call; the environment variable is read when it is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -28,87 +26,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seqblocks.errors import BackendError, RunError
-from seqblocks.kernels.dispatch import self_check
+from seqblocks.kernels.dispatch import registry, self_check
 from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.kernels.dispatch.registry import (
+    IMPLEMENTATIONS,
+    always,
+    implementation,
+    load_implementations,
+    ops,
+    register,
+)  # fmt: skip
 
-FORMS = ("triton", "torch", "reference")  # in the order of `auto`
-BACKENDS = ("auto", *FORMS)
+__all__ = [
+    "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "choose", "fallbacks", "implementation",
+    "load_implementations", "ops", "register", "requested", "same_backend", "use_backend", "why",
+]  # fmt: skip
+
+BACKENDS = ("auto", *IMPLEMENTATIONS)
 VARIABLE = "SEQBLOCKS_BACKEND"
 
-Can = Callable[..., tuple[bool, str]]
-Tiles = Callable[..., dict[str, dict[str, int]]]
-
-
-class Form(NamedTuple):
-    """One implementation of an op. run has the op's signature; can(**facts) returns (whether it can run, the reason).
-
-    tiles(arch, **facts): how its own kernels are launched, {"forward": {"num_warps": 4, ...}, ...}.
-    example(**facts): what is checked before its first use (self_check.py): the op's function, small tensors, options.
-    by_hand: its derivative is written out, for autograd's reverse mode only.
-    """
-
-    run: Callable[..., Any]
-    can: Can
-    tiles: Tiles | None = None
-    example: self_check.Example | None = None
-    by_hand: bool = False
-
-
-class Verdict(NamedTuple):
-    """Whether a form can run, and the reason."""
-
-    form: str
-    can: bool
-    reason: str
-
-
-_ops: dict[str, dict[str, Form]] = {}
-_fallbacks: dict[str, dict[str, str]] = {}
 _local = threading.local()  # .backend: that of the innermost `use_backend`. Compilers watch it for each thread
-
-
-def register(
-    op: str, form: str, run: Callable[..., Any], can: Can, tiles: Tiles | None = None,
-    example: self_check.Example | None = None, by_hand: bool = False,
-) -> None:
-    """Add (or replace) a form of an op. Raises ValueError for a form that is not in FORMS."""
-    if form not in FORMS:
-        raise ValueError(f"unknown form {form!r}; choose from {', '.join(FORMS)}")
-    _ops.setdefault(op, {})[form] = Form(run, can, tiles, example, by_hand or form == "triton")
-
-
-def load_forms(op: str) -> None:
-    """Import `<op>/<form>.py` of the kernels, for each form that has such a file."""
-    for form in FORMS:
-        name = f"seqblocks.kernels.{op}.{form}"
-        if find_spec(name) is not None:
-            importlib.import_module(name)
-
-
-def ops() -> tuple[str, ...]:
-    """Names of the registered ops, sorted."""
-    return tuple(sorted(_ops))
-
-
-def implementation(op: str, form: str) -> Form:
-    """A registered form. Raises KeyError if there is none."""
-    return _ops[op][form]
-
-
-def form(op: str, name: str) -> Callable[..., Any]:
-    """The function of a form, for forms that leave a case to another: Triton's leave empty tensors to torch's."""
-    return _ops[op][name].run
-
-
-def always(reason: str) -> Can:
-    """A `can` for forms that run wherever torch does."""
-    return lambda **facts: (True, reason)
-
-
-def tiles(op: str, form: str, arch: str, **facts: Any) -> dict[str, dict[str, int]]:
-    """How a form launches its kernels on an architecture ("sm_90"), by pass; empty where torch launches them."""
-    of = _ops[op][form].tiles
-    return of(arch, **facts) if of else {}
 
 
 @contextlib.contextmanager
@@ -123,13 +60,15 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def same_backend() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` that makes the recomputed forward pass use the backend of
-    the original one."""
+    """Return contexts that make a recomputed forward pass use the backend of the original one.
+
+    The `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """
     return contextlib.nullcontext(), use_backend(requested())
 
 
 def requested(backend: str | None = None) -> str:
-    """The backend asked for: argument, else `use_backend`, else environment, else "auto".
+    """Return the requested backend: the argument, else `use_backend`, else the environment, else "auto".
 
     Raises BackendError for a name that is not in BACKENDS.
     """
@@ -149,43 +88,59 @@ def _check_name(backend: str, where: str) -> str:
     return backend
 
 
+class Verdict(NamedTuple):
+    """Whether an implementation can run, and the reason."""
+
+    implementation: str
+    can: bool
+    reason: str
+
+
+_fallbacks: dict[str, dict[str, str]] = {}
+
+
 def why(op: str, **facts: Any) -> list[Verdict]:
-    """For each form, in the order of `auto`: whether it can run on these facts, and the reason. Checks nothing."""
-    return [Verdict(form, *_verdict(op, form, facts)) for form in FORMS]
+    """Return for each implementation, in the order of `auto`, whether it can run on these facts. Checks nothing."""
+    return [Verdict(name, *_can(op, name, facts)) for name in IMPLEMENTATIONS]
+
+
+def fallbacks() -> dict[str, dict[str, str]]:
+    """Return by op, for the last call with backend "auto", the faster implementations that did not run, and why."""
+    return {op: dict(reasons) for op, reasons in _fallbacks.items()}
 
 
 def choose(
     op: str, backend: str | None = None, inputs: Mapping[str, Tensor | None] | None = None,
     sizes: Mapping[str, int] | None = None, **facts: Any,
 ) -> Callable[..., Any]:
-    """The function to run for a call with these inputs (by name, in the order of the op's arguments).
+    """Return the function to run for a call with these inputs (by name, in the order of the op's arguments).
 
     sizes: "batch", "length", "rows", as far as launches depend on them. facts: what `can`, `tiles` and `example` take;
-    device and index come from the inputs, and dtype from the first unless it is given.
+    device and index are those of the inputs.
 
-    Raises RunError if the inputs are on several devices, BackendError if the form asked for by name cannot run.
+    Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
     """
     name = requested(backend)
-    call: tuple[Any, ...] = ()  # a Call: compilers do not trace named tuples everywhere
+    facts["requested_backend"] = name
+    dtypes: dict[str, torch.dtype | None] | None = None  # of inputs on a device whose kernels are checked
     if inputs is not None:
         device = _common_device(op, inputs)
         facts["device"], facts["index"] = device.type, device.index
         if device.type == self_check.DEVICE:
-            dtypes = tuple((key, None if x is None else x.dtype) for key, x in inputs.items())
-            # while code is compiled, sizes may be symbols
-            call = (dtypes, None if torch.compiler.is_compiling() else tuple((sizes or {}).items()))
-    facts["asked"] = name
+            dtypes = {key: None if x is None else x.dtype for key, x in inputs.items()}
     reasons: dict[str, str] = {}
-    for form in FORMS if name == "auto" else (name,):
-        can, reason = _verdict(op, form, facts, call)
+    for candidate in IMPLEMENTATIONS if name == "auto" else (name,):
+        can, reason = _can(op, candidate, facts)
+        if can:
+            can, reason = _may(op, candidate, facts, dtypes, sizes, reason)
         if can:
             if name == "auto":
                 _remember(op, reasons)
-            return _ops[op][form].run
-        reasons[form] = reason
+            return implementation(op, candidate).run
+        reasons[candidate] = reason
     if name != "auto":
         raise BackendError(f"backend {name!r} cannot run {op}: {reasons[name]}")
-    raise BackendError(f"no form of {op} can run: " + "; ".join(f"{form}: {why}" for form, why in reasons.items()))
+    raise BackendError(f"no implementation of {op} can run: " + "; ".join(f"{key}: {x}" for key, x in reasons.items()))
 
 
 def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
@@ -208,19 +163,28 @@ def _device_error(op: str, inputs: Mapping[str, Tensor | None]) -> RunError:
     return RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
 
 
-def _verdict(op: str, form: str, facts: dict[str, Any], call: tuple[Any, ...] | None = None) -> tuple[bool, str]:
-    """Whether a form can run, and the reason; without a call, nothing is probed or checked."""
-    made = _ops[op].get(form) if op in _ops else None
-    if made is None:
-        return False, f"{op} has no {form} form" if op in _ops else f"there is no op called {op}"
-    can, reason = made.can(**facts)
-    if can and call is not None:
-        if made.by_hand and _transformed():
-            return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
-        wrong = _fault(op, form, facts, call) if made.example else ""
-        if wrong:
-            return False, f"it failed its check on this device: {wrong}"
-    return can, reason
+def _can(op: str, name: str, facts: dict[str, Any]) -> tuple[bool, str]:
+    """Whether an implementation can run on these facts, and the reason."""
+    if op not in registry._ops:
+        return False, f"there is no op called {op}"
+    found = registry._ops[op].get(name)
+    return found.can(**facts) if found else (False, f"{op} has no {name} implementation")
+
+
+def _may(
+    op: str, name: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
+    sizes: Mapping[str, int] | None, reason: str,
+) -> tuple[bool, str]:
+    """Whether an implementation that can run may run here and now: it may be wrong on this device."""
+    found = implementation(op, name)
+    if found.by_hand and _transformed():
+        return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
+    if found.example and dtypes is not None:
+        # while code is compiled, sizes may be symbols
+        fault = _fault(op, facts, dtypes, None if torch.compiler.is_compiling() else dict(sizes or {}))
+        if fault:
+            return False, f"it failed its check on this device: {fault}"
+    return True, reason
 
 
 @constant
@@ -229,55 +193,13 @@ def _transformed() -> bool:
 
 
 @constant
-def _fault(op: str, form: str, facts: dict[str, Any], call: tuple[Any, ...]) -> str:
-    return self_check.verdict(op, _ops[op][form], facts, self_check.Call(*call))
+def _fault(
+    op: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None], sizes: dict[str, int] | None
+) -> str:
+    return self_check.fault_of(self_check.Call(op, facts, dtypes, sizes))
 
 
 @constant
 def _remember(op: str, reasons: dict[str, str]) -> bool:
     _fallbacks[op] = reasons
     return True
-
-
-def fallbacks() -> dict[str, dict[str, str]]:
-    """By op, for the last call that left the choice to `auto`: the faster forms that did not run, and why."""
-    return {op: dict(reasons) for op, reasons in _fallbacks.items()}
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """No autocast inside: gates, stabilisers and states keep their dtype, whatever the caller's context says."""
-    if _autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast narrows matrix products to here, if it does."""
-    if _autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
-
-
-@constant  # older compilers cannot look into it
-def _autocast_available(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
-
-
-def computed_in(*inputs: Tensor | None) -> torch.dtype:
-    """The dtype that forms are asked about: the first input's, but float64 if any is."""
-    dtypes = [x.dtype for x in inputs if x is not None]
-    return torch.float64 if torch.float64 in dtypes else dtypes[0]
-
-
-def nothing(like: Tensor, *inputs: Tensor | None) -> Tensor:
-    """`like`, which is empty, as a result of all inputs: then each has a gradient, of zeros."""
-    return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
-
-
-def no_second_derivative(op: str, form: str) -> Callable[..., Any]:
-    """A backward for the backward of a form whose first derivative is written by hand."""
-
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"the {form} form of {op} has no second derivative; use backend='reference' for it")
-
-    return refuse

@@ -1,58 +1,48 @@
-"""Small results that later processes can use again: one JSON file for each, in the user's cache folder.
+"""Findings that later processes can use again: one small file for each, in the user's cache folder.
 
-A record holds its whole key, so that a file of another key, version or program is never taken for it. Files are written
+The first line of a record is its whole key, so that the file of another key is never used instead. Files are written
 whole and then renamed: processes may write at the same time. A record that cannot be read counts as absent.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
-
-Key = dict[str, Any]
 
 
 def folder() -> Path:
-    """$SEQBLOCKS_CACHE, else `seqblocks` in the user's cache folder."""
+    """Return $SEQBLOCKS_CACHE, else `seqblocks` in the user's cache folder."""
     own = os.environ.get("SEQBLOCKS_CACHE")
-    if own:
-        return Path(os.path.expanduser(own))
-    windows = os.environ.get("LOCALAPPDATA") if os.name == "nt" else None
     # without a home directory expanduser leaves "~" as it is: the folder is then below the working directory
-    return Path(windows or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "seqblocks"
+    return Path(os.path.expanduser(own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "seqblocks")))
 
 
-def path(kind: str, key: Key) -> Path:
-    """The file of a record."""
-    text = json.dumps(key, sort_keys=True)
-    return folder() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+def path(key: str) -> Path:
+    """Return the file of a record."""
+    return folder() / "checks" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 
 
-def read(kind: str, key: Key) -> Any:
-    """The value stored for a key of JSON values; None if there is none, or none that can be read."""
+def read(key: str) -> str | None:
+    """Return the text stored for a key of one line, or None."""
     try:
-        record = json.loads(path(kind, key).read_text("utf-8"))
-        return record["value"] if record["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        text = path(key).read_text("utf-8")
+    except (OSError, ValueError):
         return None
+    whole = text.startswith(f"{key}\n") and text.endswith("\n") and text.count("\n") == 2
+    return text.removeprefix(f"{key}\n")[:-1] if whole else None
 
 
-def write(kind: str, key: Key, value: Any) -> None:
-    """Store a JSON value. A folder that cannot be written gives a warning, not an error."""
-    to = path(kind, key)
-    temporary = None
+def write(key: str, text: str) -> None:
+    """Store a text of one line. A folder that cannot be written gives a warning, not an error."""
+    file = path(key)
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=to.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"key": key, "value": value}, file, indent=1, sort_keys=True)
-        os.replace(temporary, to)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+            whole = Path(temporary, file.name)
+            whole.write_text(f"{key}\n{text}\n", "utf-8")
+            whole.replace(file)
     except OSError as error:
-        warnings.warn(f"{to} cannot be written: {error}", stacklevel=2)
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+        warnings.warn(f"{file} cannot be written: {error}", stacklevel=2)

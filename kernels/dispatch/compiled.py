@@ -1,4 +1,4 @@
-"""What a compiler that traces these kernels is told, and asked."""
+"""What a compiler that traces these kernels must know, and what they must know of it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """`torch.compiler.assume_constant_result` without its import of the compiler, which takes as long as torch's.
+    """Mark a function as one that compilers run instead of tracing it.
 
-    All that it does is to leave this mark; a test holds that against torch.
+    This is `torch.compiler.assume_constant_result` without its import of the compiler, which takes as long as torch's;
+    a test compares the mark with torch's own.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def unknown(size: int | torch.SymInt) -> bool:
-    """Whether a program is being exported that serves this size whatever it will be: nothing may hang on it.
+    """Return whether a program is being exported that serves any size, so that nothing may depend on this one.
 
-    (`torch.compile` may ask about a size, and compiles again where the answer is another. An export with strict=True
-    does not tell which sizes it knows, so none count as known.)
+    (`torch.compile` may use a size, and compiles again where it differs. An export with strict=True does not report
+    which sizes it knows, so none count as known.)
     """
     if not torch.compiler.is_compiling():
         return False

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import cache as records
+from seqblocks.kernels.dispatch.registry import implementation
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
 OFF = ("0", "off", "false", "no")
 DEVICE = "cuda"  # the interpreter, on the CPU, has no compiler to check
 SECONDS = 300  # for one check: it compiles its kernels, which takes seconds, and runs them, which does not
 MOST = 10_000  # calls of different sizes that are remembered at a time
-MARK = "seqblocks check: "  # begins the lines that a check prints; others are of libraries
 # Relative to the largest value of a result: far above rounding, far below what a wrong sum gives.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 # Sizes for which launches are checked where those of the call are unknown, as in compiled code: the example's own,
@@ -46,35 +46,26 @@ TYPICAL_SIZES: tuple[dict[str, int], ...] = (
     {}, {"batch": 1, "length": 1 << 20, "rows": 1 << 20}, {"batch": 1 << 14, "length": 1 << 12, "rows": 1 << 26}
 )
 
-Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]]
-
 
 class Call(NamedTuple):
-    """What launches depend on besides the facts of the op: the dtype of each input (None: absent), and the sizes."""
+    """What the launches of a call depend on.
 
-    dtypes: tuple[tuple[str, torch.dtype | None], ...] = ()
-    sizes: tuple[tuple[str, int], ...] | None = ()  # None: unknown
-
-    def all_sizes(self) -> tuple[dict[str, int], ...]:
-        return TYPICAL_SIZES if self.sizes is None else (dict(self.sizes),)
-
-
-class Request(NamedTuple):
-    """A check, as it is passed to its process. The module registers the op."""
+    facts: those of the op; dtypes: of each input, None if it is absent; sizes: None if they are unknown.
+    """
 
     op: str
-    module: str
     facts: dict[str, Any]
-    call: Call
+    dtypes: dict[str, torch.dtype | None] = {}  # noqa: RUF012  # nobody changes it
+    sizes: dict[str, int] | None = {}  # noqa: RUF012
+
+    def all_sizes(self) -> tuple[dict[str, int], ...]:
+        return TYPICAL_SIZES if self.sizes is None else (self.sizes,)
 
 
-class Stopped(Exception):
-    """A check that ended before its results could be compared: (why, whether it would end so again)."""
+Finding = tuple[str, bool]  # what is wrong, "" for nothing; and whether another run would find the same
 
-
-NO_CALL = Call()
-_known: dict[Any, str] = {}  # by op, call and facts: "" if the implementation may be used, else why not
-_found: dict[str, str] = {}  # the same by key
+_faults: dict[Any, str] = {}  # by call: why the implementation must not be used, or ""
+_faults_of_launches: dict[str, str] = {}  # by the key of a record
 _lock = threading.Lock()
 
 
@@ -82,62 +73,60 @@ _lock = threading.Lock()
 # In the process of the caller
 
 
-def verdict(op: str, implementation: Any, facts: dict[str, Any], call: Call) -> str:
-    """Why the implementation must not be used for this call, or "". Makes the check if there is no record of it."""
-    if facts.get("device") != DEVICE or os.environ.get(VARIABLE, "").lower() in OFF:
+def fault_of(call: Call) -> str:
+    """Return why Triton must not be used for this call, or "". Makes the check if there is no record of it."""
+    op, facts, dtypes, sizes = call
+    if facts["device"] != DEVICE or os.environ.get(VARIABLE, "").lower() in OFF:
         return ""
-    about = (op, call, *facts.values())
-    known = _known.get(about)
-    if known is None:
+    known = (op, *facts.values(), *dtypes.values(), sizes is None, *(sizes or {}).values())
+    if known not in _faults:
         if type(torch.empty(0)) is not Tensor:
             return ""  # a program is exported, which runs later, on whatever device
-        if len(_known) > MOST:
-            _known.clear()
-        known = _known[about] = _find_out(op, implementation, facts, call)
-    return known
+        if len(_faults) > MOST:
+            _faults.clear()
+        _faults[known] = _find_out(call)
+    return _faults[known]
 
 
 def forget() -> None:
     """Forget what this process knows; the cache folder stays as it is."""
-    _known.clear()
-    _found.clear()
+    _faults.clear()
+    _faults_of_launches.clear()
 
 
-def _find_out(op: str, implementation: Any, facts: dict[str, Any], call: Call) -> str:
-    facts = {key: value for key, value in facts.items() if key != "asked"}
+def _find_out(call: Call) -> str:
+    facts = {key: value for key, value in call.facts.items() if key != "requested_backend"}
     facts["index"] = torch.cuda.current_device() if facts.get("index") is None else facts["index"]
-    key = key_of(op, implementation, facts, call, *device_and_source(op, facts["index"]))
-    text = json.dumps(key, sort_keys=True)
+    call = call._replace(facts=facts)
+    key = key_of(call, *device_and_source(call.op, facts["index"]))
     with _lock:  # another thread may have the answer by then
-        if text in _found:
-            return _found[text]
-        fault = records.read("checks", key)
-        if not isinstance(fault, str):
-            fault, lasting = run_in_subprocess(Request(op, implementation.run.__module__, facts, call))
-            if lasting:
-                records.write("checks", key, fault)
-        _found[text] = fault
-    if fault:
-        warnings.warn(f"the Triton form of {op} is not used here: {fault}", stacklevel=3)
-    return fault
+        if key not in _faults_of_launches:
+            fault = records.read(key)
+            if fault is None:
+                fault, lasting = run_in_subprocess(call)
+                if lasting:
+                    records.write(key, fault)
+            _faults_of_launches[key] = fault
+            if fault:
+                warnings.warn(f"the Triton implementation of {call.op} is not used here: {fault}", stacklevel=3)
+        return _faults_of_launches[key]
 
 
-def key_of(
-    op: str, implementation: Any, facts: dict[str, Any], call: Call, device: str, arch: str, triton: str, source: str
-) -> records.Key:
-    """What a check holds for: calls with the same key launch the same kernels in the same way."""
-    dtypes = dict(call.dtypes)
-    launches = [implementation.tiles(arch, **{**facts, **sizes, "dtypes": dtypes}) for sizes in call.all_sizes()]
-    values = {key: str(value) for key, value in facts.items() if key not in ("asked", "index")}
-    return {
-        "op": op, "facts": values, "dtypes": {key: str(value) for key, value in dtypes.items()}, "launches": launches,
-        "device": device, "triton": triton, "source": source,
+def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
+    """Return what a check holds for, as JSON: calls with the same key launch the same kernels in the same way."""
+    tiles = implementation(call.op, "triton").tiles
+    key = {
+        "op": call.op, "device": device, "triton": triton, "source": source,
+        "facts": {key: str(x) for key, x in call.facts.items() if key not in ("requested_backend", "index")},
+        "dtypes": {key: str(x) for key, x in call.dtypes.items()},
+        "launches": [tiles(arch, **{**call.facts, **sizes, "dtypes": call.dtypes}) for sizes in call.all_sizes()],
     }
+    return json.dumps(key, sort_keys=True)
 
 
 @cache
 def device_and_source(op: str, index: int) -> tuple[str, str, str, str]:
-    """Device, architecture, Triton, and a digest of the files of the op's kernels. A record holds for these only."""
+    """Return device, architecture, Triton, and a digest of the files of the op's kernels."""
     from seqblocks.kernels import triton_common
 
     kernels = Path(__file__).parents[1]
@@ -147,29 +136,29 @@ def device_and_source(op: str, index: int) -> tuple[str, str, str, str]:
     return torch.cuda.get_device_name(index), triton_common.arch_of(index), triton.__version__, digest
 
 
-def run_in_subprocess(request: Request) -> tuple[str, bool]:
-    """What the check finds, "" if nothing is wrong, and whether later runs would find the same."""
+def run_in_subprocess(call: Call) -> Finding:
+    """Make the check in a process of its own."""
     program = "from seqblocks.kernels.dispatch.self_check import main; main()"
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    module = implementation(call.op, "triton").run.__module__  # which registers the op
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], input=pickle.dumps(request), capture_output=True, timeout=SECONDS,
+            [sys.executable, "-c", program], input=pickle.dumps((module, call)), capture_output=True, timeout=SECONDS,
             env={**os.environ, "PYTHONPATH": path, VARIABLE: "0"}, check=False,
         )  # fmt: skip
+        if done.returncode == 0:
+            fault, lasting = json.loads(done.stdout)
+            return fault, lasting
     except subprocess.TimeoutExpired:
         return f"its check did not end within {SECONDS} s", True
     except (OSError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
-        return f"its check cannot be started ({_in_short(error)})", False
-    said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(MARK)]
-    if len(said) == 2:
-        fault, lasting = json.loads(said[1].removeprefix(MARK))
-        return fault, lasting
+        return f"its check cannot be started ({_summary(error)})", False
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    about = ": ".join([f"exit status {done.returncode}", *last])[:200]
-    if not said:
-        return f"its check cannot be started ({about})", False
+    status = ": ".join([f"exit status {done.returncode}", *last])[:200]
+    if done.returncode > 0:  # an exception of Python, which the check itself would have caught
+        return f"its check cannot be started ({status})", False
     # SIGINT, SIGKILL and SIGTERM come from outside: from the user, or from a system without memory
-    return f"its check crashes ({about})", done.returncode not in (-2, -9, -15)
+    return f"its check crashes ({status})", done.returncode not in (-2, -9, -15)
 
 
 # ------------------------------------------------------------------------------
@@ -177,62 +166,50 @@ def run_in_subprocess(request: Request) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Make the check that standard input asks for. Prints null when it starts, and [fault, lasting] when it ends."""
-    request: Request = pickle.loads(sys.stdin.buffer.read())
-    importlib.import_module(request.module)
-    from seqblocks.kernels.dispatch import implementation
-
-    if request.facts["device"] == "cuda":  # tests have others
-        torch.cuda.set_device(request.facts["index"])
-        torch.zeros(1, device="cuda")
-    _say(None)  # a crash from here on is a fault of the kernels
-    example: Any = implementation(request.op, "triton").example
-    try:
-        _say([fault(example, request.facts, request.call), True])
-    except Stopped as error:
-        _say(error.args)
+    """Make the check that standard input describes, and print its finding."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no finding
+    module, call = pickle.loads(sys.stdin.buffer.read())
+    importlib.import_module(module)
+    if call.facts["device"] == "cuda":  # tests have others
+        torch.cuda.set_device(call.facts["index"])
+    json.dump(check(call), output)
+    output.flush()
 
 
-def _say(what: Any) -> None:
-    sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
-    sys.stdout.flush()
-
-
-def fault(example: Example, facts: dict[str, Any], call: Call = NO_CALL) -> str:
-    """What the Triton implementation gets wrong on an example, or "". Raises Stopped if it cannot be compared."""
-    function, tensors, options = example_for(example, facts, call)
+def check(call: Call, example: Callable[..., Any] | None = None) -> Finding:
+    """Compare the Triton implementation with the definition, on an example or that of the op."""
+    function, tensors, options = example_for(call, example)
     tolerance = max(TOLERANCES.get(x.dtype, 0.0) for x in tensors.values())
     try:
-        wanted = _results(function, {name: x.double() for name, x in tensors.items()}, options, "reference")
+        expected = _results(function, {name: x.double() for name, x in tensors.items()}, options, "reference")
     except Exception as error:
-        raise Stopped(f"its definition cannot be computed here ({_in_short(error)})", False) from None
+        return f"its definition cannot be computed here ({_summary(error)})", False
     try:
-        for found in results(function, tensors, options, call):
-            wrong = _difference(found, wanted, tolerance)
-            if wrong:
-                return wrong
+        differences = (_difference(found, expected, tolerance) for found in results(call, function, tensors, options))
+        return next(filter(None, differences), ""), True
     except Exception as error:
         if _device_is_lost():
-            raise Stopped(f"it crashes ({_in_short(error)})", True) from None
-        raise Stopped(f"it does not run ({_in_short(error)})", False) from None
-    return ""
+            return f"it crashes ({_summary(error)})", True
+        return f"it does not run ({_summary(error)})", False
 
 
 def example_for(
-    example: Example, facts: dict[str, Any], call: Call
+    call: Call, example: Callable[..., Any] | None = None
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
-    """The example with the dtypes of the call, on its device. Inputs that the call leaves out are left out."""
-    function, tensors, options = example(**facts)
-    dtypes = dict(call.dtypes)
-    general = facts.get("dtype", torch.float32)
-    kept = {name: x for name, x in tensors.items() if dtypes.get(name, general) is not None}
-    return function, {name: x.to(dtypes.get(name, general)).to(facts["device"]) for name, x in kept.items()}, options
+    """Return the example with the dtypes of the call, on its device, without the inputs that the call leaves out."""
+    found: Any = example or implementation(call.op, "triton").example
+    function, tensors, options = found(**call.facts)
+    general, device = call.facts.get("dtype", torch.float32), call.facts["device"]
+    dtypes = {name: call.dtypes.get(name, general) for name in tensors}
+    present = {name: x.to(dtypes[name]).to(device) for name, x in tensors.items() if dtypes[name] is not None}
+    return function, present, options
 
 
 def results(
-    function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any], call: Call
+    call: Call, function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
-    """Results of the Triton implementation, with and without gradients, launched for each size the call may have."""
+    """Yield results of the Triton implementation, with and without gradients, for each size the call may have."""
     for sizes in call.all_sizes():
         for grad in (True, False):
             with launched_for(**sizes), torch.set_grad_enabled(grad):
@@ -255,17 +232,16 @@ def _results(
     return named | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def _difference(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> str:
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
     for name, x in found.items():
-        expected = wanted[name]
-        scale, off = (t.abs().max().item() if t.numel() else 0.0 for t in (expected, x.double() - expected))
+        scale, off = (t.abs().max().item() if t.numel() else 0.0 for t in (expected[name], x.double() - expected[name]))
         if not off <= tolerance * scale + 1e-30:
             return f"its {name} is off by {off:.2g} on an example whose largest value is {scale:.2g}"
     return ""
 
 
 def _device_is_lost() -> bool:
-    """After an illegal access, for example, the device is of no use to this process any more."""
+    """Whether the device is of no use to this process any more, as after an illegal access."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -274,9 +250,9 @@ def _device_is_lost() -> bool:
     return False
 
 
-def _in_short(error: Exception) -> str:
-    about = "".join(str(error).strip().splitlines()[:1])[:200]
-    return f"{type(error).__name__}: {about}" if about else type(error).__name__
+def _summary(error: Exception) -> str:
+    first = "".join(str(error).strip().splitlines()[:1])[:200]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 # ------------------------------------------------------------------------------
@@ -286,8 +262,10 @@ _sizes: dict[str, int] = {}
 
 
 def launch_size(name: str, size: int) -> int:
-    """The size ("batch", "length", …) that launches are chosen for: the call's own, but that of another in a check,
-    whose example is small and must be launched as the call that it stands for."""
+    """Return the size ("batch", "length", …) that launches are chosen for.
+
+    It is the call's own, except in a check, whose small example is launched like the call that it represents.
+    """
     return _sizes.get(name, size)
 
 
@@ -303,11 +281,10 @@ def launched_for(**sizes: int) -> Iterator[None]:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """The same normal numbers every time, without the caller's generator, device and dtype."""
+    """Return the same normal numbers every time, whatever the caller's generator, device and dtype."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
 
 
 def few_of(width: int, tile: int) -> int:
-    """A width like this one for kernels that take `tile` channels (a power of two) at a time: a few tiles at most, and
-    as many channels in the last one."""
+    """Return a small width with the remainder of this one, for kernels that take `tile` channels at a time."""
     return width if width <= 3 * tile else 2 * tile + (width - 1) % tile + 1

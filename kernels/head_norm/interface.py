@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "silu": F.silu, "sigmoid": torch.sigmoid, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh,
@@ -33,7 +33,7 @@ def head_norm(
     weight is the gain itself: a checkpoint that stores w for a gain of 1 + w passes 1 + w.
     skip and gate as x, skip_weight [H * D]: both or neither of skip and its weight. activation: of the gate, one of
     ACTIVATIONS. Statistics are float32 at least; the result has the dtype that torch promotes x, skip and gate to.
-    The Triton form has first derivatives only.
+    The Triton implementation has first derivatives only.
     Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
     """
     if x.dim() < 1 or heads < 1 or x.shape[-1] % heads:
@@ -48,7 +48,7 @@ def head_norm(
         raise ValueError("head_norm wants skip and skip_weight together")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
-    dtype = dispatch.computed_in(x, weight, bias, skip, skip_weight, gate)
+    dtype = numerics.computed_in(x, weight, bias, skip, skip_weight, gate)
     inputs = {"x": x, "weight": weight, "bias": bias, "skip": skip, "skip_weight": skip_weight, "gate": gate}
     run = dispatch.choose(
         "head_norm", backend, inputs, dtype=dtype, heads=heads, width=x.shape[-1],
@@ -93,4 +93,4 @@ def _behind(
 
 dispatch.register("head_norm", "reference", _reference, dispatch.always("the formula"))
 dispatch.register("head_norm", "torch", _native, dispatch.always("torch's layer norm, on any device"))
-dispatch.load_forms("head_norm")
+dispatch.load_implementations("head_norm")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, no_second_derivative, register
+from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import normal
+from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
 
 WIDTH = 8192  # of a head, at most
@@ -231,7 +232,8 @@ def run(
 ) -> Tensor:
     """As `head_norm`."""
     if x.numel() == 0:
-        return form("head_norm", "torch")(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
+        torch_run = implementation("head_norm", "torch").run
+        return torch_run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
     rows, added, factor = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, skip, gate))
     assert rows is not None
     return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation).view(x.shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 
 TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fast as by themselves, of 128 no faster
 
@@ -16,8 +16,8 @@ TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fas
 def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block lie side by side.
 
-    The torch form, and the Triton form in bfloat16 and float16, join small blocks to tiles padded with zeros: an inf or
-    nan may then spread to other blocks of its tile. The Triton form has first derivatives only.
+    The torch implementation, and Triton's in bfloat16 and float16, join small blocks to tiles padded with zeros: an inf
+    or nan may then spread to other blocks of its tile. The Triton implementation has first derivatives only.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if weight.dim() != 3 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[2]:
@@ -28,9 +28,9 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
         raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
-    dtype = dispatch.computed_in(x, weight)
-    narrow = None if dtype == torch.float64 else dispatch.autocast_dtype(x.device.type)
-    if narrow is not None and x.is_cuda:  # as autocast would for any form; so `choose` sees what is launched
+    dtype = numerics.computed_in(x, weight)
+    narrow = None if dtype == torch.float64 else numerics.autocast_dtype(x.device.type)
+    if narrow is not None and x.is_cuda:  # as autocast would; so `choose` sees what is launched
         x, weight = x.to(narrow), weight.to(narrow)
     run = dispatch.choose(
         "headwise_linear", backend, {"x": x, "weight": weight, "bias": bias},
@@ -65,4 +65,4 @@ def _blocks_per_tile(G: int, width: int) -> int:
 
 dispatch.register("headwise_linear", "reference", _reference, dispatch.always("one einsum"))
 dispatch.register("headwise_linear", "torch", _tiled, dispatch.always("batched matrix products, on any device"))
-dispatch.load_forms("headwise_linear")
+dispatch.load_implementations("headwise_linear")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import autocast_dtype, form, no_second_derivative, register
+from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
+from seqblocks.kernels.numerics import autocast_dtype, no_second_derivative
 from seqblocks.kernels.triton_common import jit, lined, tl, up
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
@@ -249,7 +250,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
         x, weight = x.to(narrow), weight.to(narrow)
     G, O, _ = weight.shape
     if x.numel() == 0:
-        return form("headwise_linear", "torch")(x, weight)
+        return implementation("headwise_linear", "torch").run(x, weight)
     y = _op(x.reshape(-1, x.shape[-1]), weight)
     return y.view(*x.shape[:-1], G * O)
 

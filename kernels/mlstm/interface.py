@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.mlstm.reference import MLSTMState
 
 __all__ = ["MLSTMState", "mlstm", "mlstm_init_state", "mlstm_step"]
 
-dispatch.load_forms("mlstm")
+dispatch.load_implementations("mlstm")
 
 INPUT_GATES = ("exp", "sigmoid")
 
@@ -63,7 +63,7 @@ def mlstm(
         state = _check_state(state, (q.shape[0], *q.shape[2:], v.shape[-1]), dtype)
     run = dispatch.choose(
         "mlstm", backend, _named(q, k, v, i, f, state, resets),
-        {"batch": q.shape[0] * q.shape[2], "length": q.shape[1]}, dtype=dispatch.computed_in(q, k, v, i, f),
+        {"batch": q.shape[0] * q.shape[2], "length": q.shape[1]}, dtype=numerics.computed_in(q, k, v, i, f),
         head_dims=(q.shape[-1], v.shape[-1]), input_gate=input_gate, normalize=normalize, resets=resets is not None,
         reverse=reverse, return_state=return_state,
     )

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.mlstm import nonfinite
+from seqblocks.kernels.numerics import nothing, without_autocast
 
 
 class MLSTMState(NamedTuple):

@@ -35,10 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent, log_input_gate
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
 # A log f below it counts as this, so that sums are finite: nothing gets through either way while |log i| and |m| are

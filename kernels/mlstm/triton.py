@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, no_second_derivative, register
+from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm.reference import MLSTMState
+from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import binary, exp, jit, log_sigmoid, operand, over, tl, up
 
 # ------------------------------------------------------------------------------
@@ -1200,7 +1201,7 @@ def run(
 ) -> tuple[Tensor, MLSTMState | None]:
     """The scan. Arguments as `mlstm`, already checked; chunk_size is the torch form's and changes nothing here."""
     if v.numel() == 0 or q.numel() == 0:
-        torch_run = form("mlstm", "torch")
+        torch_run = implementation("mlstm", "torch").run
         return torch_run(
             q, k, v, i, f, state, resets, reverse=reverse, chunk_size=chunk_size, eps=eps, input_gate=input_gate,
             normalize=normalize, return_state=return_state,

@@ -7,7 +7,7 @@ B batch, S sequence, E channels, G groups of channels, N states of a channel. Wi
 
 The decay is exact, the input is Euler's. With complex A, y is twice the real part of the sum.
 
-Forms: `selective_scan_reference.py` (this), `selective_scan_torch.py` (chunk by chunk), `selective_scan_triton.py`.
+Implementations: `reference.py` (this), `torch.py` (chunk by chunk), `triton`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqblocks.kernels.selective_scan.reference import groups_of
 
 __all__ = ["selective_scan"]
 
-dispatch.load_forms("selective_scan")
+dispatch.load_implementations("selective_scan")
 
 
 def selective_scan(
@@ -44,8 +44,8 @@ def selective_scan(
     reverse: scan from right to left.
 
     Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
-    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton forms have first derivatives
-    only. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton implementations have first
+    derivatives only. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     _check(u, dt, A, B, C, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))

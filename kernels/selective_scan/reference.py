@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, nothing, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import nothing, without_autocast
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 Pair = tuple[Tensor, Tensor]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
 from seqblocks.kernels.selective_scan.reference import complete

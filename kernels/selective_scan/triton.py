@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, no_second_derivative, register
+from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.triton_common import exp, jit, over, silu, softplus, tl, up
@@ -852,7 +853,8 @@ def run(
     """The whole of `selective_scan`: y in u's dtype, and the last state."""
     h0 = None if state is None else state.float()
     if u.numel() == 0:
-        return form("selective_scan", "torch")(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
+        torch_run = implementation("selective_scan", "torch").run
+        return torch_run(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
     B, C = (x if x.dim() == 2 else _for_each_group(x, u.shape, groups_of(B, C)) for x in (B, C))
     keep = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, state)

@@ -7,8 +7,8 @@ B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o. 
     c' = exp(l - m') c + exp(i - m') tanh(z)          n' = exp(l - m') n + exp(i - m')
     y' = sigmoid(o) c' / n'
 
-Forms: `slstm_reference.py` (this), `slstm_torch.py` (the same loop with its derivative written out), `slstm_triton.py`
-(all tokens in one launch).
+Implementations: `reference.py` (this), `torch.py` (the same loop with its derivative written out), `triton` (all tokens
+in one launch).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqblocks.kernels import dispatch
+from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.slstm.reference import SLSTMState
 
 __all__ = ["SLSTMState", "slstm"]
 
-dispatch.load_forms("slstm")
+dispatch.load_implementations("slstm")
 
 
 def slstm(
@@ -40,8 +40,8 @@ def slstm(
     reverse: scan from right to left.
 
     Returns y [B, S, H * D] in i's dtype, and with return_state the state after the last token. The cell runs in
-    float32, float64 if any input is; the Triton form multiplies y and recurrent in bfloat16 if all gates are.
-    The torch and Triton forms have first derivatives only; "reference" any number.
+    float32, float64 if any input is; the Triton implementation multiplies y and recurrent in bfloat16 if all gates are.
+    The torch and Triton implementations have first derivatives only; "reference" any number.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     H, D = recurrent.shape[0], recurrent.shape[1]
@@ -57,7 +57,7 @@ def slstm(
     names = ("i", "f", "z", "o", "recurrent", "bias", "y", "c", "n", "m", "resets")
     run = dispatch.choose(
         "slstm", backend, dict(zip(names, (*inputs, *state, resets), strict=True)), sizes,
-        dtype=dispatch.computed_in(*inputs), heads=H, head_dim=D,
+        dtype=numerics.computed_in(*inputs), heads=H, head_dim=D,
         resets=resets is not None, reverse=reverse,
     )
     y, last = run(

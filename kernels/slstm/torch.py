@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_times
 from seqblocks.kernels.slstm import reference as slstm_reference
 from seqblocks.kernels.slstm.reference import SLSTMState, stacked

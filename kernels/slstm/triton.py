@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
-from seqblocks.kernels.dispatch import form, no_second_derivative, register, without_autocast
+from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.slstm.reference import SLSTMState
 from seqblocks.kernels.triton_common import exp, jit, lined, log_sigmoid, over, sigmoid, tl, up
@@ -1026,7 +1027,7 @@ def run(
     """As `slstm_reference.run`; y in the dtype of i."""
     H, D = recurrent.shape[:2]
     if gates[0].numel() == 0:
-        return form("slstm", "torch")(gates, recurrent, bias, state, resets, reverse)
+        return implementation("slstm", "torch").run(gates, recurrent, bias, state, resets, reverse)
     tensors = (*gates, recurrent, bias, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     marks = common.marks(resets)

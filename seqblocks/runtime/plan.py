@@ -21,13 +21,13 @@ from seqblocks.types import Wire
 class Step:
     """A step that uses a kernel. `names` are its paths: several where layers of a repeat agree.
 
-    `form` is the implementation that would run, or None where the one requested by name cannot.
+    `implementation` is the one that would run, or None where the one requested by name cannot.
     """
 
     names: list[str]
     verb: str
     kernel: str
-    form: str | None
+    implementation: str | None
     verdicts: list[Verdict]
     tiles: dict[str, dict[str, int]]
 
@@ -39,12 +39,12 @@ class Step:
 
     def reasons(self) -> list[str]:
         """Why the implementations that `auto` prefers do not run."""
-        preferred = takewhile(lambda verdict: verdict.form != self.form, self.verdicts)
-        return [f"{verdict.form}: {verdict.reason}" for verdict in preferred if not verdict.can]
+        preferred = takewhile(lambda verdict: verdict.implementation != self.implementation, self.verdicts)
+        return [f"{verdict.implementation}: {verdict.reason}" for verdict in preferred if not verdict.can]
 
     def as_data(self) -> dict[str, Any]:
-        out = {key: getattr(self, key) for key in ("names", "verb", "kernel", "form", "tiles")}
-        return out | {"forms": [verdict._asdict() for verdict in self.verdicts]}
+        out = {key: getattr(self, key) for key in ("names", "verb", "kernel", "implementation", "tiles")}
+        return out | {"implementations": [verdict._asdict() for verdict in self.verdicts]}
 
 
 def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
@@ -61,9 +61,10 @@ def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: 
             found[key].names.append(name)
             continue
         verdicts = dispatch.why(kernel, device=device, dtype=dtype, arch=arch, **facts)
-        form = next((each.form for each in verdicts if each.can and backend in ("auto", each.form)), None)
-        tiles = dispatch.tiles(kernel, form, arch, dtype=dtype, **facts) if form else {}
-        found[key] = Step([name], node.verb, kernel, form, verdicts, tiles)
+        able = (v.implementation for v in verdicts if v.can and backend in ("auto", v.implementation))
+        chosen = next(able, None)
+        tiles = dispatch.implementation(kernel, chosen).tiles(arch, dtype=dtype, **facts) if chosen else {}
+        found[key] = Step([name], node.verb, kernel, chosen, verdicts, tiles)
     return [*found.values()]
 
 

@@ -156,7 +156,7 @@ MLSTM = Kernel(
     cancellation=mlstm_cancellation,
     errors=mlstm_errors(),
     facts={"dtype": torch.bfloat16, "head_dims": (64, 64)},
-    refused=(({"dtype": torch.float64}, "float64: the Triton forms compute in float32"),),
+    refused=(({"dtype": torch.float64}, "float64: Triton implementations compute in float32"),),
     added=("C", "n", "m"),
 )
 

@@ -267,7 +267,7 @@ def test_sums_of_mode_full(G: int, H: int, seq: int, reverse: bool, monkeypatch:
 
 
 FACTS = {"device": "cpu", "dtype": torch.float32, "channels": 6, "features": 3, "substates": 3}
-MANY = (("batch", 1 << 16),)  # sequences enough to fill a device
+MANY = {"batch": 1 << 16}  # sequences enough to fill a device
 
 
 @INTERPRETED
@@ -284,11 +284,11 @@ def test_the_check_tries_the_mode_whole_and_in_segments(mode: str, monkeypatch: 
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Seen)
     facts = {**FACTS, "mode": mode, "substates": 1 if mode == "pointwise" else 3}
-    for sizes, segments in (((), 3), (MANY, 1)):
+    for sizes, segments in (({}, 3), (MANY, 1)):
         for keeps in (True, False):
             seen.clear()
-            call = self_check.Call((), sizes)
-            assert self_check.fault(centaurus_triton._example, {**facts, "keeps": keeps}, call) == ""
+            call = self_check.Call("centaurus", {**facts, "keeps": keeps}, sizes=sizes)
+            assert self_check.check(call) == ("", True)
             assert {*seen} == {(segments, mode != "full" or keeps)}
 
 
@@ -301,8 +301,7 @@ def test_the_check_finds_wrong_whole_launches(monkeypatch: pytest.MonkeyPatch) -
             return 1.1 * v if self.K == 1 else v
 
     monkeypatch.setattr(centaurus_triton, "_Plan", Wrong)
-    call = self_check.Call((), MANY)
-    assert "is off by" in self_check.fault(centaurus_triton._example, {**FACTS, "mode": "dws"}, call)
+    assert "is off by" in self_check.check(self_check.Call("centaurus", {**FACTS, "mode": "dws"}, sizes=MANY))[0]
 
 
 @INTERPRETED

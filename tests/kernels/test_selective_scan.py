@@ -75,7 +75,7 @@ def test_complex_is_computed_by_the_reference() -> None:
     A = torch.complex(-torch.rand(4, 3), torch.randn(4, 3)).to(torch.complex128)
     y = selective_scan(u, dt, A, B.to(A.dtype), C.to(A.dtype))
     assert y.dtype == torch.float64
-    assert "complex" in next(v.reason for v in why("selective_scan", complex=True) if v.form == "torch")
+    assert "complex" in next(v.reason for v in why("selective_scan", complex=True) if v.implementation == "torch")
     with pytest.raises(BackendError, match="complex"):
         selective_scan(u, dt, A, B, C, backend="torch")
 

@@ -10,14 +10,15 @@ import pytest
 
 from seqblocks.kernels.dispatch import cache
 
-KEY = {"op": "mlstm", "launches": [{"BT": 64}]}
+KEY = '{"op": "mlstm", "launches": [{"BT": 64}]}'
+ANOTHER = '{"op": "slstm"}'
 
 WRITER = """
 import sys
 from seqblocks.kernels.dispatch import cache
 for at in range(15):
-    cache.write("checks", {"writer": sys.argv[1], "at": at}, "")
-    cache.write("checks", {"all": at}, sys.argv[1])
+    cache.write(f"{sys.argv[1]} {at}", "")
+    cache.write(f"all {at}", sys.argv[1])
 """
 
 
@@ -28,45 +29,50 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
-    assert cache.read("checks", KEY) is None
-    cache.write("checks", KEY, "it is wrong")
-    assert cache.read("checks", dict(reversed(KEY.items()))) == "it is wrong"
-    assert cache.read("checks", {**KEY, "op": "slstm"}) is None
-    assert cache.read("others", KEY) is None
-    assert [path.suffix for path in folder.rglob("*") if path.is_file()] == [".json"]
+    assert cache.read(KEY) is None
+    cache.write(KEY, "it is wrong")
+    assert cache.read(KEY) == "it is wrong"
+    assert cache.read(ANOTHER) is None
+    assert [path for path in folder.rglob("*") if path.is_file()] == [cache.path(KEY)]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"key": {}}', '{"key": {}, "value": 1}', "\0"])
+@pytest.mark.parametrize("text", ["", "\n\n", KEY, f"{KEY}\n", f"{KEY}\nit is", f"{KEY}\n\n\n", f"{ANOTHER}\n\n", "\0"])
 def test_a_bad_record_is_absent_and_replaced(text: str, folder: Path) -> None:
-    cache.write("checks", {"another": 1}, "")
-    cache.write("checks", KEY, "")
-    cache.path("checks", KEY).write_text(text)
-    assert cache.read("checks", KEY) is None
-    assert cache.read("checks", {"another": 1}) == ""
-    cache.write("checks", KEY, "new")
-    assert cache.read("checks", KEY) == "new"
+    cache.write(ANOTHER, "")
+    cache.write(KEY, "")
+    cache.path(KEY).write_text(text)
+    assert cache.read(KEY) is None
+    assert cache.read(ANOTHER) == ""
+    cache.write(KEY, "new")
+    assert cache.read(KEY) == "new"
+
+
+def test_bytes_that_are_no_text_are_absent(folder: Path) -> None:
+    cache.write(KEY, "")
+    cache.path(KEY).write_bytes(b"\xff\xfe")
+    assert cache.read(KEY) is None
 
 
 def test_a_record_of_another_key_is_not_taken(folder: Path) -> None:
     """As if two digests were the same."""
-    cache.write("checks", KEY, "")
-    cache.path("checks", {"another": 1}).write_text(cache.path("checks", KEY).read_text())
-    assert cache.read("checks", {"another": 1}) is None
+    cache.write(KEY, "")
+    cache.path(ANOTHER).write_text(cache.path(KEY).read_text())
+    assert cache.read(ANOTHER) is None
 
 
 def test_six_processes_keep_all_records(folder: Path, root: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(at)], cwd=root) for at in range(6)]
     assert [writer.wait(120) for writer in writers] == [0] * 6
-    assert all(cache.read("checks", {"writer": str(w), "at": at}) == "" for w in range(6) for at in range(15))
-    assert all(cache.read("checks", {"all": at}) in map(str, range(6)) for at in range(15))
+    assert all(cache.read(f"{w} {at}") == "" for w in range(6) for at in range(15))
+    assert all(cache.read(f"all {at}") in map(str, range(6)) for at in range(15))
     assert len([*folder.rglob("*")]) == 1 + 90 + 15  # nothing temporary is left
 
 
 def test_a_folder_that_cannot_be_written_gives_a_warning(folder: Path) -> None:
     folder.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="cannot be written"):
-        cache.write("checks", KEY, "")
-    assert cache.read("checks", KEY) is None
+        cache.write(KEY, "")
+    assert cache.read(KEY) is None
 
 
 def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

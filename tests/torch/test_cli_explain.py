@@ -52,9 +52,9 @@ def test_json(run_cli: Run) -> None:
     conv, scan = data["steps"]
     assert (conv["kernel"], scan["kernel"]) == ("causal_conv", "selective_scan")
     assert [name.split(".")[1] for name in scan["names"]] == ["0", "1"]
-    assert scan["form"] == "triton"
+    assert scan["implementation"] == "triton"
     assert {"forward", "backward"} <= set(scan["tiles"])
-    assert [form["form"] for form in scan["forms"]] == ["triton", "torch", "reference"]
+    assert [verdict["implementation"] for verdict in scan["implementations"]] == ["triton", "torch", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_plan_is_a_stage(run_cli: Run) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout == run_cli("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
     data = json.loads(run_cli("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
-    assert {step["form"] for step in data["steps"]} == {"torch"}
+    assert {step["implementation"] for step in data["steps"]} == {"torch"}
 
 
 def test_a_spec_without_kernels(run_cli: Run) -> None:
@@ -125,4 +125,4 @@ def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.Monke
 def test_the_plan_of_a_cpu_is_what_runs_here() -> None:
     """No form that the plan names is one that `choose` would not take."""
     steps = plan(check.load_model("xlstm_125m_7_1"), "cpu", torch.float32, "")
-    assert {step.form for step in steps} == {"torch"}
+    assert {step.implementation for step in steps} == {"torch"}

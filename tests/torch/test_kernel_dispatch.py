@@ -1,4 +1,4 @@
-"""Which form runs: the order of requests, threads, what `auto` takes, what asking for the impossible by name says."""
+"""Which implementation runs: the order of requests, threads, what `auto` takes, errors of impossible requests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from seqblocks import kernels
 from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels import BACKENDS, dispatch, mlstm, same_backend, use_backend, why
+from seqblocks.kernels.dispatch import registry
 from seqblocks.kernels.dispatch.compiled import constant
 
 OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    """A registry of one's own, with an op that answers with the name of its form."""
-    monkeypatch.setattr(dispatch, "_ops", {})
+def toy(monkeypatch):
+    """A registry with one op, whose implementations return their names."""
+    monkeypatch.setattr(registry, "_ops", {})
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
 
     def needs_even(**facts):
@@ -38,13 +39,13 @@ def ran(backend=None, n=0):
     return dispatch.choose("op", backend, n=n)()
 
 
-def test_auto_takes_the_first_that_can(registry):
+def test_auto_takes_the_first_that_can(toy):
     assert ran(n=2) == "triton"
     assert ran(n=3) == "torch"
     assert ran("auto", n=3) == "torch"
 
 
-def test_argument_beats_context_beats_environment(registry, monkeypatch):
+def test_argument_beats_context_beats_environment(toy, monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert ran() == "reference"
     with use_backend("torch"):
@@ -56,13 +57,13 @@ def test_argument_beats_context_beats_environment(registry, monkeypatch):
     assert ran() == "reference"
 
 
-def test_context_ends_with_an_exception(registry):
+def test_context_ends_with_an_exception(toy):
     with pytest.raises(KeyError), use_backend("reference"):
         raise KeyError
     assert ran() == "triton"
 
 
-def test_a_context_holds_for_its_thread_alone(registry):
+def test_a_context_holds_for_its_thread_alone(toy):
     """Whichever ends first: each has its own, and nothing is left of it."""
     one, other = use_backend("reference"), use_backend("torch")
     with ThreadPoolExecutor(1) as pool:
@@ -78,7 +79,7 @@ def test_a_context_holds_for_its_thread_alone(registry):
 
 def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
     """Also where another thread has compiled it for its own."""
-    monkeypatch.setattr(dispatch, "_ops", dict(dispatch._ops))
+    monkeypatch.setattr(registry, "_ops", dict(registry._ops))
     dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
     dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
     torch._dynamo.reset()
@@ -91,7 +92,7 @@ def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_a_checkpoint_computes_again_has_the_backend_of_the_first_time(registry, elsewhere):
+def test_what_a_checkpoint_computes_again_has_the_backend_of_the_first_time(toy, elsewhere):
     """In another thread too, where the context does not hold: backward passes of a GPU have their own."""
     asked = []
 
@@ -133,7 +134,7 @@ def test_a_backward_pass_chooses_nothing(name, monkeypatch):
     assert all(x.grad is not None for x in leaves)
 
 
-def test_inputs_on_several_devices_are_an_error(registry):
+def test_inputs_on_several_devices_are_an_error(toy):
     inputs = {"x": torch.ones(2), "weight": torch.ones(2, device="meta"), "bias": None, "state": torch.ones(2)}
     message = r"op needs its inputs on one device; got x, state on cpu; weight on meta\. Move them with `\.to"
     with pytest.raises(RunError, match=message):
@@ -151,20 +152,20 @@ def test_every_kernel_looks_at_all_its_inputs(name):
             function(*inputs)
 
 
-def test_a_device_is_told_as_its_kind_and_its_index(registry):
-    told = []
-    dispatch.register("other", "torch", lambda: None, lambda **facts: (told.append(facts) or True, ""))
+def test_a_device_is_passed_as_its_kind_and_its_index(toy):
+    passed = []
+    dispatch.register("other", "torch", lambda: None, lambda **facts: (passed.append(facts) or True, ""))
     x = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.float32)
     dispatch.choose("other", "torch", {"x": x}, n=1)
-    assert told == [{"device": "cuda", "index": 1, "n": 1, "asked": "torch"}]
+    assert passed == [{"device": "cuda", "index": 1, "n": 1, "requested_backend": "torch"}]
 
 
-def test_by_name_what_cannot_run_is_an_error_with_the_reason(registry):
+def test_by_name_what_cannot_run_is_an_error_with_the_reason(toy):
     with pytest.raises(BackendError, match=r"'triton' cannot run op: n = 3; even numbers only"):
         ran("triton", n=3)
 
 
-def test_why_says_it_of_every_form(registry):
+def test_why_has_a_verdict_for_each_implementation(toy):
     assert why("op", n=3) == [
         ("triton", False, "n = 3; even numbers only"),
         ("torch", True, "anywhere"),
@@ -172,21 +173,21 @@ def test_why_says_it_of_every_form(registry):
     ]
 
 
-def test_auto_with_nothing_left_names_every_reason(registry, monkeypatch):
-    monkeypatch.setattr(dispatch, "_ops", {"op": {}})
-    with pytest.raises(BackendError, match=r"triton: op has no triton form; torch: .*; reference: "):
+def test_auto_with_nothing_left_names_every_reason(toy, monkeypatch):
+    monkeypatch.setattr(registry, "_ops", {"op": {}})
+    with pytest.raises(BackendError, match=r"triton: op has no triton implementation; torch: .*; reference: "):
         ran()
 
 
 @pytest.mark.parametrize("name", ["cuda", ""])
-def test_unknown_names(registry, monkeypatch, name):
+def test_unknown_names(toy, monkeypatch, name):
     with pytest.raises(BackendError, match="unknown backend"), use_backend(name):
         pass
     with pytest.raises(BackendError, match="unknown backend"):
         ran(name)
 
 
-def test_unknown_name_in_the_environment(registry, monkeypatch):
+def test_unknown_name_in_the_environment(toy, monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "cuda")
     with pytest.raises(BackendError, match=r"SEQBLOCKS_BACKEND.*'cuda'.*auto, triton, torch, reference"):
         ran()
@@ -194,29 +195,29 @@ def test_unknown_name_in_the_environment(registry, monkeypatch):
     assert ran() == "triton"
 
 
-def test_a_form_has_one_of_the_known_names(registry):
-    with pytest.raises(ValueError, match="unknown form"):
+def test_an_implementation_has_one_of_the_known_names(toy):
+    with pytest.raises(ValueError, match="unknown implementation"):
         dispatch.register("op", "cuda", lambda: None, dispatch.always("no"))
 
 
-def test_every_op_has_both_forms_that_run_anywhere():
+def test_every_op_has_both_implementations_that_run_anywhere():
     assert set(OPS) <= set(dispatch.ops())
     for op in OPS:
-        assert {"torch", "reference"} <= set(dispatch._ops[op])
+        assert {"torch", "reference"} <= set(registry._ops[op])
 
 
-def test_a_form_that_is_not_there_yet(monkeypatch):
-    monkeypatch.setitem(dispatch._ops, "mlstm", {k: v for k, v in dispatch._ops["mlstm"].items() if k != "triton"})
-    forms = {v.form: v for v in why("mlstm", device="cpu", dtype=torch.float32)}
-    assert list(forms) == list(BACKENDS[1:])
-    assert not forms["triton"].can
+def test_an_implementation_that_is_missing(monkeypatch):
+    monkeypatch.setitem(registry._ops, "mlstm", {k: v for k, v in registry._ops["mlstm"].items() if k != "triton"})
+    found = {v.implementation: v for v in why("mlstm", device="cpu", dtype=torch.float32)}
+    assert list(found) == list(BACKENDS[1:])
+    assert not found["triton"].can
     x, gate = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)
-    with pytest.raises(BackendError, match="mlstm has no triton form"):
+    with pytest.raises(BackendError, match="mlstm has no triton implementation"):
         mlstm(x, x, x, gate, gate, backend="triton")
 
 
 def test_compiled_code_sees_the_context(monkeypatch):
-    monkeypatch.setattr(dispatch, "_ops", dict(dispatch._ops))
+    monkeypatch.setattr(registry, "_ops", dict(registry._ops))
     dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
     dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
     compiled = torch.compile(lambda x: dispatch.choose("op")(x), fullgraph=True, backend="eager")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqblocks import kernels
-from seqblocks.kernels import dispatch, triton_common
+from seqblocks.kernels import triton_common
 from seqblocks.kernels.dispatch import self_check
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -168,23 +168,22 @@ def leaves_of(out: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("op", sorted({op for op, _ in CALLS}))
 def test_the_check_launches_what_the_call_launches(op: str, device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[dict[str, Any], self_check.Call]] = []
-    monkeypatch.setattr(self_check, "verdict", lambda op, form, facts, call: asked.append((facts, call)) or "")
-    form = dispatch.implementation(op, "triton")
+    checked: list[self_check.Call] = []
+    monkeypatch.setattr(self_check, "fault_of", lambda call: checked.append(call) or "")
     keys: dict[str, Launched] = {}
     for name, call in CALLS:
         if name != op:
             continue
-        asked.clear()
+        checked.clear()
         with recorded(monkeypatch) as wanted:
             run(call)
         assert wanted, call
-        facts, about = asked[0]
-        key = self_check.key_of(op, form, facts, about, "a device", triton_common.arch(torch.empty(0)), "", "")
-        if str(key) not in keys:
+        about = checked[0]
+        key = self_check.key_of(about, "a device", triton_common.arch(torch.empty(0)), "", "")
+        if key not in keys:
             with recorded(monkeypatch) as found:
-                for _ in self_check.results(*self_check.example_for(form.example, facts, about), about):
+                for _ in self_check.results(about, *self_check.example_for(about)):
                     pass
-            keys[str(key)] = found
-        assert wanted <= keys[str(key)], (call, wanted - keys[str(key)], keys[str(key)])
+            keys[key] = found
+        assert wanted <= keys[key], (call, wanted - keys[key], keys[key])
     assert len(keys) > 4

@@ -1,8 +1,7 @@
-"""What a Triton form gets wrong on a device is found before it is used, reported, recorded, and avoided."""
+"""What a Triton implementation gets wrong on a device is found before it is used, reported, recorded, and avoided."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 from seqblocks import kernels
 from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.dispatch import self_check
+from seqblocks.kernels.dispatch import registry, self_check
 from seqblocks.kernels.selective_scan import triton as selective_scan_triton
 from tests.kernels.conformance import INTERPRETED, crossed
+from tests.triton import broken
 
-CPU = {"device": "cpu", "dtype": torch.float32}
+CPU: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 FACTS: dict[str, dict[str, Any]] = {
     "mlstm": {"head_dims": (16, 20), "input_gate": "exp", "resets": True, "reverse": True},
     "selective_scan": {"states": 4, "width": 8, "resets": True, "reverse": False},
@@ -30,15 +30,20 @@ FACTS: dict[str, dict[str, Any]] = {
 }
 
 
-def example(op: str) -> self_check.Example:
-    found = dispatch.implementation(op, "triton").example
-    assert found is not None
+def example(op: str) -> Any:
+    return dispatch.implementation(op, "triton").example
+
+
+def fault(op: str, wrong: Any = None, **change: Any) -> str:
+    """What the check of an op finds on the CPU, of its example or of another."""
+    found, lasting = self_check.check(self_check.Call(op, {**CPU, **FACTS[op], **change}), wrong)
+    assert lasting
     return found
 
 
-def test_every_triton_form_has_an_example() -> None:
-    forms = {op for op in dispatch.ops() if "triton" in dispatch._ops[op]} - {"broken"}
-    assert forms == set(FACTS) == {op for op in forms if dispatch.implementation(op, "triton").example}
+def test_every_triton_implementation_has_an_example() -> None:
+    found = {op for op in dispatch.ops() if "triton" in registry._ops[op]} - {"broken"}
+    assert found == set(FACTS) == {op for op in found if example(op)}
 
 
 # ------------------------------------------------------------------------------
@@ -50,8 +55,8 @@ def test_every_triton_form_has_an_example() -> None:
     ("op", FACTS),
     ("dtype", [torch.float32, torch.bfloat16]),
 )
-def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
-    assert self_check.fault(example(op), {**CPU, "dtype": dtype, **FACTS[op]}) == ""
+def test_sound_implementations_pass(op: str, dtype: torch.dtype) -> None:
+    assert fault(op, dtype=dtype) == ""
 
 
 @INTERPRETED
@@ -66,7 +71,7 @@ def test_sound_forms_pass(op: str, dtype: torch.dtype) -> None:
 def test_a_wrong_one_is_found(wrong: Callable[..., Any], found: str) -> None:
     right = example("headwise_linear")
 
-    def spoilt(**facts: Any) -> Any:
+    def changed_example(**facts: Any) -> Any:
         function, *rest = right(**facts)
 
         def changed(backend: str, **x: Any) -> Any:
@@ -75,7 +80,7 @@ def test_a_wrong_one_is_found(wrong: Callable[..., Any], found: str) -> None:
 
         return changed, *rest
 
-    assert found in self_check.fault(spoilt, {**CPU, **FACTS["headwise_linear"]})
+    assert found in fault("headwise_linear", changed_example)
 
 
 @INTERPRETED
@@ -83,7 +88,7 @@ def test_every_part_of_a_state_is_compared() -> None:
     """The last of them is not the only one."""
     right = example("slstm")
 
-    def spoilt(**facts: Any) -> Any:
+    def changed_example(**facts: Any) -> Any:
         function, *rest = right(**facts)
 
         def changed(backend: str, **x: Any) -> Any:
@@ -92,12 +97,12 @@ def test_every_part_of_a_state_is_compared() -> None:
 
         return changed, *rest
 
-    assert "last state, part 2, is off by" in self_check.fault(spoilt, {**CPU, **FACTS["slstm"]})
+    assert "last state, part 2, is off by" in fault("slstm", changed_example)
 
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    "sizes", [(("batch", 1), ("length", 1 << 16)), pytest.param(None, marks=pytest.mark.slow)]
+    "sizes", [{"batch": 1, "length": 1 << 16}, pytest.param(None, marks=pytest.mark.slow)]
 )
 def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example is too short for segments, and still they are found to be wrong; so too where no size is known."""
@@ -107,9 +112,9 @@ def test_the_launches_of_a_large_call_are_checked(sizes: Any, monkeypatch: pytes
 
     monkeypatch.setattr(selective_scan_triton._Cut, "starts", nothing)
     monkeypatch.setattr(selective_scan_triton.common, "processors", lambda x: 132)
+    assert fault("selective_scan", resets=False) == ""
     facts = {**CPU, **FACTS["selective_scan"], "resets": False}
-    assert self_check.fault(example("selective_scan"), facts) == ""
-    assert "is off by" in self_check.fault(example("selective_scan"), facts, self_check.Call((), sizes))
+    assert "is off by" in self_check.check(self_check.Call("selective_scan", facts, sizes=sizes))[0]
 
 
 @INTERPRETED
@@ -125,8 +130,9 @@ def test_mixed_dtypes_are_checked_as_they_come() -> None:
 
         return noting, *rest
 
-    call = self_check.Call((("x", torch.bfloat16), ("weight", torch.float32), ("bias", None)))
-    assert self_check.fault(noted, {**CPU, **FACTS["headwise_linear"]}, call) == ""
+    dtypes = {"x": torch.bfloat16, "weight": torch.float32, "bias": None}
+    call = self_check.Call("headwise_linear", {**CPU, **FACTS["headwise_linear"]}, dtypes)
+    assert self_check.check(call, noted) == ("", True)
     assert set(zip(seen[2::2], seen[3::2], strict=True)) == {(torch.bfloat16, torch.float32)}
 
 
@@ -135,9 +141,7 @@ def test_mixed_dtypes_are_checked_as_they_come() -> None:
 
 
 def check(how: str) -> tuple[str, bool]:
-    return self_check.run_in_subprocess(
-        self_check.Request("broken", "tests.triton.broken", {**CPU, "how": how}, self_check.Call())
-    )
+    return self_check.run_in_subprocess(self_check.Call("broken", {**CPU, "how": how}))
 
 
 @pytest.mark.parametrize(
@@ -164,22 +168,22 @@ def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = self_check.Request("broken", "no_such_module", {**CPU, "how": "right"}, self_check.Call())
-    fault, lasting = self_check.run_in_subprocess(request)
-    assert "cannot be started" in fault
-    assert "No module named 'no_such_module'" in fault
+    with monkeypatch.context() as patch:
+        patch.setattr(broken.triton, "__module__", "no_such_module")
+        found, lasting = check("right")
+    assert "cannot be started" in found
+    assert "No module named 'no_such_module'" in found
+    assert not lasting
     monkeypatch.setattr(self_check.sys, "executable", "/no/such/python")
     assert "cannot be started" in check("right")[0]
-    assert not lasting
     assert not check("right")[1]
 
 
 @INTERPRETED
-def test_a_real_form_is_checked_there() -> None:
+def test_a_real_implementation_is_checked_there() -> None:
     op = "headwise_linear"
-    call = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 1 << 20),))
-    module = dispatch.implementation(op, "triton").run.__module__
-    assert self_check.run_in_subprocess(self_check.Request(op, module, {**CPU, **FACTS[op]}, call)) == ("", True)
+    call = self_check.Call(op, {**CPU, **FACTS[op]}, {"x": torch.float32, "weight": torch.float32}, {"rows": 1 << 20})
+    assert self_check.run_in_subprocess(call) == ("", True)
 
 
 # ------------------------------------------------------------------------------
@@ -191,10 +195,10 @@ class Device:
 
     def __init__(self) -> None:
         self.fault, self.lasting = "it is wrong", True
-        self.checked: list[self_check.Request] = []
+        self.checked: list[self_check.Call] = []
 
-    def check(self, request: self_check.Request) -> tuple[str, bool]:
-        self.checked.append(request)
+    def check(self, call: self_check.Call) -> tuple[str, bool]:
+        self.checked.append(call)
         return self.fault, self.lasting
 
 
@@ -211,24 +215,26 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 OP = "headwise_linear"
-CALL = self_check.Call((("x", torch.float32), ("weight", torch.float32)), (("rows", 100),))
+DTYPES: dict[str, torch.dtype | None] = {"x": torch.float32, "weight": torch.float32}
 
 
-def verdict(call: self_check.Call = CALL, **change: Any) -> str:
-    facts = {"device": "cuda", "dtype": torch.float32, "asked": "auto", **FACTS[OP], **change}
-    return self_check.verdict(OP, dispatch.implementation(OP, "triton"), facts, call)
+def verdict(rows: int | None = 100, dtypes: dict[str, torch.dtype | None] = DTYPES, **change: Any) -> str:
+    facts = {"device": "cuda", "dtype": torch.float32, "index": None, "requested_backend": "auto", **FACTS[OP]}
+    return self_check.fault_of(
+        self_check.Call(OP, {**facts, **change}, dtypes, None if rows is None else {"rows": rows})
+    )
 
 
 def test_once_for_each_launch(device: Device) -> None:
     device.fault = ""
-    assert verdict() == verdict(asked="triton") == ""
-    assert verdict(CALL._replace(sizes=(("rows", 101),))) == ""  # another size, the same launch
+    assert verdict() == verdict(requested_backend="triton") == ""
+    assert verdict(101) == ""  # another size, the same launch
     assert len(device.checked) == 1
-    verdict(CALL._replace(sizes=(("rows", 1 << 24),)))
+    verdict(1 << 24)
     assert len(device.checked) == 2
-    verdict(CALL._replace(dtypes=(("x", torch.float32), ("weight", torch.bfloat16))))
+    verdict(dtypes={**DTYPES, "weight": torch.bfloat16})
     verdict(index=1)
-    verdict(CALL._replace(sizes=None))
+    verdict(None)
     assert len(device.checked) == 5
     verdict(device="cpu")
     assert len(device.checked) == 5
@@ -240,11 +246,11 @@ def test_a_recorded_failure_warns_in_every_process_once(device: Device, tmp_path
             assert verdict() == "it is wrong"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert verdict() == verdict(CALL._replace(sizes=(("rows", 101),))) == "it is wrong"
+            assert verdict() == verdict(101) == "it is wrong"
         self_check.forget()  # as another process
     assert len(device.checked) == 1
-    (record,) = tmp_path.rglob("*.json")
-    assert json.loads(record.read_text())["value"] == "it is wrong"
+    (record,) = tmp_path.rglob("*.txt")
+    assert record.read_text().splitlines()[1] == "it is wrong"
 
 
 def test_what_may_change_is_not_recorded(device: Device, tmp_path: Path) -> None:
@@ -252,7 +258,7 @@ def test_what_may_change_is_not_recorded(device: Device, tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="no compiler"):
         assert verdict() == verdict() == "it does not run (no compiler)"
     assert len(device.checked) == 1
-    assert not [*tmp_path.rglob("*.json")]
+    assert not [*tmp_path.rglob("*.txt")]
     self_check.forget()
     device.fault = ""
     assert verdict() == ""
@@ -267,12 +273,13 @@ def test_it_can_be_turned_off(device: Device, monkeypatch: pytest.MonkeyPatch) -
 def test_a_record_that_is_not_one_is_replaced(device: Device, tmp_path: Path) -> None:
     device.fault = ""
     verdict()
-    (record,) = tmp_path.rglob("*.json")
-    for text in ("", "{", "null", '{"key": 1, "value": ""}', record.read_text().replace('"value": ""', '"value": 3')):
+    (record,) = tmp_path.rglob("*.txt")
+    whole = record.read_text()
+    for text in ("", "{", "null\n\n", whole.strip(), f"{whole}more\n"):
         record.write_text(text)
         self_check.forget()
         assert verdict() == ""
-        assert json.loads(record.read_text())["value"] == ""
+        assert record.read_text() == whole
     assert len(device.checked) == 6
 
 
@@ -291,7 +298,7 @@ def test_a_check_within_a_backward_pass(device: Device) -> None:
 def test_dispatch_falls_back_and_says_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "DEVICE", "cpu")
     monkeypatch.setitem(
-        dispatch._ops[OP], "triton", dispatch.implementation(OP, "triton")._replace(can=dispatch.always("a test"))
+        registry._ops[OP], "triton", dispatch.implementation(OP, "triton")._replace(can=dispatch.always("a test"))
     )
     x, weight = torch.ones(3, 8), torch.ones(4, 2, 2)
     with pytest.warns(UserWarning, match="not used here"):
@@ -301,7 +308,7 @@ def test_dispatch_falls_back_and_says_so(device: Device, monkeypatch: pytest.Mon
     with pytest.raises(BackendError, match=found):
         kernels.headwise_linear(x, weight, backend="triton")
     assert len(device.checked) == 1
-    assert dict(device.checked[0].call.sizes or ()) == {"rows": 3}
+    assert device.checked[0].sizes == {"rows": 3}
     assert dispatch.why(OP, device="cpu", dtype=torch.float32, **FACTS[OP])[0].can  # asking causes no check
 
 
@@ -325,7 +332,7 @@ def test_a_compiler_causes_the_check_and_an_export_does_not(
     device.fault = ""
     monkeypatch.setattr(self_check, "DEVICE", "cpu")
     monkeypatch.setitem(
-        dispatch._ops[OP], "triton", dispatch.implementation(OP, "torch")._replace(
+        registry._ops[OP], "triton", dispatch.implementation(OP, "torch")._replace(
             can=dispatch.always("a test"), example=example(OP), tiles=dispatch.implementation(OP, "triton").tiles,
         )
     )
@@ -337,7 +344,7 @@ def test_a_compiler_causes_the_check_and_an_export_does_not(
     torch._dynamo.reset()
     if how == "compile":
         torch.compile(Caller(), fullgraph=True, backend="eager")(torch.ones(3, 8))
-        assert [request.call.sizes for request in device.checked] == [None]
+        assert [call.sizes for call in device.checked] == [None]
     else:
         torch.export.export(Caller(), (torch.ones(3, 8),), strict=False)
         assert not device.checked

@@ -1,0 +1,75 @@
+"""The implementations of each op, registered by the files that hold them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+IMPLEMENTATIONS = ("triton", "torch", "reference")  # in the order of `auto`
+
+Can = Callable[..., tuple[bool, str]]
+Tiles = Callable[..., dict[str, dict[str, int]]]
+Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]]
+
+
+def no_tiles(arch: str, **facts: Any) -> dict[str, dict[str, int]]:
+    """The tiles of an implementation that leaves launching to torch."""
+    return {}
+
+
+class Implementation(NamedTuple):
+    """One implementation of an op.
+
+    run: has the op's signature.
+    can(**facts): returns whether it can run, and the reason.
+    tiles(arch, **facts): how its own kernels are launched on an architecture ("sm_90"), by pass:
+        {"forward": {"num_warps": 4, ...}, ...}.
+    example(**facts): what is checked before its first use (self_check.py): the op's function, small tensors, options.
+    by_hand: its derivative is written by hand, for autograd's reverse mode only.
+    """
+
+    run: Callable[..., Any]
+    can: Can
+    tiles: Tiles = no_tiles
+    example: Example | None = None
+    by_hand: bool = False
+
+
+_ops: dict[str, dict[str, Implementation]] = {}
+
+
+def register(
+    op: str, name: str, run: Callable[..., Any], can: Can, tiles: Tiles = no_tiles, example: Example | None = None,
+    by_hand: bool = False,
+) -> None:
+    """Add or replace an implementation of an op. Raises ValueError for a name that is not in IMPLEMENTATIONS."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
+    _ops.setdefault(op, {})[name] = Implementation(run, can, tiles, example, by_hand or name == "triton")
+
+
+def load_implementations(op: str) -> None:
+    """Import `<op>/<name>.py` of the kernels, for each implementation that has such a file or folder."""
+    for name in IMPLEMENTATIONS:
+        module = f"seqblocks.kernels.{op}.{name}"
+        if find_spec(module) is not None:
+            importlib.import_module(module)
+
+
+def ops() -> tuple[str, ...]:
+    """Return the names of the registered ops, sorted."""
+    return tuple(sorted(_ops))
+
+
+def implementation(op: str, name: str) -> Implementation:
+    """Return a registered implementation. Raises KeyError if there is none."""
+    return _ops[op][name]
+
+
+def always(reason: str) -> Can:
+    """Return a `can` for implementations that run wherever torch does."""
+    return lambda **facts: (True, reason)

@@ -1,0 +1,53 @@
+"""What implementations share about dtypes and derivatives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch.compiled import constant
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """Turn autocast off, so that gates, stabilisers and states keep their dtype."""
+    if _autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast narrows matrix products to here, or None."""
+    if _autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+@constant  # older compilers cannot look into it
+def _autocast_available(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+def computed_in(*inputs: Tensor | None) -> torch.dtype:
+    """Return the dtype that implementations are asked about: the first input's, but float64 if any is."""
+    dtypes = [x.dtype for x in inputs if x is not None]
+    return torch.float64 if torch.float64 in dtypes else dtypes[0]
+
+
+def nothing(like: Tensor, *inputs: Tensor | None) -> Tensor:
+    """Return `like`, which is empty, as a result of all inputs, so that each has a gradient of zeros."""
+    return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
+
+
+def no_second_derivative(op: str, name: str) -> Callable[..., Any]:
+    """Return a backward for the backward of an implementation whose first derivative is written by hand."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"the {name} implementation of {op} has no second derivative; use backend='reference' for it"
+        )
+
+    return refuse
