@@ -79,6 +79,8 @@ class Op(BaseModel):
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
+    open_keys: ClassVar[bool] = False
+    """Whether keys that are not declared are whole numbers (`model_config` must allow extra ones then)."""
     builtin: ClassVar[bool] = False
     """Whether it is one of seqblocks' own; set when it is registered."""
 

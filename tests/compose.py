@@ -212,6 +212,7 @@ class Composer:
                     ("learnable_skip", {"with": other}),
                     ("add", {"with": other}),
                     ("multiply", {"by": other}),
+                    ("multiply", {"by": other}),
                     ("add", {"with": other}),
                     ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
                 ]
@@ -528,11 +529,12 @@ class Composer:
             self.earlier, self.centaurus, self.ssm, self.memory, self.slstm, self.attention, self.positions,
             *nested, *nested[:2],
         ]  # fmt: skip
+        moves += [self.windows]
         moves += [self.down, self.up] if body.now.every < 12 else [self.up]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
-            moves += [self.conv2d, self.through_an_image] * (3 if body.now.grid else 0)
+            moves += [self.conv2d, self.through_an_image, self.merged_patches] * (3 if body.now.grid else 0)
             moves += [] if body.fixed else [self.class_token] * 2
         return self.chance.choice(moves)
 
@@ -579,6 +581,42 @@ class Composer:
         factor = self.chance.choice([f for f in range(2, now.every + 1) if now.every % f == 0])
         made = replace(now, length=now.length and now.length * factor, every=now.every // factor, grid=None)
         self.add(body, "upsample", made, factor=factor)
+
+    def windows(self, body: Body) -> None:
+        """Tokens merged into features, or features split into tokens, by a pattern."""
+        now = body.now
+        factors = [f for f in (2, 3) if not now.length or now.length % f == 0]
+        spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.every % f == 0]
+        if spread and self.maybe(0.5):
+            n = self.chance.choice(spread)
+            length = now.length and now.length * n
+            made = replace(now, width=now.width // n, length=length, every=now.every // n, grid=None)
+            self.add(body, "rearrange", made, pattern="tokens (n features) -> (tokens n) features", n=self.number(n))
+        elif factors and now.width < 30 and now.every < 12:
+            n, merged = self.chance.choice(factors), self.maybe(0.5)
+            made = replace(now, length=now.length and now.length // n, every=now.every * n, grid=None)
+            if merged:
+                made = replace(made, width=n * now.width)
+                self.add(body, "rearrange", made, pattern="(seq n) features -> seq (n features)", n=n)
+            else:
+                by = self.chance.choice(["mean", "sum", "max", "min"])
+                self.add(body, "reduce", made, pattern="(seq n) features -> seq features", n=n, by=by)
+        else:
+            heads = self.divisor(now.width)
+            self.add(body, "rearrange", now, pattern="seq (heads d) -> seq (d heads)", heads=heads)
+
+    def merged_patches(self, body: Body) -> None:
+        """Neighbouring patches of an image as one token."""
+        now = body.now
+        if now.grid is None or body.columns or now.width > 12:
+            self.windows(body)
+            return
+        rows, columns = now.grid
+        p, q = (self.chance.choice([n for n in (1, 2, 3) if size % n == 0]) for size in now.grid)
+        grid, every = (rows // p, columns // q), now.every * p * q
+        made = Kind("sequence", now.width * p * q, grid[0] * grid[1], grid, every)
+        pattern = "(rows p) (columns q) features -> rows columns (p q features)"
+        self.add(body, "rearrange", made, pattern=pattern, p=p, q=q)
 
     def class_token(self, body: Body) -> None:
         now = body.now

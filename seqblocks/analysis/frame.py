@@ -298,6 +298,8 @@ class Frame(Wiring):
                 kind = fields[key]
                 value = self.argument(node, kind)
                 values[key] = plain(node) if value is node and issubclass(cls, Op) else value
+            elif key not in skip and issubclass(cls, Op) and cls.open_keys:
+                values[key] = self.number(node, whole=True)
             elif key not in skip:
                 unknown_keys.append(key)
                 words = [*fields, *skip, *STEP_KEYS]

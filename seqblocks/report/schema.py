@@ -35,6 +35,7 @@ STEPS: Schema = {"$ref": "#/definitions/steps"}
 STEP: Schema = {"$ref": "#/definitions/step"}
 WIRE: Schema = {"type": "string", "description": "the name of a wire"}
 NUMBER: Schema = {"type": ["number", "string"]}
+SIZE: Schema = {"type": ["integer", "string"], "description": "the size of an axis of the pattern"}
 PAIR: Schema = {"type": ["number", "string", "array"]}
 FLAG: Schema = {"type": ["boolean", "string"], "not": {"enum": ["yes", "no", "on", "off"]}}
 LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
@@ -210,7 +211,9 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
             required.append(port.name)
     properties |= {key: STEP_KEYS[key] for key in _step_keys(verb)}
     out = _takes(about(verb), properties, required)
-    return _short(out, required) if issubclass(verb, Op) else _combinator(verb, out)
+    if issubclass(verb, Op):
+        return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), required)
+    return _combinator(verb, out)
 
 
 def _step_keys(verb: Verb) -> list[str]:

@@ -1,0 +1,151 @@
+"""Axes by patterns: einops on plain tensors is the truth; the checked shapes, streams, lookahead and errors follow."""
+
+import pytest
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
+from seqblocks.analysis.check import load_text
+from seqblocks.analysis.lookahead import find
+from seqblocks.errors import RunError
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import check_law
+
+IMAGE = "image: {size: [4, 6], channels: 3}"
+GRID = "features: 8, grid: [4, 6]"
+
+
+def built(entering: str, *steps: str) -> SequenceModel:
+    lines = "".join(f"    - {step}\n" for step in steps)
+    _, graph = load_text(f"seqblocks: 1\nmodel:\n  input: {{{entering}}}\n  steps:\n{lines}")
+    assert graph
+    return build_model(graph, device="cpu", dtype=torch.float64, seed=0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def checked(model: SequenceModel) -> list[object]:
+    output = model.spec.output
+    assert output
+    return list(output.axes[1:])
+
+
+def agrees(model: SequenceModel, x: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(model(x), wanted, rtol=0, atol=1e-15)
+    assert checked(model) == list(wanted.shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("entering", "shape", "pattern", "sizes"),
+    [
+        ("features: 6, length: 8", (8, 6), "seq (heads d) -> seq (d heads)", {"heads": 3}),
+        ("features: 6, length: 8", (8, 6), "(seq n) features -> seq (n features)", {"n": 4}),
+        ("features: 6, length: 8", (8, 6), "(n seq) features -> seq (n features)", {"n": 4}),
+        ("features: 6, length: 8", (8, 6), "seq (n features) -> (seq n) features", {"n": 2}),
+        ("features: 6, length: 8", (8, 6), "seq features -> features seq", {}),
+        ("features: 6, length: 8", (8, 6), "seq features -> (seq features)", {}),
+        (IMAGE, (3, 4, 6), "channels rows columns -> (rows columns) channels", {}),
+        (IMAGE, (3, 4, 6), "channels (rows p) columns -> (channels p) rows columns", {"p": 2}),
+        (IMAGE, (3, 4, 6), "channels rows columns -> (channels rows columns)", {}),
+        (GRID, (24, 8), "seq (heads d) -> seq (d heads)", {"heads": 2}),
+    ],
+)
+def test_rearrange(entering: str, shape: tuple[int, ...], pattern: str, sizes: dict[str, int]) -> None:
+    written = "".join(f", {name}: {size}" for name, size in sizes.items())
+    model = built(entering, f'rearrange: {{pattern: "{pattern}"{written}}}')
+    x, (left, right) = draw(2, *shape), pattern.split("->")
+    agrees(model, x, rearrange(x, f"batch {left} -> batch {right}", **sizes))
+
+
+def test_patches_are_merged_and_shuffled_back() -> None:
+    merge = 'rearrange: {pattern: "(rows p) (columns q) features -> rows columns (p q features)", p: 2, q: 3}'
+    model = built(GRID, merge)
+    x = draw(2, 24, 8)
+    pattern = "batch (rows p columns q) features -> batch (rows columns) (p q features)"
+    agrees(model, x, rearrange(x, pattern, p=2, q=3, rows=2))
+    assert model.spec.output
+    assert model.spec.output.grid == (2, 2)
+    pattern = "rows columns (p q features) -> (rows p) (columns q) features"
+    back = f'rearrange: {{pattern: "{pattern}", p: 2, q: 3, name: back}}'
+    agrees(built(GRID, merge, back, "conv2d: {kernel: 1, init: {weight: ones, bias: zeros}}"), x, x)
+
+
+def test_patches_become_an_image_again_and_images_of_other_sizes_do_too() -> None:
+    cut = 'rearrange: {pattern: "channels (rows p) (columns q) -> rows columns (channels p q)", p: 2, q: 2}'
+    pattern = "rows columns (channels p q) -> channels (rows p) (columns q)"
+    uncut = f'rearrange: {{pattern: "{pattern}", p: 2, q: 2, name: uncut}}'
+    model = built(IMAGE, cut, uncut)
+    for rows, columns in ((4, 6), (8, 2)):
+        x = draw(2, 3, rows, columns)
+        torch.testing.assert_close(model(x), x, rtol=0, atol=0)
+    with pytest.raises(RunError, match="an input of \\[2, 3, 5, 6\\] does not fit"):
+        model(draw(2, 3, 5, 6))
+
+
+@pytest.mark.parametrize("by", ["mean", "sum", "max", "min"])
+def test_reduce(by: str) -> None:
+    x = draw(2, 8, 6)
+    step = f'reduce: {{pattern: "(seq n) (heads d) -> seq d", n: 2, heads: 3, by: {by}}}'
+    model = built("features: 6, length: 8", step)
+    agrees(model, x, reduce(x, "b (s n) (h d) -> b s d", by, n=2, h=3))
+    image = draw(2, 3, 4, 6)
+    agrees(
+        built(IMAGE, f'reduce: {{pattern: "channels rows columns -> channels", by: {by}}}'),
+        image, reduce(image, "b c h w -> b c", by),
+    )  # fmt: skip
+
+
+def test_an_open_sequence_is_reduced_to_a_vector() -> None:
+    model = built("features: 6", 'reduce: {pattern: "seq features -> features"}')
+    for length in (1, 5):
+        x = draw(2, length, 6)
+        torch.testing.assert_close(model(x), x.mean(1))
+    with pytest.raises(RunError, match="the sequence is empty"):
+        model(draw(2, 0, 6))
+
+
+STACK = 'rearrange: {pattern: "(seq n) features -> seq (n features)", n: 3}'
+
+
+@pytest.mark.parametrize(
+    ("steps", "frame", "lookahead"),
+    [
+        (['rearrange: {pattern: "seq (heads d) -> seq (d heads)", heads: 2}', "causal_conv"], 1, 0),
+        ([STACK, "causal_conv"], 3, 2),
+        ([STACK, "causal_conv", 'rearrange: {pattern: "seq (n f) -> (seq n) f", n: 3, name: back}'], 3, 2),
+        (['reduce: {pattern: "(seq n) f -> seq f", n: 2, by: max}', "causal_conv"], 2, 1),
+    ],
+)
+def test_windows_stream(steps: list[str], frame: int, lookahead: int) -> None:
+    model = built("features: 6", *steps)
+    assert (model.frame_size, find(model.spec).tokens) == (frame, lookahead)
+    check_law(model, seq=7)
+
+
+def test_what_moves_tokens_about_has_no_resets_and_no_stream() -> None:
+    model = built("features: 6", STACK)
+    with pytest.raises(RunError, match="rearrange moves tokens from place to place, so the model knows no resets"):
+        model(draw(2, 6, 6), resets=torch.zeros(2, 6, dtype=torch.bool))
+    with pytest.raises(RunError, match="does not fit"):
+        model(draw(2, 7, 6))
+    mixed = built("features: 6, length: 4", 'rearrange: {pattern: "seq features -> features seq"}')
+    with pytest.raises(RunError, match="it reads the whole input"):
+        mixed.init_state(1)
+
+
+def test_a_mixer_of_tokens_by_transposition() -> None:
+    transpose = 'rearrange: {pattern: "seq features -> features seq", name: NAME}'
+    steps = [transpose.replace("NAME", "there"), "linear: {features: 4}", transpose.replace("NAME", "back")]
+    model = built("features: 6, length: 4", *steps)
+    x, weight, bias = draw(2, 4, 6), model.get_parameter("linear.weight"), model.get_parameter("linear.bias")
+    agrees(model, x, torch.einsum("bsf,ts->btf", x, weight) + bias[:, None])
+
+
+def test_compiled_and_exported() -> None:
+    model = built("features: 6", STACK, "linear: {features: 6}", 'reduce: {pattern: "seq (n f) -> seq f", n: 2}')
+    x = draw(2, 9, 6)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
