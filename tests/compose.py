@@ -123,22 +123,21 @@ class Composer:
         heads = self.divisor(now.width)
         normed = heads if heads < now.width else 1
         shared = {"shared": self.maybe(0.4)}
-        verb, arguments = chance.choice(
-            [
-                ("identity", {}),
-                ("scale", {"by": chance.choice([0.5, -1, 2])}),
-                ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
-                (chance.choice(ACTIVATIONS), {}),
-                ("soft_cap", {"cap": 3.0}),
-                ("dropout", {"p": 0.2}),
-                # the norm of a single number is 0, and its gradient nothing but rounding
-                ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
-                ("rms_norm", {**gain, **shared, "groups": heads}),
-                ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
-                ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
-                ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
-            ]
-        )
+        choices: list[tuple[str, dict[str, Any]]] = [
+            ("identity", {}),
+            ("scale", {"by": chance.choice([0.5, -1, 2])}),
+            ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
+            (chance.choice(ACTIVATIONS), {}),
+            ("soft_cap", {"cap": 3.0}),
+            ("dropout", {"p": 0.2}),
+            # the norm of a single number is 0, and its gradient nothing but rounding
+            ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
+            ("rms_norm", {**gain, **shared, "groups": heads}),
+            ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
+            ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
+            ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
+        ]
+        verb, arguments = chance.choice(choices)
         self.add(body, verb, now, **arguments)
 
     def linear(self, body: Body, width: int | None = None) -> None:

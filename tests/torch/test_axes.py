@@ -121,7 +121,9 @@ STACK = 'rearrange: {pattern: "(seq n) features -> seq (n features)", n: 3}'
 )
 def test_windows_stream(steps: list[str], frame: int, lookahead: int) -> None:
     model = built("features: 6", *steps)
-    assert (model.frame_size, find(model.spec).tokens) == (frame, lookahead)
+    ahead = find(model.spec)
+    assert ahead
+    assert (model.frame_size, ahead.tokens) == (frame, lookahead)
     check_law(model, seq=7)
 
 
