@@ -354,7 +354,7 @@ class Composer:
         now = body.wires[source] if source else body.now
         merge = self.chance.choice(["sum", "mean", "concat", "product"])
         count = self.chance.randint(1, 3)
-        branches = [{self.fresh("b"): []} for _ in range(count)]
+        branches: list[dict[str, list[Step]]] = [{self.fresh("b"): []} for _ in range(count)]
         width = now.width * count if merge == "concat" else now.width
         arguments: dict[str, Any] = {"merge": merge, "branches": branches}
         self.add(body, "parallel", replace(now, width=width), **({"from": source} if source else {}), **arguments)

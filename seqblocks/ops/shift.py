@@ -28,7 +28,7 @@ def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
         age = torch.arange(by, 0, -1, device=x.device)
         earlier = torch.where((index >= by).unsqueeze(-1), earlier, 0.0)
         window = torch.where((age <= length.unsqueeze(-1)).unsqueeze(-1), window, 0.0)
-    return earlier, {"window": window.to(before.dtype)} if call.keep else {}
+    return earlier, {"window": window.to(before.dtype)} if call.return_state else {}
 
 
 class _Shifted(Op):
