@@ -44,7 +44,7 @@ ROOMS = """
     ------ torch begins
     state
     runtime/*
-    checkpoint
+    checkpoint/*
     testing
     __init__
     __main__

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.checkpoint import _checksum_of_record, load_official, official_name, restore, save
+from seqblocks.checkpoint import load_official, official_name, restore, save
+from seqblocks.checkpoint.record import record_checksum
 
 TEXT = """
 seqblocks: 1
@@ -95,7 +96,7 @@ def test_a_saved_spec_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = torch.load(tmp_path / "m.pt", weights_only=True)
     for name in ("secret.yaml", str(tmp_path / "secret.yaml"), "../" * 20 + "etc/passwd"):
         data["seqblocks"]["text"] = TEXT.replace("seqblocks: 1\n", f"seqblocks: 1\nuse: ['{name}']\n")
-        data["seqblocks"]["checksum"] = _checksum_of_record(data["seqblocks"])
+        data["seqblocks"]["checksum"] = record_checksum(data["seqblocks"])
         torch.save(data, tmp_path / "hostile.pt")
         with pytest.raises(seqblocks.SpecError, match="among those that came with the spec") as caught:
             restore(tmp_path / "hostile.pt")
@@ -416,7 +417,7 @@ def test_a_part_that_cannot_be_taken_is_told() -> None:
         "{transpose: v}": r"be \[2, 2\]",
         "{reshape: v}": "hold 2 x 2 numbers",
     }.items():
-        told = rf"for linear\.weight the official v ought to {words}, and is \[4, 2\] of torch\.float32"
+        told = rf"for linear\.weight the official v must {words}, and is \[4, 2\] of torch\.float32"
         with pytest.raises(seqblocks.RunError, match=told):
             load_official(seqblocks.build_text(f"{text}{{linear.weight: {recipe}}}"), {"v": torch.ones(4, 2)})
 
@@ -438,7 +439,7 @@ def test_a_recipe_does_not_reshape(recipe: str, of: Any, right: Any, wrong: Any)
     w = torch.arange(float(math.prod(right))).view(right)
     load_official(model, {"w": w})
     assert torch.equal(model.linear.weight, of(w))
-    with pytest.raises(seqblocks.RunError, match=r"for linear\.weight the official w ought to be "):
+    with pytest.raises(seqblocks.RunError, match=r"for linear\.weight the official w must be "):
         load_official(model, {"w": w.reshape(wrong)})
 
 
@@ -458,7 +459,7 @@ def test_missing_and_spare_tensors_are_named() -> None:
         ("{concat: [o, p]}", r"head.weight \[8, 6\] cannot be the concat of \[6, 8\], \[7\]: "),
         ("{slice: p, axis: 1}", r"cannot be the slice of \[7\]: "),
         ("{transpose: p}", r"cannot be the transpose of \[7\]: "),
-        ("q", "q of the official weights is no tensor, but list"),
+        ("q", "q of the official weights is not a tensor, but list"),
     ],
 )
 def test_what_only_the_tensors_can_tell(recipe: str, told: str) -> None:

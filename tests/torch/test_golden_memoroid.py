@@ -206,7 +206,7 @@ def test_official_kernels_are_read_through_the_map(case: str) -> None:
         assert torch.equal(model.state_dict()[f"{name}.{key}"], value), key
     for key in official:
         if key.endswith(("i.kernel", "f.kernel", "gate.kernel")):
-            with pytest.raises(seqblocks.RunError, match=r"ought to be \[36, 3\], and is \[3, 36\]"):
+            with pytest.raises(seqblocks.RunError, match=r"must be \[36, 3\], and is \[3, 36\]"):
                 load_official(model, {**official, key: official[key].T})
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 import seqblocks
-from seqblocks import checkpoint, graph
+from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import load_official
+from seqblocks.checkpoint.official import parameters_from
+from seqblocks.checkpoint.weights import check_fit
 from seqblocks.language.spec import bundled
 
 FOLDER = Path(__file__).parent.parent / "golden" / "hub"
@@ -63,8 +65,8 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
     numbers = {name: float(at) for at, name in enumerate(shapes)}
     tensors = without_memory(case, numbers)
     tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
-    made = checkpoint._collected(model, tensors)
-    checkpoint._fit(model, made)
+    made = parameters_from(model, tensors)
+    check_fit(model, made)
     # as many tensors as parameters, but for the head that is tied and for what the sLSTM holds in one
     together = sum(name.endswith("slstm_cell._bias_") for name in shapes)
     assert len(made) == len(shapes) - len(tied) + 3 * together
@@ -81,12 +83,12 @@ def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> N
     tensors = without_memory(case, dict.fromkeys(SHAPES[case], 0.0))
     victim = next(name for name in tensors if name.endswith(("mixer.D", "igate.bias", "igate_preact.bias")))
     with pytest.raises(seqblocks.RunError, match=f"have no {re.escape(victim)}, which"):
-        checkpoint._collected(model, {name: t for name, t in tensors.items() if name != victim})
+        parameters_from(model, {name: t for name, t in tensors.items() if name != victim})
     with pytest.raises(seqblocks.RunError, match="hold more than the spec maps: more"):
-        checkpoint._collected(model, {**tensors, "more": torch.zeros(1)})
-    wrong = checkpoint._collected(model, {**tensors, victim: torch.zeros(3)})
+        parameters_from(model, {**tensors, "more": torch.zeros(1)})
+    wrong = parameters_from(model, {**tensors, victim: torch.zeros(3)})
     with pytest.raises(seqblocks.RunError, match=r" is \[3\], and \["):
-        checkpoint._fit(model, wrong)
+        check_fit(model, wrong)
 
 
 def mamba_of(config: dict[str, Any]) -> Any:

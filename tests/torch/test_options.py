@@ -300,7 +300,7 @@ def test_xlstm_large_with_fused_weights() -> None:
     x = draw(1, 4, 8)
     assert torch.equal(again(x), model(x))
     wrong = seqblocks.build_text(text.replace("start: 20", "start: 28"), dtype=torch.float64)
-    with pytest.raises(seqblocks.RunError, match=r"qkv_opreact\.weight ought to have 4 from 28"):
+    with pytest.raises(seqblocks.RunError, match=r"qkv_opreact\.weight must have 4 from 28"):
         load_official(wrong, {name: p.detach() for name, p in tensors.items()})
 
 

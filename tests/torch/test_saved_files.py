@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import seqblocks
-from seqblocks import checkpoint
-from seqblocks.checkpoint import load_official, restore, save
+from seqblocks.checkpoint import load_official, record, restore, save, writing
+from seqblocks.checkpoint.weights import unusable
 
 TEXT = """
 seqblocks: 1
@@ -82,7 +82,7 @@ def test_save_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["null.pt", "pipe.pt", "s.pt"]
     for target in (pipe, device, tmp_path):
-        with pytest.raises(seqblocks.UsageError, match="is no regular file"):
+        with pytest.raises(seqblocks.UsageError, match="is not a regular file"):
             restore(target)
     for odd in ("a\0b.pt", 3):
         for call in (lambda odd=odd: save(model(), odd), lambda odd=odd: restore(odd)):
@@ -137,7 +137,7 @@ def test_leftovers_of_killed_saves_go_and_running_saves_stay(path: Path, tmp_pat
             os.write(ready[1], b"!")
             os.read(release[0], 1)
 
-        checkpoint._write(path, hang)
+        writing.write(path, hang)
 
     def unfinished() -> list[Path]:
         return sorted(each for each in tmp_path.iterdir() if each.name.endswith(".saving") and each not in others)
@@ -159,11 +159,11 @@ def test_leftovers_of_killed_saves_go_and_running_saves_stay(path: Path, tmp_pat
 
 
 def test_where_there_are_no_locks_age_decides(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_lock", lambda handle: None)
+    monkeypatch.setattr(writing, "_lock", lambda handle: None)
     old, fresh = (tmp_path / f".{path.name}.0000000{i}.saving" for i in range(2))
     for each in (old, fresh):
         each.write_bytes(b"half")
-    os.utime(old, (time.time() - checkpoint.STALE - 60,) * 2)
+    os.utime(old, (time.time() - writing.STALE - 60,) * 2)
     save(model(), path)
     assert not old.exists()
     assert fresh.exists()
@@ -192,7 +192,7 @@ def full() -> None:
 
 
 def stop_writing(monkeypatch: pytest.MonkeyPatch, count: int, stop: Callable[[], None]) -> None:
-    write = checkpoint._write
+    write = writing.write
 
     def stopped(target: Path, work: Any) -> None:
         def injected(file: Any) -> None:
@@ -203,7 +203,7 @@ def stop_writing(monkeypatch: pytest.MonkeyPatch, count: int, stop: Callable[[],
 
         write(target, injected)
 
-    monkeypatch.setattr(checkpoint, "_write", stopped)
+    monkeypatch.setattr(writing, "write", stopped)
 
 
 @needs_fork
@@ -287,7 +287,7 @@ def contents(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record and the tensors that `save` writes."""
     made = model(seed)
     source = made.spec.source
-    about = {"format": checkpoint.FORMAT, "name": source.name, "text": source.text, "overrides": {}, "files": {}}
+    about = {"format": record.FORMAT, "name": source.name, "text": source.text, "overrides": {}, "files": {}}
     return about, dict(made.state_dict())
 
 
@@ -295,10 +295,10 @@ def sealed(about: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     """With checksums, as far as there can be any."""
     sums = {}
     for name, tensor in tensors.items():
-        plain = isinstance(tensor, Tensor) and not checkpoint.unusable(tensor) and tensor.is_contiguous()
-        sums[name] = checkpoint.checksum(name, tensor) if plain else 0
+        plain = isinstance(tensor, Tensor) and not unusable(tensor) and tensor.is_contiguous()
+        sums[name] = record.checksum(name, tensor) if plain else 0
     about = {**about, "checksums": sums}
-    return {**about, "checksum": checkpoint._checksum_of_record(about)}
+    return {**about, "checksum": record.record_checksum(about)}
 
 
 def write(path: Path, about: Any, tensors: Any) -> None:
@@ -496,7 +496,7 @@ def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -
         ("sparse", r"is sparse \(torch\.sparse_coo\): to_dense\(\) it first"),
         ("quantised", r"is quantised \(torch\.qint8\): dequantize\(\) it first"),
         ("nested", r"is nested: pad it"),
-        ("none", r"is no tensor, but NoneType"),
+        ("none", r"is not a tensor, but NoneType"),
     ],
 )
 def test_official_weights_of_another_kind_are_named(kind: str, told: str) -> None:

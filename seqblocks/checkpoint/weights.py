@@ -1,0 +1,134 @@
+"""Which tensors may be a model's weights, and copying them into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks import graph
+from seqblocks.errors import RunError, listing
+from seqblocks.graph import ModelSpec, Named
+from seqblocks.runtime.model import SequenceModel
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
+
+
+def unusable(tensor: Any, complex_too: bool = False) -> str | None:
+    """Return why something is not a plain tensor of floating numbers ("is sparse: …"), or None if it is one."""
+    if not isinstance(tensor, Tensor):
+        return f"is not a tensor, but {type(tensor).__name__}"
+    if type(tensor.detach()) is not Tensor:
+        return f"is a {type(tensor).__name__}, and its numbers may be elsewhere too: gather the weights first"
+    if tensor.is_meta:
+        return "is on meta, where no numbers are"
+    if tensor.is_nested:
+        return "is nested: pad it"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype}): dequantize() it first"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}): to_dense() it first"
+    if tensor.dtype not in (*FLOATS, *(COMPLEX if complex_too else ())):
+        what = "is complex" if tensor.is_complex() else f"is of {tensor.dtype}"
+        return f"{what}, and weights are float64, float32, float16 or bfloat16"
+    return None if _has_storage(tensor) else "has lost its storage, as sharding leaves it: gather the weights first"
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return not tensor.numel() or end <= tensor.untyped_storage().nbytes()
+
+
+def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
+    """Return a model's tensors by name. Raise RunError unless they are those of its spec, plain and with numbers."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    _check_own(tensors, {item.name: item.parameter.shape for item in graph.parameters(model.graph)})
+    return tensors
+
+
+def check_writable(model: SequenceModel) -> None:
+    """Raise RunError unless the parameters of the spec are there and can be filled. There may be other tensors."""
+    shapes = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
+    every: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tensors = {name: every[name] for name in shapes if name in every}
+    _check_own(tensors, shapes)
+    for name, tensor in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise RunError(f"{name} repeats one number in memory (expand), so it cannot be filled: clone it first")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise RunError(f"{name} was made in inference mode and can be filled there only: torch.inference_mode()")
+
+
+def _check_own(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise RunError unless these are the spec's own parameters."""
+    differences = _differences(tensors, shapes)
+    if differences:
+        how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
+        raise RunError(f"the model is no longer what its spec says: {differences}. First {how}")
+    for name, tensor in tensors.items():
+        if reason := unusable(tensor):
+            how = ": model.to_empty(device='cpu') makes room" if tensor.is_meta else ""
+            raise RunError(f"{name} {reason}{how}")
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            what = f"{name} is {list(tensor.shape)}, and {list(shapes[name])} there"
+            raise RunError(f"the model is no longer what its spec says: {what}")
+
+
+def _differences(names: Iterable[str], expected: Iterable[str]) -> str:
+    """List the names that are missing and those that are unexpected."""
+    names, expected = dict.fromkeys(names), dict.fromkeys(expected)
+    missing = [name for name in expected if name not in names]
+    spare = [name for name in names if name not in expected]
+    return "; ".join(
+        f"{len(found)} {'is' if len(found) == 1 else 'are'} {what} ({listing(found, 4)})"
+        for what, found in (("missing", missing), ("not known here", spare)) if found
+    )
+
+
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tied names have the same values, nan included."""
+    if a is b:
+        return True
+    a, b = a.detach().to(b.device), b.detach()
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def check_fit(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Raise RunError unless tensors are those that a spec declares, by name and shape. Nothing is allocated."""
+    declared = {item.name: item for item in graph.parameters(spec.graph) if not item.tied}
+    differences = _differences(tensors, declared)
+    if differences:
+        raise RunError(f"the weights are not this model's: {differences}")
+    for name, item in declared.items():
+        found, shape = tensors[name], item.parameter.shape
+        if tuple(found.shape) != tuple(shape):
+            sizes = f"{name} is {list(found.shape)}, and {list(shape)} here"
+            raise RunError(f"the weights are not this model's: {sizes}{_origin_of_shape(item, tuple(found.shape))}")
+        if found.is_complex():
+            raise RunError(f"the weights for {name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part")
+
+
+def _origin_of_shape(item: Named, found: tuple[int, ...]) -> str:
+    """Name the step that has a parameter of another shape, and what to write in the spec so that it fits."""
+    step = f" ({item.node.verb}, {item.node.span})"
+    if item.node.verb != "position_embed" or len(found) != len(item.parameter.shape):
+        return step
+    if len(found) == 4:
+        grid = f"{{rows: {found[1]}, columns: {found[2]}}}"
+        return f"{step}. `position_embed: {grid}` takes these and fits them to the image"
+    return f"{step}. There are {found[1]} positions: another size, patch or stride of the image, or another length"
+
+
+@torch.no_grad()
+def copy_weights(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy all weights into a model. Raise RunError, and copy none, where they do not fit."""
+    check_fit(model.spec, tensors)
+    own = model.state_dict(keep_vars=True)  # its names are the spec's, also where a wrapper is in between
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)
+    if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
+        model.tie()  # to_empty and load_state_dict separate them
