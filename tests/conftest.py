@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+PLAIN = {"NO_COLOR": "1", "COLUMNS": "100"}
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 # Triton settles when it is first imported whether it interprets its kernels. Where there is no GPU that is how they are
@@ -106,10 +108,32 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
             [sys.executable, "-m", "seqblocks.cli", *map(str, arguments)],
             input=input,
             cwd=cwd or ROOT,
-            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "100", **(env or {})},
+            env={**os.environ, "PYTHONPATH": path, **PLAIN, **(env or {})},
             timeout=timeout,
             capture_output=True,
             encoding="utf-8",
         )
+
+    return run
+
+
+@pytest.fixture
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `seqblocks ARGUMENTS` in this process. For `build`, which else would import torch anew; see `run_cli`."""
+
+    def run(*arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
+        from seqblocks.cli.main import main
+
+        words = [*map(str, arguments)]
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd or ROOT)
+            for name, value in {**PLAIN, **(env or {})}.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            status = main(words)
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, printed.out, printed.err)
 
     return run

@@ -122,8 +122,8 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
         ("buidl good.yaml", "there is no verb 'buidl': did you mean 'build'?"),
     ],
 )
-def test_a_misspelt_option(words: str, told: str, run_cli: Run, folder: Path) -> None:
-    done = run_cli(*words.split(), cwd=folder)
+def test_a_misspelt_option(words: str, told: str, run_here: Run, folder: Path) -> None:
+    done = run_here(*words.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {told}")
     assert len(done.stderr.splitlines()) == 1
@@ -147,8 +147,8 @@ def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, f
         ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
     ],
 )
-def test_a_number_that_is_none(option: str, given: str, told: str, run_cli: Run, folder: Path) -> None:
-    done = run_cli("build", "good.yaml", option, given, cwd=folder)
+def test_a_number_that_is_none(option: str, given: str, told: str, run_here: Run, folder: Path) -> None:
+    done = run_here("build", "good.yaml", option, given, cwd=folder)
     assert done.returncode == 2
     assert told in done.stderr
 
@@ -280,7 +280,7 @@ SHOWN = r"a\x1b]0;title\x07\n::error::b\u202e\x9b2J"
     ],
 )
 def test_text_of_others_does_not_steer_a_terminal(
-    words: str, text: str | None, form: str, run_cli: Run, tmp_path: Path
+    words: str, text: str | None, form: str, run_here: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "good.yaml").write_text(GOOD)
     if text is not None and text != BAD:
@@ -288,7 +288,7 @@ def test_text_of_others_does_not_steer_a_terminal(
     elif text is not None:
         (tmp_path / f"{ODD}.yaml").write_text(text.replace("linaer", f'"{SHOWN}"'))
     given = [word.replace("{}", ODD) for word in words.split(" ")]
-    done = run_cli(*given, "--format", form, cwd=tmp_path)
+    done = run_here(*given, "--format", form, cwd=tmp_path)
     printed = done.stdout + done.stderr
     assert done.returncode in (0, 1, 2)
     assert printed or (form == "github" and text == GOOD)
@@ -426,8 +426,8 @@ def test_ops_explain_and_show(run_cli: Run) -> None:
 
 
 @pytest.mark.parametrize("name", bundled())
-def test_show_prints_the_source_of_a_bundled_spec(name: str, run_cli: Run) -> None:
-    done = run_cli("show", name, "--source")
+def test_show_prints_the_source_of_a_bundled_spec(name: str, run_here: Run) -> None:
+    done = run_here("show", name, "--source")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == bundled()[name].read_text(encoding="utf-8")
 

@@ -155,6 +155,7 @@ def test_hostile_texts(name: str) -> None:
     judged(HOSTILE[name])
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded() -> None:
     """All of the hostile texts in one process, within 1 GB of address space beyond what Python starts with."""
     code = f"""

@@ -59,31 +59,36 @@ expect: {tolerance: 0.1}
 """
 
 
+@pytest.fixture(scope="module")
+def general_schema() -> dict[str, Any]:
+    return schema()
+
+
 def validator(made: dict[str, Any]) -> Any:
     jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
     return jsonschema.Draft7Validator(made)
 
 
-def test_it_is_a_schema() -> None:
+def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="in the test extra")
-    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.Draft7Validator.check_schema(general_schema)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bundled_specs_are_correct_to_both_schemas(name: str) -> None:
+def test_bundled_specs_are_correct_to_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load(name)
-    for made in (schema(), schema(file)):
+    for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
 
 
-def test_limits_are_exact() -> None:
-    factor = schema()["definitions"]["verbs"]["downsample"]["properties"]["factor"]
+def test_limits_are_exact(general_schema: dict[str, Any]) -> None:
+    factor = general_schema["definitions"]["verbs"]["downsample"]["properties"]["factor"]
     assert (factor["minimum"], factor["maximum"]) == (1, 2**20)
 
 
-def test_a_file_with_everything_is_correct_to_both_schemas() -> None:
+def test_a_file_with_everything_is_correct_to_both_schemas(general_schema: dict[str, Any]) -> None:
     file, _ = check.load_text(MINE)
-    for made in (schema(), schema(file)):
+    for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
 
 
@@ -103,13 +108,13 @@ TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the f
 
 
 @pytest.mark.parametrize("right", TYPOS)
-def test_typos_are_flagged(right: str) -> None:
+def test_typos_are_flagged(right: str, general_schema: dict[str, Any]) -> None:
     wrong, needs_file = TYPOS[right]
     file, _ = check.load_text(MINE)
     broken = parse(Source.of("typo", MINE.replace(right, wrong)), Report())
     assert broken is not None
     assert list(validator(schema(file)).iter_errors(plain(broken)))
-    assert bool(list(validator(schema()).iter_errors(plain(broken)))) is not needs_file
+    assert bool(list(validator(general_schema).iter_errors(plain(broken)))) is not needs_file
 
 
 # --- with the real server -------------------------------------------------------------------------------------------

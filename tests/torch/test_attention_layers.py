@@ -55,6 +55,7 @@ def test_a_full_cache_is_said_by_compiled_models_too() -> None:
         compiled(x[:, 4:], state=state, return_state=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("given", ["window: 3", "kv_heads: 1, cache: 16"])
 def test_models_compile_and_export(given: str) -> None:

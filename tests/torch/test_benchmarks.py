@@ -72,6 +72,7 @@ def test_the_peers_compute_the_same_mlstm(cpu: ModuleType, peer: str) -> None:
     assert (ours - theirs).abs().max() <= 1e-4 * ours.abs().max()
 
 
+@pytest.mark.slow
 def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is read from /proc, which is Linux's")

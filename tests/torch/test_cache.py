@@ -60,6 +60,7 @@ def test_a_record_of_another_key_is_not_taken(folder: Path) -> None:
     assert cache.read(ANOTHER) is None
 
 
+@pytest.mark.slow
 def test_six_processes_keep_all_records(folder: Path, root: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(at)], cwd=root) for at in range(6)]
     assert [writer.wait(120) for writer in writers] == [0] * 6

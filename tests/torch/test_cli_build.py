@@ -30,8 +30,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ("block_120", ["vil_small_block", "--length", "2048", "--batch", "2"], 120),
     ],
 )
-def test_the_table(name: str, arguments: list[str], width: int, run_cli: Run, root: Path, update_golden: bool) -> None:
-    done = run_cli("build", *arguments, "--summary", env={"COLUMNS": str(width)})
+def test_the_table(name: str, arguments: list[str], width: int, run_here: Run, root: Path, update_golden: bool) -> None:
+    done = run_here("build", *arguments, "--summary", env={"COLUMNS": str(width)})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines()[1:])) <= width
@@ -73,18 +73,18 @@ def test_layers_by_ranges(numbers: list[int], shown: str) -> None:
     ],
 )
 def test_whose_parameters_a_scan_of_two_orders_counts(
-    own: str, rows: list[tuple[str, int]], run_cli: Run, tmp_path: Path
+    own: str, rows: list[tuple[str, int]], run_here: Run, tmp_path: Path
 ) -> None:
     steps = "[{causal_conv: {kernel: 2, name: a}}, {causal_conv: {kernel: 5, name: b}}]"
     scan = f"scan: {{order: [forward, reverse], own: {own}, steps: {steps}}}"
     (tmp_path / "two.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{scan}}}]}}\n")
-    data = json.loads(run_cli("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
+    data = json.loads(run_here("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
     (found,) = data["steps"]
     told = [(", ".join(row["names"]), row["params"]) for row in found["steps"]]
     assert told == [(name.removesuffix(" (2 x)"), params) for name, params in rows]
     assert found["params"] == sum(row["params"] * len(row["names"]) for row in found["steps"])
     assert found["macs"] == sum(row["macs"] * len(row["names"]) for row in found["steps"]) == 2 * 4 * 7
-    table = run_cli("build", "two.yaml", "--summary", cwd=tmp_path).stdout
+    table = run_here("build", "two.yaml", "--summary", cwd=tmp_path).stdout
     for name, _ in rows:
         assert f"\n  {name} " in table
 
@@ -92,22 +92,22 @@ def test_whose_parameters_a_scan_of_two_orders_counts(
 @pytest.mark.parametrize(
     ("spec", "per", "tokens"), [("vil_digits", "image", 16), ("centaurus_keywords", "sequence", 16000)]
 )
-def test_a_classifier_is_counted_by_what_it_classifies(spec: str, per: str, tokens: int, run_cli: Run) -> None:
-    data = json.loads(run_cli("build", spec, "--format", "json").stdout)
+def test_a_classifier_is_counted_by_what_it_classifies(spec: str, per: str, tokens: int, run_here: Run) -> None:
+    data = json.loads(run_here("build", spec, "--format", "json").stdout)
     assert data["counted_per"] == per
     # a figure per token, times the tokens, is the figure per input; all steps here have tokens that divide these
     assert data["input_macs"] == pytest.approx(data["macs_per_token"] * tokens, rel=1e-12)
     assert data["input_macs"] == sum(row["input_macs"] for row in data["steps"])
-    table = run_cli("build", spec, "--summary", "--batch", "3").stdout
+    table = run_here("build", spec, "--summary", "--batch", "3").stdout
     assert f"MACs/{per}" in table
     assert f"FLOPs per {per} ({tokens:,} tokens); " in table
     assert "MACs for 3\n" in table
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "20", "-3", "x"])
-def test_a_terminal_too_narrow_for_a_table(columns: str, run_cli: Run) -> None:
+def test_a_terminal_too_narrow_for_a_table(columns: str, run_here: Run) -> None:
     """Lines that the terminal wraps say more than cells without a letter."""
-    lines = run_cli("build", "vil_digits", "--summary", env={"COLUMNS": columns}).stdout.splitlines()
+    lines = run_here("build", "vil_digits", "--summary", env={"COLUMNS": columns}).stdout.splitlines()
     (row,) = (line for line in lines if line.startswith("patch_embed"))
     assert "[batch, 16, 48]" in row
     assert "240" in row.split()
@@ -127,9 +127,9 @@ def test_a_long_name_is_cut_before_its_verb(encoding: str, run_cli: Run, tmp_pat
     assert len(row) <= 60
 
 
-def test_build_says_what_it_built(run_cli: Run) -> None:
-    assert run_cli("build", "vil_digits").stdout == "vil_digits: built, 73,626 parameters, float32 on cpu, 295 kB\n"
-    data = json.loads(run_cli("build", "vil_digits", "--format", "json", "--dtype", "f64").stdout)
+def test_build_says_what_it_built(run_here: Run) -> None:
+    assert run_here("build", "vil_digits").stdout == "vil_digits: built, 73,626 parameters, float32 on cpu, 295 kB\n"
+    data = json.loads(run_here("build", "vil_digits", "--format", "json", "--dtype", "f64").stdout)
     assert (data["built_params"], data["params"], data["params_bytes"]) == (73626, 73626, 8 * 73626)
     assert data["steps"][0]["names"] == ["patch_embed"]
 

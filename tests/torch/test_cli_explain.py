@@ -31,11 +31,19 @@ needs_triton = pytest.mark.skipif(bool(triton_common.MISSING), reason=triton_com
         ("explain_vil_tiny", ["vil_tiny", "--device", "cuda", "--dtype", "bf16"]),
         ("explain_mamba_gfx942", ["mamba_130m", "--device", "cuda:1", "--arch", "gfx942"]),
         ("explain_mamba_f64", ["mamba_130m", "--device", "cuda", "--dtype", "f64"]),
-        ("explain_xlstm_cpu", ["xlstm_125m_7_1"]),
     ],
 )
-def test_the_text(name: str, arguments: list[str], run_cli: Run, root: Path, update_golden: bool) -> None:
-    done = run_cli("explain", *arguments, env=PLAIN)
+def test_the_text(name: str, arguments: list[str], run_here: Run, root: Path, update_golden: bool) -> None:
+    compare(name, run_here("explain", *arguments, env=PLAIN), root, update_golden)
+
+
+@needs_triton
+def test_the_text_of_a_cpu(run_cli: Run, root: Path, update_golden: bool) -> None:
+    """In a process of its own, where Triton does not interpret."""
+    compare("explain_xlstm_cpu", run_cli("explain", "xlstm_125m_7_1", env=PLAIN), root, update_golden)
+
+
+def compare(name: str, done: subprocess.CompletedProcess[str], root: Path, update_golden: bool) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     golden = root / "tests" / "golden" / "cli" / f"{name}.txt"
@@ -45,8 +53,8 @@ def test_the_text(name: str, arguments: list[str], run_cli: Run, root: Path, upd
 
 
 @needs_triton
-def test_json(run_cli: Run) -> None:
-    done = run_cli("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
+def test_json(run_here: Run) -> None:
+    done = run_here("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
     data = json.loads(done.stdout)
     assert (data["ok"], data["device"], data["dtype"], data["arch"]) == (True, "cuda", "float32", "sm_90")
     conv, scan = data["steps"]
@@ -76,18 +84,18 @@ def test_json(run_cli: Run) -> None:
         (["-q", "vil_tiny"], {}, 0, ""),
     ],
 )
-def test_statuses(arguments: list[str], env: dict[str, str], status: int, told: str, run_cli: Run) -> None:
-    done = run_cli("explain", *arguments, env=PLAIN | env)
+def test_statuses(arguments: list[str], env: dict[str, str], status: int, told: str, run_here: Run) -> None:
+    done = run_here("explain", *arguments, env=PLAIN | env)
     assert done.returncode == status, done.stderr
     assert told in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_plan_is_a_stage(run_cli: Run) -> None:
-    shown = run_cli("show", "mamba_small", "--stage", "plan", env=PLAIN)
+def test_the_plan_is_a_stage(run_here: Run) -> None:
+    shown = run_here("show", "mamba_small", "--stage", "plan", env=PLAIN)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout == run_cli("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
-    data = json.loads(run_cli("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
+    assert shown.stdout == run_here("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
+    data = json.loads(run_here("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
     assert {step["implementation"] for step in data["steps"]} == {"torch"}
 
 

@@ -45,10 +45,12 @@ def digits(root: Path, out: Path, *options: str, timeout: float = 120) -> float:
     return float(re.search(r"test accuracy ([\d.]+)% after", printed)[1])  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_digits_for_two_epochs(root: Path, tmp_path: Path) -> None:
     assert digits(root, tmp_path / "out", "--epochs", "2", "--set", "depth=2") > 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
@@ -78,6 +80,7 @@ def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_digits_says_what_is_missing_before_it_trains(root: Path, tmp_path: Path) -> None:
     for name in ("sklearn", "matplotlib"):
         status, said = refusal(root, tmp_path / "out", before=f"sys.modules['{name}'] = None")
@@ -86,6 +89,7 @@ def test_digits_says_what_is_missing_before_it_trains(root: Path, tmp_path: Path
         assert "pip install 'seqblocks[examples]'" in said
 
 
+@pytest.mark.slow
 def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     assert refusal(root, tmp_path / "out", "--set", "depth")[0] == 2
     assert refusal(root, tmp_path / "out", "--epochs", "0")[0] == 2
@@ -131,6 +135,7 @@ def test_python_is_learned(root: Path, tmp_path: Path) -> None:
     assert max(bits.values()) < 3.5, bits
 
 
+@pytest.mark.slow
 def test_language_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
     def refused(*options: str) -> tuple[int, str]:
         command = [sys.executable, "examples/language.py", "--out", str(tmp_path / "out"), *options]

@@ -328,6 +328,7 @@ model:
 """
 
 
+@pytest.mark.slow
 def test_a_compiler_sees_one_graph_of_a_model_of_images() -> None:
     """Whose tokens einops arranges; of another size too, to which the positions are resized."""
     model = seqblocks.build_text(IMAGES).eval()
