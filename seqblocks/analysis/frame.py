@@ -241,6 +241,8 @@ class Frame(Wiring):
                 check_declared(cls, type, parameters, state, macs)
             self._bounded(step, parameters, state)
             calls = arguments.calls(*wires)
+        if type and not parameters:
+            self._owns_no_parameters(step, "init", "tie")
         parameters = self.initialised(step, parameters, known=arguments is not None)
         tied = ties(self, step, parameters)
         self.shared.ties += len(tied)
@@ -248,6 +250,12 @@ class Frame(Wiring):
             step, "op", inputs, type, op=arguments, parameters=parameters, state=state, macs=macs, calls=calls,
             ties=tied, wires=tuple(wires),
         )
+
+    def _owns_no_parameters(self, step: Step, *keys: str) -> None:
+        """Report keys that are for parameters, of a step that has none of its own (E201)."""
+        for key in keys:
+            if key in step.common:
+                self.fault(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
 
     @staticmethod
     def _bounded(step: Step, parameters: dict[str, Parameter], state: dict[str, State]) -> None:
@@ -348,9 +356,7 @@ class Frame(Wiring):
     def _combinator(
         self, step: Step, cls: type[Combinator], previous: int, maker: graph.Node | None
     ) -> graph.Node | None:
-        for key in ("tie",) if cls.takes_init else ("init", "tie"):
-            if key in step.common:
-                self.fault(Fault("E201", f"{step.verb} has no parameters of its own to {key}"), step.key_span(key))
+        self._owns_no_parameters(step, *(("tie",) if cls.takes_init else ("init", "tie")))
         (x,) = self.main(step, previous, maker, "", joins=False)
         wire = self.types[x]
         if wire and wire.kind not in cls.main_kinds:

@@ -12,6 +12,7 @@ from seqblocks.analysis.scope import Step
 from seqblocks.combinators import MAX_REPEATS, Repeat
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node
+from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean, hidden
 
 KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
@@ -23,8 +24,8 @@ def lower_repeat(frame: Frame, step: Step, arguments: Repeat, x: int) -> graph.N
     """Raise Fault where the pattern cannot be read (E601, E602, E604), or `steps` is missing (E202)."""
     words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
     _check_words(frame, step, arguments, words)
-    if not arguments.index.isidentifier():
-        raise Fault("E207", f"{quote(arguments.index)} is not a name", at="index", hint="index: layer")
+    if "index" in step.fields and not is_name(frame.report, arguments.index, step.fields["index"][1].span):
+        return None
     neither = arguments.steps is None and arguments.pattern is None
     if neither and any(hidden(words, key, KEYS) for key in ("steps", "pattern")):
         return None
