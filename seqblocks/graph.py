@@ -226,6 +226,17 @@ def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     return None
 
 
+def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
+    """What would mix the sequences that resets separate, by name and place, and why; None if nothing does."""
+    for node in walk(model.graph):
+        why = node.op.ignores_resets(*node.wires) if node.op else None
+        if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
+            why = f"it reads the sequence in the order {by_columns[0]}"
+        if why:
+            return f"{node.name} ({node.span})", why
+    return None
+
+
 def frame_size(graph: Graph) -> int:
     """How many tokens of the input a stream takes at once: 1, or what every token of a coarser wire stands for."""
     return math.lcm(*(node.type.every for node in walk(graph) if node.type))

@@ -129,6 +129,10 @@ class Op(BaseModel):
         """Why it cannot run step by step on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
+    def ignores_resets(self, *wires: Any, **_: Any) -> str | None:
+        """Why it cannot treat the sequences that `resets` mark as separate, or None; the model then refuses resets."""
+        return "it reads the whole sequence" if self.reads == "all" else None
+
 
 T = TypeVar("T", bound=type[Op])
 

@@ -188,6 +188,10 @@ class _Axes(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return "it reads the whole input" if self.reach(x).kind == "whole" else None
 
+    def ignores_resets(self, x: Wire) -> str | None:
+        left, right = parse(self.pattern)
+        return None if left[:-1] == right[:-1] else "it moves tokens from place to place"
+
     def is_upright(self, x: Wire) -> bool:
         return any(len(side) == 3 for side in parse(self.pattern))
 
@@ -201,11 +205,6 @@ class _Axes(Op):
         from einops import EinopsError
 
         left, right = parse(self.pattern)
-        if call.resets is not None and left[:-1] != right[:-1]:
-            raise RunError(
-                f"{self.verb} moves tokens from place to place, so the model knows no resets; "
-                "give each sequence a row and a state of its own"
-            )
         if len(left) == 3 and x.dim() == 3:
             x = x.unflatten(1, call.grid_of(x))
         try:

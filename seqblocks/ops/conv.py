@@ -63,7 +63,7 @@ class CausalConv(Op):
 
 @primitive("conv2d")
 class Conv2d(Op):
-    """Depthwise K x K convolution over an image's grid of tokens, zero-padded to keep its size."""
+    """Depthwise K x K convolution over the tokens of an image, zero-padded to keep their grid. Resets are an error."""
 
     reads = "all"
     kernel: int = argument(3, "height and width of the window, K; odd, so that the grid keeps its size", ge=1, le=255)
@@ -88,6 +88,9 @@ class Conv2d(Op):
 
     def macs(self, x: Wire) -> int:
         return x.features * self.kernel**2
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "it reads a token's neighbours in an image"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange

@@ -119,6 +119,9 @@ class PositionEmbed(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return "it has a place for every row and column of an image" if len(self.positions(x)) == 2 else None
 
+    def ignores_resets(self, x: Wire) -> str | None:
+        return self.cannot_stream(x)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions
 
@@ -159,7 +162,7 @@ def _resized(weight: Any, grid: tuple[int, int]) -> Any:
 
 @primitive("class_token")
 class ClassToken(Op):
-    """Insert a learned token before, amid or after the others; the grid of an image is given up."""
+    """Insert a learned token first, in the middle or last. The result has no grid. Resets are an error."""
 
     reads = "all"
     position: Literal["first", "middle", "last"] = argument("first", "where the token is inserted")
@@ -172,6 +175,9 @@ class ClassToken(Op):
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         return {"weight": Parameter((1, 1, x.features), Init("trunc_normal", (0.02,)), decay=False)}
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "it inserts one token into the whole sequence"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

@@ -15,8 +15,9 @@ Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean"
 class Pool(Op):
     """One vector for the whole sequence.
 
-    mean of all tokens; max of each feature (behind a linear head, as Vision Mamba has it, of each class); first (cls: a
-    class token put there), middle, last token; bilateral_mean and bilateral_concat of the first and the last.
+    mean of all tokens; max of each feature (after a linear head, as in Vision Mamba, of each class); first (cls: a
+    class token in that place), middle or last token; bilateral_mean and bilateral_concat of the first and the last.
+    With resets, `last` is the last token of the last sequence, and the other modes are an error.
     """
 
     mode: Mode = argument("mean", "how the tokens become one")
@@ -29,11 +30,14 @@ class Pool(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return None if self.mode == "last" else f"its mode {self.mode} reads the whole sequence"
 
+    def ignores_resets(self, x: Wire) -> str | None:
+        return self.cannot_stream(x)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 
         if x.shape[1] == 0:
-            raise RunError("pool makes a vector of a sequence of one token or more, and here is none")
+            raise RunError("pool needs a sequence of at least one token, and this one is empty")
         match self.mode:
             case "mean":
                 return x.mean(1)

@@ -10,7 +10,7 @@ from seqblocks.types import Wire
 
 
 class _Rate(Op):
-    """What both share: no sequence starts in the middle of a window, and a stream goes on by whole windows."""
+    """Base of both: no sequence starts in the middle of a window, and a stream continues by whole windows."""
 
     factor: int = argument(..., "how many tokens become one, or one becomes", ge=1, le=2**20)
     reads = "all"
@@ -18,17 +18,13 @@ class _Rate(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return None  # the model asks for frames that hold whole windows (`graph.frame_size`)
 
-    def refuse_resets(self, call: Any) -> None:
-        if call.resets is not None:
-            raise RunError(
-                f"a window of {self.verb} may hold two sequences, so the model knows no resets; "
-                "give each sequence a row and a state of its own"
-            )
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "a window of tokens may hold two sequences"
 
 
 @primitive("downsample")
 class Downsample(_Rate):
-    """One token for every `factor` of them: their mean, or the last. A stream then goes by frames of whole windows."""
+    """One token for `factor` of them: their mean, or the last. A stream then takes frames of whole windows."""
 
     method: Literal["mean", "last"] = argument("mean", "what stands for the tokens")
 
@@ -47,7 +43,6 @@ class Downsample(_Rate):
         return x.every * (self.factor - 1)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        self.refuse_resets(call)
         if x.shape[1] % self.factor:
             raise RunError(f"downsample by {self.factor} needs a multiple of that many tokens, not {x.shape[1]}")
         windows = x.unflatten(1, (-1, self.factor))
@@ -56,7 +51,7 @@ class Downsample(_Rate):
 
 @primitive("upsample")
 class Upsample(_Rate):
-    """Every token `factor` times."""
+    """Repeat each token `factor` times."""
 
     def shape(self, x: Wire) -> Wire:
         if x.every % self.factor:
@@ -72,5 +67,4 @@ class Upsample(_Rate):
         return 0  # a repeated token stands no earlier than the token it repeats
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        self.refuse_resets(call)
         return x.repeat_interleave(self.factor, 1)

@@ -9,30 +9,13 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError, UnavailableError, UsageError
-from seqblocks.graph import ModelSpec
+from seqblocks.types import Wire
 
 
-def check(
-    spec: ModelSpec,
-    x: Any,
-    who: str,
-    axes: list[str],
-    resets: Any = None,
-    cu_seqlens: Any = None,
-    obstacle: str | None = None,
-) -> None:
-    """Raise RunError unless these are arguments of a call. `axes`: of the tokens of x. `obstacle`: to streaming."""
+def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
+    """Raise RunError unless x is an input of this type, whose tokens have the axes `axes`."""
     if not isinstance(x, Tensor):
         raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
-    if obstacle:
-        raise RunError(obstacle)
-    _check_input(spec, x, who, axes)
-    if resets is not None or cu_seqlens is not None:
-        _check_marks(spec, x, resets, cu_seqlens, axes)
-
-
-def _check_input(spec: ModelSpec, x: Tensor, who: str, axes: list[str]) -> None:
-    wire = spec.input
     if wire.kind == "image":
         if x.ndim != 4 or x.shape[1] != wire.features:
             raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
@@ -46,13 +29,11 @@ def _check_input(spec: ModelSpec, x: Tensor, who: str, axes: list[str]) -> None:
         raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
 
 
-def _check_marks(spec: ModelSpec, x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
+def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
     """Raise RunError unless these mark where sequences begin in x."""
     for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
         if given is not None and not isinstance(given, Tensor):
             raise RunError(f"{name} is a tensor, not {type(given).__name__}")
-    if spec.input.kind == "image":
-        raise RunError("the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens")
     if resets is not None:
         _check_resets(x, resets, axes)
     if cu_seqlens is not None:

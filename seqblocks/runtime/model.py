@@ -36,6 +36,7 @@ class SequenceModel(Body):
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
+        self._resets_obstacle = _resets_obstacle(spec)
         self.frame_size = graph.frame_size(spec.graph)
         self._has_tokens = spec.output is not None and spec.output.kind in ("sequence", "tokens")
         if next(self.parameters(), None) is None:  # a buffer then has the model's device and dtype
@@ -56,11 +57,10 @@ class SequenceModel(Body):
 
         resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
         bounds of n sequences packed into a batch of one, 0 first and the number of tokens last. grid: rows and columns
-        of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError.
+        of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError, also
+        where a step would mix the sequences that resets separate, such as a mean over all tokens.
         """
-        arguments.check(self.spec, x, "the model", ["batch", "seq"], resets, cu_seqlens)
-        if x.is_meta:
-            self._check_device(x)
+        self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         streaming = state is not None or return_state
         if streaming:
             self._check_stream(x, state)
@@ -71,6 +71,15 @@ class SequenceModel(Body):
         call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
         y, states = self._run_explained(x, call)
         return (y, states) if return_state else y
+
+    def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
+        arguments.check_input(self.spec.input, x, who, axes)
+        if x.is_meta:  # some steps read nothing but its shape, and would run
+            self._check_device(x)
+        if resets is not None or cu_seqlens is not None:
+            if self._resets_obstacle:
+                raise RunError(self._resets_obstacle)
+            arguments.check_marks(x, resets, cu_seqlens, axes)
 
     def _check_stream(self, x: Tensor, state: States | None) -> None:
         if self._obstacle:
@@ -107,7 +116,9 @@ class SequenceModel(Body):
         frame_size]) -> (y [batch, tokens, features], state), with as many tokens as the output has for a frame. It
         takes no resets.
         """
-        arguments.check(self.spec, x, "a step", self._step_axes, resets, obstacle=self._obstacle)
+        if self._obstacle:
+            raise RunError(self._obstacle)
+        self._check_call(x, "a step", self._step_axes, resets)
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
@@ -182,6 +193,16 @@ class SequenceModel(Body):
             own = next(iter(places))
             hint = f"move one to the other, for instance x.to('{own}')"
             raise RunError(f"the model is on {own} and the input on {x.device}: {hint}")
+
+
+def _resets_obstacle(spec: ModelSpec) -> str | None:
+    if spec.input.kind == "image":
+        return "the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens"
+    obstacle = graph.resets_obstacle(spec)
+    if obstacle is None:
+        return None
+    what = " would mix the sequences that resets or cu_seqlens separate: ".join(obstacle)
+    return f"{what}. Give each sequence a row and a state of its own"
 
 
 def _count(batch_size: Any) -> int:

@@ -10,7 +10,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.errors import RunError
 from seqblocks.graph import Graph, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
@@ -57,8 +56,6 @@ class Scan(Body):
     def _in_order(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
         """Return the call and the tensors in an order. Steps that run in reverse themselves need no flipped copies."""
         if order.startswith("columns"):
-            if call.resets is not None:
-                raise RunError(f"resets have no meaning in the order {order}")
             rows, columns = call.grid_of(tensors[0])
             tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
             call = replace(call, grid=Grid((columns, rows)))

@@ -148,7 +148,7 @@ def test_mlstm_without_parameters_carries_float64() -> None:
 
 @pytest.mark.parametrize("mode", typing.get_args(Mode))
 def test_nothing_cannot_be_pooled(mode: str) -> None:
-    with pytest.raises(seqblocks.RunError, match="a sequence of one token or more"):
+    with pytest.raises(seqblocks.RunError, match="a sequence of at least one token"):
         built(f"{{pool: {{mode: {mode}}}}}")(torch.zeros(2, 0, 4, dtype=torch.float64))
 
 

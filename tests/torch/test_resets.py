@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import seqblocks
+from seqblocks.runtime.model import SequenceModel
 from seqblocks.state import map_state
 
 STREAMING = ("mamba_small", "mlstm_small", "hybrid_small", "memoroid_agent", "transformer_small", "centaurus_mlstm")
@@ -32,3 +33,47 @@ def test_an_agent_recovers(name: str, poison: float) -> None:
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(later, wanted_later)
     map_state(lambda t: pytest.fail("not finite") if not t.isfinite().all() else t, state)
+
+
+IMAGE = "{features: 4, grid: [2, 3]}"
+MIXERS = {
+    "conv2d": (IMAGE, "conv2d: {kernel: 3}", "it reads a token's neighbours in an image"),
+    "class_token": ("{features: 4, length: 6}", "class_token", "it inserts one token into the whole sequence"),
+    "to_image": (IMAGE, "to_image", "it reads the whole sequence"),
+    "position_embed": (IMAGE, "position_embed", "it has a place for every row and column of an image"),
+    "scan": (IMAGE, "scan: {order: columns, steps: [silu]}", "it reads the sequence in the order columns"),
+    "downsample": ("{features: 4}", "downsample: {factor: 2}", "a window of tokens may hold two sequences"),
+    **{
+        f"pool {mode}": ("{features: 4}", f"pool: {{mode: {mode}}}", f"its mode {mode} reads the whole sequence")
+        for mode in ("mean", "max", "first", "cls", "middle", "bilateral_mean", "bilateral_concat")
+    },
+}
+
+
+def small(input: str, *steps: str) -> SequenceModel:
+    return seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {input}, steps: [{', '.join(steps)}]}}\n")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_would_mix_sequences_refuses_resets(name: str) -> None:
+    """Such a step computed with tokens of other sequences, and did not say so."""
+    input, step, why = MIXERS[name]
+    model = small(input, "linear: {features: 4}", step)
+    x = torch.randn(1, 6, 4)
+    first = torch.zeros(1, 6, dtype=torch.bool)
+    verb = step.partition(':')[0]
+    message = rf"{verb} \(.*:2:\d+\) would mix the sequences that resets or cu_seqlens separate: {why}"
+    model(x)
+    with pytest.raises(seqblocks.RunError, match=message):
+        model(x, resets=first)
+    with pytest.raises(seqblocks.RunError, match=message):
+        model(x, cu_seqlens=torch.tensor([0, 3, 6]))
+
+
+def test_the_last_token_is_that_of_the_last_sequence() -> None:
+    """So is it in a stream, step by step."""
+    model = small("{features: 4}", "causal_conv: {kernel: 3}", "pool: {mode: last}")
+    x = torch.randn(2, 6, 4)
+    first = torch.zeros(2, 6, dtype=torch.bool)
+    first[:, 4] = True
+    torch.testing.assert_close(model(x, resets=first), model(x[:, 4:]))
