@@ -1,4 +1,4 @@
-"""`seqblocks build`: prove, build, and show."""
+"""`seqblocks build`: check a spec, build it, and show its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqblocks.report.summary import summarise
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build on the device that was asked for, and hold the count against the built module."""
+    """Build on the requested device, and compare the counted parameters with those of the module."""
     dtype = dtype_named(options.dtype, "--dtype")
     image = _image_size(options)
     try:
@@ -58,7 +58,7 @@ def _image_size(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:
-    """A model that the machine cannot hold is told before the machine starts to swap."""
+    """Raise UnavailableError for a model that the machine cannot hold, before the machine starts to swap."""
     if not device.startswith("cpu") or not hasattr(os, "sysconf"):
         return
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`seqblocks check`: prove specs, without torch."""
+"""`seqblocks check`: check specs, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqblocks.language.spec import SpecFile, locate
 
 
 def overrides(options: argparse.Namespace) -> dict[str, str]:
-    """`--set PATH=VALUE` options as a mapping."""
+    """Return the `--set PATH=VALUE` options as a mapping."""
     found = {}
     for text in options.set:
         path, equals, value = text.partition("=")
@@ -30,7 +30,7 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
 def load(
     spec: str, options: argparse.Namespace, more: dict[str, str] | None = None
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """A spec given on the command line, proved."""
+    """Load and check a spec given on the command line. Overrides that change nothing are noted."""
     changes = {**overrides(options), **(more or {})}
     file, model = _load(spec, options, changes)
     if model is not None and not options.quiet:
@@ -52,7 +52,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
 
 
 def run(options: argparse.Namespace) -> int:
-    """All specs are checked, whatever the first ones hold."""
+    """Check all specs, also after one that is at fault."""
     records: list[dict[str, Any]] = []
     status = 0
     for spec in options.spec:
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         records.append({"spec": spec, "ok": True, **_facts(file, model)})
         if options.format == "text" and not options.quiet:
-            output.write(f"{visible(spec)}: ok, {_told(file, model)}")
+            output.write(f"{visible(spec)}: ok, {_described(file, model)}")
     if options.format == "json":
         output.dump({"version": __version__, "ok": status == 0, "specs": records})
     return status
@@ -81,7 +81,7 @@ def _facts(file: SpecFile, model: ModelSpec | None) -> dict[str, Any]:
     return facts | {"notes": [override.idle for override in model.idle]}
 
 
-def _told(file: SpecFile, model: ModelSpec | None) -> str:
+def _described(file: SpecFile, model: ModelSpec | None) -> str:
     if model is None:
         return f"{len(file.blocks)} block{'s' if len(file.blocks) != 1 else ''} ({', '.join(file.blocks)})"
     changed = f" (with {', '.join(model.overridden)})" if model.overridden else ""

@@ -1,4 +1,4 @@
-"""`seqblocks explain`: all about an error code, or which kernels a spec would run and why."""
+"""`seqblocks explain`: describe an error code, or which kernels a spec would run and why."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """What looks like a code is one; everything else is a spec."""
+    """Explain a code, or anything that does not look like one as a spec."""
     return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what, re.ASCII) else kernels(options)
 
 
 def code(options: argparse.Namespace) -> int:
-    """What a code means, with an example and its mend."""
+    """Print what a code means, with an example and its fix."""
     from seqblocks.language.codes import CODES, text
 
     name = options.what.upper()
@@ -41,7 +41,7 @@ def code(options: argparse.Namespace) -> int:
 
 
 def kernels(options: argparse.Namespace) -> int:
-    """For each step that uses a kernel: what would run on the device, how it is launched, or why no faster one is."""
+    """Print for each step with a kernel what would run on the device, how it is launched, and why nothing faster is."""
     dtype = dtype_named(options.dtype, "--dtype")
     arch = "sm_90" if options.arch is None else options.arch
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch, re.ASCII):
@@ -49,7 +49,7 @@ def kernels(options: argparse.Namespace) -> int:
     model = require_model(*load(options.what, options))
     device = _device(import_torch("the kernels need torch"), options.device or ("cuda" if options.arch else "cpu"))
     if options.arch and device != "cuda":
-        raise UsageError(f"--arch {arch} is of a GPU, and --device {device} is none")
+        raise UsageError(f"--arch {arch} is the architecture of a GPU, and --device is {device}")
     return show_plan(model, options.what, options, device, dtype, arch)
 
 
@@ -93,7 +93,7 @@ def _table(steps: list[Step], backend: str) -> None:
     names = [f"{step.pattern} ({len(step.names)} x)" if len(step.names) > 1 else step.pattern for step in steps]
     wide = max(map(len, names))
     kernel = max(len(step.kernel) for step in steps)
-    told: set[str] = set()
+    printed: set[str] = set()
     for name, step in zip(names, steps, strict=True):
         output.write(f"{name:<{wide}}  {step.kernel:<{kernel}}  {step.implementation or 'cannot run'}".rstrip())
         longest = max(map(len, step.tiles), default=0)
@@ -103,6 +103,6 @@ def _table(steps: list[Step], backend: str) -> None:
             f"{v.implementation}: {v.reason}" for v in step.verdicts if backend in ("auto", v.implementation)
         ]
         for remark in remarks:
-            text = remark if remark not in told else f"{remark.partition(':')[0]}: as above"
-            told.add(remark)
+            text = remark if remark not in printed else f"{remark.partition(':')[0]}: as above"
+            printed.add(remark)
             output.write(f"    {text}")

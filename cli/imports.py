@@ -1,4 +1,4 @@
-"""`--import`: modules of the user's own, whose primitives a spec may then use; and whose fault it is if one fails."""
+"""`--import`: modules of the user that define primitives, and where one of them failed."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from seqblocks.language.vocabulary import did_you_mean
 
 
 def run(options: argparse.Namespace) -> None:
-    """Import what `--import` names, in that order. Raises UsageError: what failed, where, and what to do."""
+    """Import what `--import` names, in that order. Raises UsageError that says what failed, where, and what to do."""
     try:
         os.getcwd()
     except OSError:
         raise UsageError(
-            "--import looks in the working directory, and that has been removed: change to another one"
+            "--import looks in the working directory, which has been removed: change to another one"
         ) from None
     for name in options.imports:
         shown = visible(name)
         before = dict(op.PRIMITIVES)
         module = _module(name)
-        # one that was imported before (by another of these, or as a plug-in) has its primitives already
+        # a module that another one, or a plug-in, has imported before has registered its primitives already
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
-            output.notes([f'--import {shown}: no primitive is defined there (with @primitive("verb"))'], options)
+            output.notes([f'--import {shown} defines no primitive (with @primitive("verb"))'], options)
 
 
 def import_torch(why: str, otherwise: str = "") -> Any:
-    """The module torch. Raises UnavailableError where it is absent or does not load."""
+    """Return the module torch. Raises UnavailableError if it is absent or does not load."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name == "torch":
             raise UnavailableError(f"{why}: pip install torch{otherwise}") from None
         raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
-    except (ImportError, OSError) as error:  # a library of CUDA that is not there
+    except (ImportError, OSError) as error:  # a missing CUDA library
         raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
 
 
 def _module(name: str) -> ModuleType:
     is_file = name.endswith(".py")
     folder = Path(name).parent if is_file else Path()
-    sys.path.append(str(folder.resolve()))  # last: what lies there takes no installed module's place
+    sys.path.append(str(folder.resolve()))  # last, so that installed modules take precedence
     try:
         return _from_file(name) if is_file else importlib.import_module(name)
     except SeqblocksError:
@@ -64,11 +64,11 @@ def _module(name: str) -> ModuleType:
         if not is_file and _not_found(error, name):
             raise UsageError(f"--import {visible(name)}: there is no such module; {_instead(name)}") from None
         at = f" at {where}" if (where := place(error)) else ""
-        hint = "mend it there; --traceback shows how Python came to it"
+        hint = "fix it there; --traceback shows the calls that led to it"
         if isinstance(error, ModuleNotFoundError):
-            hint = "what a module imports must be installed, or lie beside it"
+            hint = "the modules that it imports must be installed, or be in the same folder"
         elif is_file and "relative import" in str(error):
-            hint = f"a module of a package is named by its dots: --import {'.'.join(Path(name).with_suffix('').parts)}"
+            hint = f"name a module of a package with dots: --import {'.'.join(Path(name).with_suffix('').parts)}"
         raise UsageError(f"--import {visible(name)} failed{at}: {op.one_line(error)}\n{hint}") from error
 
 
@@ -80,7 +80,7 @@ def _from_file(name: str) -> ModuleType:
         raise UsageError(f"--import {visible(name)}: there is no such file; {where}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
-    if found and Path(found.origin or "").resolve() != path:  # called like another module, whose place it must not take
+    if found and Path(found.origin or "").resolve() != path:  # another module has this name, and must not be replaced
         name += "_of_yours"
     if name in sys.modules:
         return sys.modules[name]
@@ -98,7 +98,7 @@ def _from_file(name: str) -> ModuleType:
 
 
 def _not_found(error: BaseException, name: str) -> bool:
-    """Whether the module itself is not there, or its name can be none."""
+    """Whether the module itself was not found, or its name cannot be a module's."""
     if isinstance(error, ModuleNotFoundError):
         return error.name == name or name.startswith(f"{error.name}.")
     return isinstance(error, (ValueError, TypeError)) and not place(error)
@@ -106,22 +106,22 @@ def _not_found(error: BaseException, name: str) -> bool:
 
 def _instead(name: str) -> str:
     if Path(f"{name}.py").is_file():
-        return f"a file is named with its ending: --import {name}.py"
-    return "it is looked for in the current folder and among what is installed; a file is named by its path, my_ops.py"
+        return f"write a file with its ending: --import {name}.py"
+    return "looked in the current folder and among installed modules; write a file as its path, my_ops.py"
 
 
 def failed_primitive(error: BaseException) -> str | None:
-    """What to say of an error that a primitive from elsewhere has raised; None if it is no such error."""
+    """Return the message for an error that a primitive from a plug-in raised; None if it is no such error."""
     theirs = {cls.__module__.split(".")[0] for cls in op.PRIMITIVES.values()} - {"seqblocks"}
     where = place(error, theirs) if theirs else None
-    hint = "mend it there; --traceback shows how it was called"
+    hint = "fix it there; --traceback shows how it was called"
     return where and f"a primitive failed at {where}: {op.one_line(error)}\n{hint}"
 
 
 def place(error: BaseException, modules: Collection[str] = ()) -> str | None:
-    """`file:line` where it failed in code that is neither ours nor Python's, the user's own before installed packages.
+    """Return `file:line` where an error arose outside seqblocks and Python.
 
-    With `modules`, in these alone.
+    Files of the user come before installed packages. With `modules`, only these count.
     """
     if isinstance(error, SyntaxError) and error.filename and not modules:
         return f"{_shown(error.filename)}:{error.lineno}"

@@ -1,4 +1,4 @@
-"""Verbs that tell about the language and about specs: list, ops, show, schema."""
+"""The verbs that describe the language and specs: list, ops, show, schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqblocks.language.vocabulary import did_you_mean
 
 
 def list(options: argparse.Namespace) -> int:
-    """Bundled specs, models first."""
+    """List the bundled specs, models first."""
     rows: dict[str, dict[str, dict[str, Any]]] = {"models": {}, "blocks": {}}
     for name in bundled():
         file, model = check.load(name)
@@ -39,7 +39,7 @@ def list(options: argparse.Namespace) -> int:
 
 
 def ops(options: argparse.Namespace) -> int:
-    """All verbs, one in full, or the blocks of a spec."""
+    """List all verbs or the blocks of a spec, or describe one."""
     from seqblocks.report import reference
 
     source, colons, name = (options.name or "").partition("::")
@@ -73,7 +73,7 @@ def ops(options: argparse.Namespace) -> int:
 
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
-    """`my.yaml` lists the blocks of a spec, `my.yaml::block` tells all about one."""
+    """List the blocks of a spec, `my.yaml`, or describe one, `my.yaml::block`."""
     blocks = check.load(source, allow_use=options.allow_use)[0].blocks
     if not blocks:
         raise UsageError(f"{visible(source)} defines no blocks")
@@ -101,7 +101,7 @@ def _bundle(name: str) -> str | None:
 
 
 def _facts(block: Block, use: str) -> dict[str, Any]:
-    """What is to be known of a block, as plain data."""
+    """Return the facts about a block as plain data."""
     from seqblocks.language import document
 
     defaults = {a.name: a.default and document.plain(a.default) for a in block.args.values()}
@@ -110,11 +110,11 @@ def _facts(block: Block, use: str) -> dict[str, Any]:
 
 
 def _show_block(block: Block, use: str, options: argparse.Namespace) -> None:
-    told = _facts(block, use)
-    output.dump(told) if options.format == "json" else output.write(_told(told))
+    facts = _facts(block, use)
+    output.dump(facts) if options.format == "json" else output.write(_described(facts))
 
 
-def _told(block: dict[str, Any]) -> str:
+def _described(block: dict[str, Any]) -> str:
     about = f": {block['about']}" if block["about"] else ""
     lines = [f"{block['name']}{about}", "", f"a block; the spec says  use: [{block['use']}]"]
     if block["arguments"]:
@@ -128,7 +128,7 @@ def _told(block: dict[str, Any]) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    """A spec at one stage on its way to a model, or the YAML of a bundled one."""
+    """Show a spec at one stage on its way to a model, or the YAML of a bundled one."""
     from seqblocks.cli.check import load
 
     if options.source:
@@ -166,7 +166,7 @@ def _stage_data(stage: str, file: SpecFile, model: ModelSpec | None) -> Any:
 
 
 def _source(options: argparse.Namespace) -> int:
-    """A bundled spec exactly as it ships, to start one's own from."""
+    """Print a bundled spec exactly as it ships, to copy and change."""
     if options.stage:
         raise UsageError("--source prints the YAML as it ships, before any --stage: give one of the two")
     if options.set:
@@ -186,7 +186,7 @@ def _source(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """The JSON schema of the language."""
+    """Print the JSON schema of the language."""
     from seqblocks.cli.check import load
     from seqblocks.report import schema as room
 

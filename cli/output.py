@@ -11,8 +11,8 @@ from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, ren
 
 results: TextIO | None = None
 remarks: TextIO | None = None
-"""Where results and everything else go in a process of our own, whatever plug-ins do to `sys.stdout` and `sys.stderr`,
-which stand in for them elsewhere. Only this module writes there."""
+"""Where results and everything else go in a process of our own, whatever plug-ins do to `sys.stdout` and `sys.stderr`.
+None: they go to `sys.stdout` and `sys.stderr`. Only this module writes there."""
 
 _CODES = {
     "error": "1;31",
@@ -38,34 +38,34 @@ def coloured(stream: TextIO, choice: str) -> bool:
 
 
 def style(stream: TextIO, choice: str) -> Style:
-    """A painter for diagnostics."""
+    """Return the function that colours the parts of a diagnostic."""
     if not coloured(stream, choice):
         return lambda role, text: text
     return lambda role, text: f"\x1b[{_CODES[role]}m{text}\x1b[0m"
 
 
 class Unwritable(UnavailableError):
-    """Results cannot be written: the disk is full, or something like it."""
+    """Results cannot be written, for instance because the disk is full."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the result cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def stdout() -> TextIO:
-    """The stream of the results."""
+    """Return the stream of the results."""
     return results or sys.stdout
 
 
 def stderr() -> TextIO:
-    """The stream of everything else."""
+    """Return the stream of everything else."""
     return remarks or sys.stderr
 
 
 def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
-    """Print a line or several, whatever the stream's encoding can hold.
+    """Print lines, in characters that the stream's encoding has.
 
-    raw: the text is our own, styled perhaps; otherwise what a terminal would obey is shown as an escape. Raises
-    Unwritable where the stream is that of the results.
+    raw: the text is our own, perhaps with colours; otherwise control characters are shown as escapes. Raises Unwritable
+    if the stream is that of the results.
     """
     stream = stream or stdout()
     text = text if raw else inert(text)
@@ -73,12 +73,12 @@ def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
     except BrokenPipeError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+    except (OSError, ValueError) as error:  # ValueError: it is closed
         with contextlib.suppress(OSError, ValueError):
             silence(stream)
         if stream is stdout():
             raise Unwritable(error) from error
-        # remarks that nobody can read change nothing: the exit status says what happened
+        # remarks that cannot be written change nothing: the exit status says what happened
 
 
 _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "─": "-"})
@@ -93,24 +93,24 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 def inert(text: str) -> str:
-    """Text without anything that a terminal would obey, but for the ends of its lines."""
+    """Return text with control characters shown as escapes, except line ends."""
     return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
 
 
 def silence(stream: TextIO) -> None:
-    """Let nothing more be written to a pipe that nobody reads, or to a full disk."""
+    """Redirect a stream to the null device, after a closed pipe or on a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def dump(data: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document to stdout."""
     import json
 
     write(json.dumps(data, indent=2), raw=True)
 
 
 def diagnostics(error: SpecError, options: Any) -> None:
-    """A spec's faults, in the format that was asked for."""
+    """Print the faults of a spec in the requested format."""
     kind = options.format if options else "text"
     if kind == "json":
         dump(failed(error))
@@ -123,7 +123,7 @@ def diagnostics(error: SpecError, options: Any) -> None:
 
 
 def failed(error: SpecError) -> dict[str, Any]:
-    """The JSON record of a spec that does not validate."""
+    """Return the JSON record of a spec that does not validate."""
     from seqblocks._version import __version__
 
     return {
@@ -136,7 +136,7 @@ def failed(error: SpecError) -> dict[str, Any]:
 
 
 def _escape(text: str, more: str = "") -> str:
-    """Text as a workflow command takes it."""
+    """Escape text for a workflow command."""
     text = inert(text)
     for char in "%\n" + more:
         text = text.replace(char, f"%{ord(char):02X}")
@@ -144,11 +144,11 @@ def _escape(text: str, more: str = "") -> str:
 
 
 def annotation(diagnostic: Diagnostic) -> str:
-    """A workflow command that marks the line in a review."""
+    """Return a workflow command that marks the line in a review."""
 
     where = ""
     span = diagnostic.span
-    if span and span.source.bundled:  # the line of the reader's own file that led there
+    if span and span.source.bundled:  # mark the line of the user's file that led there
         own = [note.span for note in diagnostic.notes if note.span and note.span.source.kind == "own"]
         span = own[-1] if own else None
     if span:
@@ -160,7 +160,7 @@ def annotation(diagnostic: Diagnostic) -> str:
 
 
 def notes(texts: list[str], options: Any) -> None:
-    """Remarks on what is not at fault; in JSON they stand among the results."""
+    """Print remarks that are not errors. In JSON they are among the results."""
     for text in texts if options.format != "json" else ():
         if options.format == "github":
             write(f"::notice ::{_escape(text)}")
@@ -169,7 +169,7 @@ def notes(texts: list[str], options: Any) -> None:
 
 
 def problem(message: str, options: Any) -> None:
-    """An error that is not a spec's."""
+    """Print an error that is not a fault of a spec."""
     if options is not None and options.format == "json":
         dump({"ok": False, "error": message})
     elif options is not None and options.format == "github":
@@ -180,18 +180,18 @@ def problem(message: str, options: Any) -> None:
 
 
 def count(value: float) -> str:
-    """1,234,567."""
+    """Format a number with separators: 1,234,567."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def short(value: float, unit: str = "") -> str:
-    """Three digits with a prefix: 1.23 M, 1.23 MMACs, 980 MACs."""
+    """Format a number to three digits with a prefix: 1.23 M, 1.23 MMACs, 980 MACs."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:  # three digits of it are 1.00 of this size
+        if abs(value) >= 0.9995 * size:  # rounded to three digits it is 1.00 of this size
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
 
 
 def bytes_of(value: float) -> str:
-    """24.4 MB."""
+    """Format a number of bytes: 24.4 MB."""
     return short(value, "B") if value >= 1000 else f"{value:.0f} B"

@@ -18,7 +18,7 @@ from seqblocks.report.summary import Row, Summary
 
 
 def console(options: argparse.Namespace) -> Console:
-    """Rich's for standard output, coloured as asked."""
+    """Return rich's console for standard output, with colours as requested."""
     stream = output.stdout()
     colour = output.coloured(stream, options.color)
     made = Console(file=stream, no_color=not colour, force_terminal=colour or None, highlight=False, soft_wrap=False)
@@ -46,11 +46,11 @@ def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
             out.print(" " * LABEL + _text(line), soft_wrap=True)
 
 
-NARROWEST = 60  # columns: below, a terminal that wraps shows more than cells that are cut
-LABEL = 12  # columns before what a footer says
+NARROWEST = 60  # columns: in a narrower terminal wrapped lines show more than truncated cells
+LABEL = 12  # columns of the labels under the table
 
-# What a narrow terminal does without, step by step; verb, output and parameters stay. "verb" is the column alone: the
-# verb then stands behind the name, as in the YAML. Names are cut as a last resort.
+# The columns that a narrow terminal drops, step by step; verb, output and parameters stay. Without the column "verb"
+# the verb follows the name, as in the YAML. Names are truncated as a last resort.
 LAYOUTS = (
     (), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "state"),
     ("in", "notes", "verb", "state", "MACs"),
@@ -58,15 +58,15 @@ LAYOUTS = (
 
 
 def _table(found: Summary, width: int, plain: bool) -> Table:
-    """The widest layout that fits: columns are given up rather than squeezed until they say nothing."""
+    """Lay the table out as wide as fits, dropping columns where all of them would be too narrow to read."""
     rows = list(_flat(found.rows, 0))
     columns = _columns(rows, found.counted_per, plain)
     titles = {"in": f"in {_arrow(plain)} out", "MACs": f"MACs/{found.counted_per}"}
-    for given_up in LAYOUTS:
-        kept = {title: cells for title, cells in columns.items() if title not in given_up}
+    for dropped in LAYOUTS:
+        kept = {title: cells for title, cells in columns.items() if title not in dropped}
         if "in" in kept:
             kept.pop("out", None)
-        if "verb" in given_up:
+        if "verb" in dropped:
             kept["step"] = [_step(row, depth) for row, depth in rows]
         widths = {title: max(map(len, (titles.get(title, title), *cells))) for title, cells in kept.items()}
         spare = width - sum(widths.values()) - 3 * (len(kept) - 1)  # a space, a rule and a space between columns
@@ -94,7 +94,7 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
 
 
 def _step(row: Row, depth: int, room: int = 10**9, plain: bool = False) -> str:
-    """A name with its verb; in too little room the name is cut, for the verb says more."""
+    """Return a name with its verb. Where the room is too small the name is truncated, since the verb says more."""
     name = _name(row)
     verb = f": {row.verb}" if row.verb and row.verb != row.names[0] else ""
     over = depth + len(name) + len(verb) - room
@@ -117,7 +117,7 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
         "state": [_number(row.state) for row, _ in rows],
         "notes": [", ".join(row.notes) for row, _ in rows],
     }
-    # a column that says nothing is left out
+    # a column without values is left out
     return {title: cells for title, cells in columns.items() if any(cell.strip("- ") for cell in cells)}
 
 
@@ -170,7 +170,7 @@ def _name(row: Row) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0-5; 0, 2, ..., 22 where steps are equal; else runs, 0-2, 4, of which the middle ones may be left out."""
+    """Abbreviate layers: 0-5; 0, 2, ..., 22 if evenly spaced; else runs, 0-2, 4, the middle of many left out."""
     steps = {after - before for before, after in pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"

@@ -1,8 +1,7 @@
 """Tables as plain data: what a model costs, step by step.
 
-MACs are multiply-accumulates, per token and per input; FLOPs are twice that. What one input is depends on the model: an
-image, a sequence that becomes a vector, or else a token (`Summary.counted_per`). State is counted per sequence, in the
-dtype it is kept in.
+MACs are multiply-accumulates, per token and per input; FLOPs are twice that. One input is an image, a sequence that
+becomes a vector, or a token (`Summary.counted_per`). State is counted per sequence, in the dtype it is stored in.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from seqblocks.graph import Graph, ModelSpec
 
 @dataclass(slots=True)
 class Row:
-    """One line of a summary. `names` are the namespaces it stands for (several where repeats are collapsed)."""
+    """One line of a summary. `names`: the namespaces of its steps, several where equal layers are collapsed."""
 
     names: list[str]
     verb: str
@@ -83,9 +82,10 @@ class Summary:
 
 
 def summarise(model: Any, dtype: str = "float32", length: int | None = None, depth: int | None = None) -> Summary:
-    """The summary of a model, be it proven (`load_model`) or built (`build`).
+    """Return the summary of a checked model (`load_model`) or a built one (`build`).
 
-    `length` stands in for an open sequence length, `depth` cuts the tree. Raises UsageError for anything else.
+    `length` is used where the spec leaves the sequence length open, `depth` limits the levels of steps. Raises
+    UsageError for anything that is not a model.
     """
     model = getattr(model, "spec", model) if not isinstance(model, ModelSpec) else model
     if not isinstance(model, ModelSpec):
@@ -132,7 +132,7 @@ def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
 
 
 def _counted_per(model: ModelSpec, tokens: int | None) -> str:
-    """A classifier gives one answer for all tokens, and an image's tokens are its own affair."""
+    """Return what costs are counted by: a classifier has one answer for all tokens, and an image hides its tokens."""
     if tokens and model.input.kind == "image":
         return "image"
     return "sequence" if tokens and model.output and model.output.kind == "vector" else "token"
@@ -178,21 +178,21 @@ def _inside(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int |
 
 
 def _directions(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
-    """The orders of a scan: one line where each owns all, else the first with what is shared, the others without."""
+    """Return the orders of a scan: one line if each owns everything, else one each, shared parameters in the first."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
-    alike = len(node.owned) == len(inside)
+    owns_all = len(node.owned) == len(inside)
     owned = sum(item.parameter.numel for item in inside if item.name in node.owned and item.tied is None)
-    names = list(node.directions) if alike else [node.directions[0]]
+    names = list(node.directions) if owns_all else [node.directions[0]]
     first = _whole(model, body, names, "direction", tokens, depth, name)
-    others = [] if alike else node.directions[1:]
+    others = [] if owns_all else node.directions[1:]
     return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
 
 
 def _whole(
     model: ModelSpec, body: graph.Graph, names: list[str], kind: str, tokens: int | None, depth: int | None, name: str
 ) -> Row:
-    """A body as one line, with those of its steps below it."""
+    """Return a body as one line, with the lines of its steps below."""
     return Row(
         names,
         "",
@@ -208,7 +208,7 @@ def _whole(
 
 
 def _alike(a: Row, b: Row) -> bool:
-    """Whether two layers would print the same (drop rates and the like aside)."""
+    """Whether two layers would print the same; drop rates and the like may differ."""
     facts = ("verb", "kind", "input", "output", "params", "macs", "state")
     return all(getattr(a, f) == getattr(b, f) for f in facts) and _children_alike(a.rows, b.rows)
 

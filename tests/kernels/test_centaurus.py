@@ -235,6 +235,7 @@ def test_enough_sequences_are_not_cut_and_few_no_more_than_helps() -> None:
     assert centaurus_triton.segments(1, 1 << 17, centaurus_triton.tiles(512, 64, "sm_90"), 512) == 33
 
 
+@pytest.mark.slow
 @INTERPRETED
 @crossed(
     ("reverse", [False, True]),

@@ -266,6 +266,7 @@ def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
 # ------------------------------------------------------------------------------------------------ tiles and chunks
 
 
+@pytest.mark.slow
 @INTERPRETED
 @crossed(
     ("parts", [2, 4]),
@@ -291,6 +292,7 @@ def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
     check(TRITON, TRITON.inputs(batch=1, S=70, H=1, DK=64, DV=64), resets=reset_marks(1, 70, 31))
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize(
     ("gate", "reverse", "resets"), [("exp", True, True), pytest.param("sigmoid", False, False, marks=pytest.mark.slow)]
@@ -363,6 +365,7 @@ def test_several_chunks_without_asking_for_the_state(state: bool) -> None:
     check(TRITON, TRITON.inputs(batch=1, S=130, DK=8, DV=4, state=state), return_state=False)
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize("state_wins", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_chunks_are_read_a_number_of_times_that_does_not_grow(

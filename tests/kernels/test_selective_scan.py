@@ -241,6 +241,7 @@ def test_resets_are_each_piece_on_its_own_to_the_bit() -> None:
         assert torch.equal(packed[:, a:b], selective_scan(**BARE_TRITON.cut(x, a, b), backend="triton"))
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy, which mentions every NaN
 @pytest.mark.parametrize("reverse", [False, True])

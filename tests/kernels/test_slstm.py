@@ -224,6 +224,7 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
     assert [program.exitcode for program in programs] == [0] * len(programs)
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

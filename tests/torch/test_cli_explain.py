@@ -74,7 +74,7 @@ def test_json(run_here: Run) -> None:
         (["vil_tiny", "--device", "gpu9"], {}, 2, "--device gpu9 is not a device"),
         (["vil_tiny", "--device", "cuda", "--arch", "sm_75"], {}, 0, "needs compute capability 8.0 or later"),
         (["vil_tiny", "--arch", "sm_80"], {}, 0, "on cuda (sm_80)"),
-        (["vil_tiny", "--arch", "sm_80", "--device", "cpu"], {}, 2, "of a GPU, and --device cpu is none"),
+        (["vil_tiny", "--arch", "sm_80", "--device", "cpu"], {}, 2, "of a GPU, and --device is cpu"),
         (["vil_tiny", "--arch", "hopper"], {}, 2, "--arch takes an architecture"),
         (["vil_tiny", "--dtype", "int8"], {}, 2, "--dtype int8"),
         (["vil_tinny"], {}, 1, "did you mean 'vil_tiny'?"),

@@ -71,7 +71,7 @@ TYPICAL = {  # of each op the cases that are compiled every time, which have all
 }
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op if op == "head_norm" else pytest.param(op, marks=pytest.mark.slow) for op in OPS])
 def test_typical(op: str, root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.option.markexpr == "":
         pytest.skip("everything is run, and test_all compiles these among others")
