@@ -1,26 +1,27 @@
-"""The state law as a check that any spec, and any new primitive, can be put to:
+"""Checks for any spec and any new primitive: the state law, the declared shapes, and the declared lookahead.
+
+The law of everything that carries state:
 
     whole sequence = any split into chunks with carried state = step by step, in value and in gradient;
     with resets = each piece on its own.
-
-And what a spec declares as checks: the shapes of every step, and how far an output looks ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqblocks.analysis import lookahead
 from seqblocks.errors import RunError, UsageError
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.state import declared
+from seqblocks.runtime.step import StepModule
+from seqblocks.state import States, declared
 from seqblocks.types import Wire
 
 
@@ -34,54 +35,69 @@ def check_law(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Assert `check_shapes`, `check_lookahead` and the law for a model that streams (RunError for another).
+    """Assert `check_shapes`, `check_lookahead` and the law for a model that streams. RunError for another.
 
-    `tolerance` is relative to the largest value. Without one: 1e-9 for a float64 model, the one to check
-    with, and half the digits of its dtype for another.
+    cuts: where the sequence is cut into chunks, by default at 1, 2 and 11 as far as it reaches. resets: (row, position)
+    of tokens that begin a new sequence. For a model that changes the rate of its tokens, seq and cuts count frames of
+    `model.frame_size` tokens, and there are no resets. UsageError for positions outside the sequence.
 
-    cuts: where the sequence is cut into chunks, without them 1, 2 and 11 as far as it reaches; resets: (row, position)
-    of tokens that begin a new sequence. A model that changes the rate of its tokens knows no resets; seq and cuts then
-    count frames of `model.frame_size` tokens. UsageError for what lies outside the sequence.
+    tolerance: relative to the largest value of a tensor, or to 1 where all are smaller. Default: 1e-9 for a float64
+    model, the one to check with, else half the digits of the dtype. A gradient is also allowed `tolerance` times 1e-4
+    of the largest gradient of the model. This is for those in which large terms cancel, such as the bias of keys: the
+    terms are rounded however small their sum is. 1e-9 * 1e-4 is about 450 roundings in float64, as many as a sum over
+    the tokens of a test has; in coarser dtypes it is less than one rounding.
     """
-    model.init_state(batch)  # a model that cannot stream says why
+    model.init_state(batch)  # raises where the model cannot stream
+    cuts = _checked_cuts(cuts, seq)
+    _check_resets(resets, batch, seq)
+    if model.spec.input.kind == "image":
+        raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
+    check_shapes(model, seq=seq, batch=batch, seed=seed)
+    check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
+    tolerance = _tolerance(model) if tolerance is None else tolerance
+    x = random_input(model, batch, seq * model.frame_size, seed)
+    marks = _marks(x, resets, model.frame_size) if resets else None
+    whole, last = model(x, return_state=True, resets=marks)
+    gradients = _gradients(model, whole, x)
+    for name, found, state in _splits(model, x, cuts, marks):
+        _assert_close(f"{name}: output", found, whole, tolerance)
+        _assert_tree_close(f"{name}: state", state, last, tolerance)
+        _assert_gradients_close(name, _gradients(model, found, x), gradients, tolerance)
+    if marks is not None and _has_tokens(model):
+        _assert_close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+
+
+def _checked_cuts(cuts: Sequence[int] | None, seq: int) -> Sequence[int]:
     if seq < 1:
         raise UsageError(f"a sequence has a token or more, not {seq}")
     cuts = [cut for cut in (1, 2, 11) if cut < seq] if cuts is None else cuts
     outside = [cut for cut in cuts if not 0 < cut < seq]
     if outside:
         raise UsageError(f"a sequence of {seq} can be cut at 1 to {seq - 1}, not at {outside[0]}")
-    stray = [mark for mark in resets if not (0 <= mark[0] < batch and 0 <= mark[1] < seq)]
+    return cuts
+
+
+def _check_resets(resets: Sequence[tuple[int, int]], batch: int, seq: int) -> None:
+    stray = [(row, at) for row, at in resets if not (0 <= row < batch and 0 <= at < seq)]
     if stray:
         raise UsageError(f"resets are (row, position) in {batch} rows of {seq}, and {stray[0]} is not")
-    if model.spec.input.kind == "image":
-        raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
-    check_shapes(model, seq=seq, batch=batch, seed=seed)
-    check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
-    frame = model.frame_size
-    x = random_input(model, batch, seq * frame, seed)
-    tolerance = _tolerance(model) if tolerance is None else tolerance
-    marks = torch.zeros(batch, seq * frame, dtype=torch.bool, device=x.device)
+
+
+def _marks(x: Tensor, resets: Sequence[tuple[int, int]], frame: int) -> Tensor:
+    marks = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
     for row, at in resets:
         marks[row, at * frame] = True
-    given = marks if resets else None
-    whole, last = model(x, return_state=True, resets=given)
-    bounds = [c * frame for c in sorted({0, seq, *cuts})]
-    for name, edges in (("chunks", bounds), ("steps", list(range(0, seq * frame + 1, frame)))):
-        if name == "steps" and resets:
-            found, state = _chunks(model, x, edges, marks)
-        elif name == "steps":
-            found, state = _steps(model, x)
-        else:
-            found, state = _chunks(model, x, edges, given)
-        _close(f"{name}: output", found, whole, tolerance)
-        _close_tree(f"{name}: state", state, last, tolerance)
-        wanted = _gradients(model, whole, x)
-        # a gradient in which large terms cancel, as that of a bias of keys, is no more exact than the terms were
-        largest = max((g.double().abs().max().item() for g in wanted if g.numel()), default=0.0)
-        for index, (a, b) in enumerate(zip(_gradients(model, found, x), wanted, strict=True)):
-            _close(f"{name}: gradient {index}", a, b, tolerance, 1e-4 * largest)
-    if resets and _has_tokens(model):
-        _close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+    return marks
+
+
+def _splits(
+    model: SequenceModel, x: Tensor, cuts: Sequence[int], marks: Tensor | None
+) -> Iterator[tuple[str, Tensor, States]]:
+    """Yield the output and the last state by chunks, then by steps; with resets, steps are chunks of one frame."""
+    frame = model.frame_size
+    frames = list(range(0, x.shape[1] + 1, frame))
+    yield "chunks", *_chunks(model, x, [cut * frame for cut in sorted({0, len(frames) - 1, *cuts})], marks)
+    yield "steps", *(_steps(model, x) if marks is None else _chunks(model, x, frames, marks))
 
 
 def check_lookahead(
@@ -89,26 +105,34 @@ def check_lookahead(
 ) -> None:
     """Assert that no output changes with tokens further ahead of it than the model declares (`lookahead.find`).
 
-    seq: of frames, as in `check_law`, where the spec leaves the length open. Nothing is to be checked of a model that
-    reads images, gives a vector, or declares that it sees the whole sequence. Tokens from several positions on are
-    drawn anew; the outputs that stand too early to see them must stay, up to `tolerance` of the largest value.
+    seq: of frames, as in `check_law`, where the spec leaves the length open. There is nothing to check for a model that
+    reads images, returns a vector, or declares that it reads the whole sequence. Tokens from several positions on are
+    drawn anew; the outputs that are too early to depend on them must stay, up to `tolerance` of the largest value.
     """
     ahead = lookahead.find(model.spec)
     if ahead is None or ahead.tokens == lookahead.WHOLE:
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
-    length = model.spec.input.length
-    seq = length if isinstance(length, int) else seq * model.frame_size
+    seq, tokens = _length(model, seq), int(ahead.tokens)
     every = model.spec.output.every if model.spec.output else 1
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = model(x)
-        first = int(ahead.tokens) + 1  # what comes before it every output may see
-        for start in sorted({first + (seq - 1 - first) * part // 6 for part in range(7)} if first < seq else ()):
-            kept = -(-(start - int(ahead.tokens)) // every)  # of the outputs: those before start - lookahead
+        for start in _starts(tokens + 1, seq):
+            count = -(-(start - tokens) // every)  # of the outputs that are too early
             after = model(torch.cat([x[:, :start], other[:, start:]], 1))
             what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
-            _close(what, after[:, :kept], before[:, :kept], tolerance)
+            _assert_close(what, after[:, :count], before[:, :count], tolerance)
+
+
+def _starts(first: int, seq: int) -> list[int]:
+    """Return seven positions from `first` to the last; any output may depend on the tokens before `first`."""
+    return sorted({first + (seq - 1 - first) * part // 6 for part in range(7)}) if first < seq else []
+
+
+def _length(model: SequenceModel, frames: int) -> int:
+    length = model.spec.input.length
+    return length if isinstance(length, int) else frames * model.frame_size
 
 
 def _tolerance(model: SequenceModel) -> float:
@@ -117,36 +141,32 @@ def _tolerance(model: SequenceModel) -> float:
 
 
 def _has_tokens(model: SequenceModel) -> bool:
-    """Whether its output has something for each token (or window): neither a vector nor an image."""
+    """Whether the output is neither a vector nor an image."""
     return model.spec.output is not None and model.spec.output.kind in ("sequence", "tokens")
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
-    """Assert that every step gives the shape that was checked, and carries the state it declares, for any model.
+    """Assert that each step of any model returns the declared shape, and carries the state that it declares.
 
     seq: of frames, as in `check_law`, where the spec leaves the length open.
     """
-    length = model.spec.input.length
-    seq = length if isinstance(length, int) else seq * model.frame_size
+    seq = _length(model, seq)
     streams = model._obstacle is None
+    states = declared(model.graph)
 
-    def watch(name: str, step: nn.Module, wire: Wire) -> Any:
-        def look(_module: Any, _inputs: Any, given: tuple[Any, Any]) -> None:
-            y, state = given
+    def watch(name: str, step: StepModule, wire: Wire) -> Any:
+        def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
+            y, state = result
             axes = [seq // wire.every if isinstance(axis, str) else axis for axis in wire.axes[1:]]
-            _is_shaped(f"{name}: output", y, [batch, *axes])
+            _assert_shape(f"{name}: output", y, [batch, *axes])
             if streams and isinstance(step, Primitive):
-                kept: Any = reduce(lambda tree, part: tree.get(part, {}), name.split("."), declared(model.graph))
-                assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is no dict"
-                assert set(state) == set(kept), f"{name}: state: {sorted(state)} is not {sorted(kept)}, as declared"
-                for key, item in kept.items():
-                    _is_shaped(f"{name}: state {key}", state[key], [batch, *item.shape])
+                expected = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
+                _assert_state(name, state, expected, batch)
 
-        return step.register_forward_hook(look)
+        return step.register_forward_hook(check)
 
-    # a scan whose orders own parameters cannot be hooked (its `forward` may be a child); what is inside it can
-    typed = [(name, step, step.__dict__.get("_type")) for name, step in model.named_modules()]
-    hooks = [watch(name, step, wire) for name, step, wire in typed if wire]
+    steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
+    hooks = [watch(name, step, step._type) for name, step in steps if step._type]
     try:
         with torch.no_grad():
             model(random_input(model, batch, seq, seed), return_state=streams)
@@ -155,36 +175,43 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             hook.remove()
 
 
-def _is_shaped(what: str, found: Any, wanted: list[int]) -> None:
+def _assert_state(name: str, state: Any, expected: States, batch: int) -> None:
+    assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is no dict"
+    assert set(state) == set(expected), f"{name}: state: {sorted(state)} is not {sorted(expected)}, as declared"
+    for key, item in expected.items():
+        _assert_shape(f"{name}: state {key}", state[key], [batch, *item.shape])
+
+
+def _assert_shape(what: str, found: Any, expected: list[int]) -> None:
     assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is no tensor"
-    assert list(found.shape) == wanted, f"{what}: {list(found.shape)} is not {wanted}, as declared"
+    assert list(found.shape) == expected, f"{what}: {list(found.shape)} is not {expected}, as declared"
 
 
 def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:
-    """An input of the kind the model reads: token numbers, or features drawn from N(0, 1) that require gradients.
+    """Return an input of the kind the model reads: token numbers, or features from N(0, 1) that require gradients.
 
     An image is of the spec's size, whatever `seq` is.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     wire = model.spec.input
-    some = model._some_tensor()
+    device = model._some_tensor().device
     if wire.kind == "tokens":
-        return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(some.device)
+        return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(device)
     shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)
     x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return x.to(some.device, dtype_of(model)).requires_grad_()
+    return x.to(device, dtype_of(model)).requires_grad_()
 
 
 def dtype_of(model: SequenceModel) -> torch.dtype:
-    """What a model computes in."""
+    """Return the dtype that a model computes in."""
     return model._own_dtype()
 
 
 def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor | None) -> tuple[Tensor, Any]:
     parts, state = [], None
     for a, b in pairwise(edges):
-        here = None if marks is None else marks[:, a:b]
-        y, state = model(x[:, a:b], state=state, return_state=True, resets=here)
+        resets = None if marks is None else marks[:, a:b]
+        y, state = model(x[:, a:b], state=state, return_state=True, resets=resets)
         parts.append(y)
     return _joined(model, parts), state
 
@@ -199,7 +226,7 @@ def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
 
 
 def _joined(model: SequenceModel, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 1) if _has_tokens(model) else parts[-1]  # a pooled model answers for the last token
+    return torch.cat(parts, 1) if _has_tokens(model) else parts[-1]  # a pooled model returns one vector
 
 
 def _pieces(model: SequenceModel, x: Tensor, marks: Tensor) -> Tensor:
@@ -215,24 +242,31 @@ def _gradients(model: SequenceModel, y: Tensor, x: Tensor) -> list[Tensor]:
     if not y.requires_grad:  # token numbers
         return []
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
-    wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
-    found = torch.autograd.grad((y * weights).sum(), wanted, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    leaves = [t for t in (x, *model.parameters()) if t.requires_grad]
+    found = torch.autograd.grad((y * weights).sum(), leaves, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
 
 
-def _close_tree(what: str, found: Any, wanted: Any, tolerance: float) -> None:
-    if isinstance(wanted, dict):
-        assert set(found) == set(wanted), f"{what}: {sorted(found)} is not {sorted(wanted)}"
-        for key, value in wanted.items():
-            _close_tree(f"{what}.{key}", found[key], value, tolerance)
+def _assert_gradients_close(name: str, found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    largest = max((g.double().abs().max().item() for g in expected if g.numel()), default=0.0)
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        _assert_close(f"{name}: gradient {index}", a, b, tolerance, 1e-4 * largest)
+
+
+def _assert_tree_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
+    if isinstance(expected, dict):
+        assert set(found) == set(expected), f"{what}: {sorted(found)} is not {sorted(expected)}"
+        for key, value in expected.items():
+            _assert_tree_close(f"{what}.{key}", found[key], value, tolerance)
     else:
-        _close(what, found, wanted, tolerance)
+        _assert_close(what, found, expected, tolerance)
 
 
-def _close(what: str, found: Tensor, wanted: Tensor, tolerance: float, least: float = 1.0) -> None:
-    assert found.shape == wanted.shape, f"{what}: {list(found.shape)} is not {list(wanted.shape)}"
-    if not wanted.numel():
+def _assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float, least: float = 1.0) -> None:
+    """Assert that two tensors differ by at most `tolerance` of the largest number, of 1 and of `least`."""
+    assert found.shape == expected.shape, f"{what}: {list(found.shape)} is not {list(expected.shape)}"
+    if not expected.numel():
         return
-    error = (found.double() - wanted.double()).abs().max().item()
-    scale = max(1.0, least, wanted.double().abs().max().item())
+    error = (found.double() - expected.double()).abs().max().item()
+    scale = max(1.0, least, expected.double().abs().max().item())
     assert error <= tolerance * scale, f"{what}: differs by {error:.3g}, more than {tolerance:g} of {scale:.3g}"
