@@ -47,13 +47,13 @@ def mlstm(
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; the state is
     all zeros, m included, before that token.
     reverse: scan from right to left; the given state enters at the right end and the returned one leaves at the left.
-    chunk_size: tokens per chunk of the torch form (default: equal chunks of up to 128); it changes
+    chunk_size: tokens per chunk of the torch implementation (default: equal chunks of up to 128); it changes
     rounding and speed only.
     input_gate: "exp", or "sigmoid" (m stays 0); normalize=False, for the sigmoid gate alone, leaves h undivided.
 
     Returns h [B, S, H, DV] in v's dtype, and with return_state the state after the last token.
     Gates, stabiliser and state are float32 inside, float64 if any of q, k, v, i, f is.
-    The torch form has first derivatives only; "reference" can be differentiated any number of times.
+    The torch implementation has first derivatives only; "reference" can be differentiated any number of times.
 
     Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
     """

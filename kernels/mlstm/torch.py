@@ -2,7 +2,7 @@
 
 Inside a chunk every token reads every earlier token of the chunk through a small matrix (attention-like);
 what came before the chunk is read through the state. Time is linear in S, memory is that of the inputs: nothing
-of size S x S, and the forward pass leaves nothing behind (the backward pass makes the chunk states again).
+of size S x S, and the forward pass saves only its inputs (the backward pass recomputes the chunk states).
 
 B batch, S sequence, H heads, DK / DV head widths, L chunk length, K number of chunks, s <= t two tokens of a chunk
 in the order of the scan. All of it per head:
@@ -58,7 +58,7 @@ class Gates(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What the derivative of the gates needs beside them: [B, K, L, H], tokens in the order of the scan."""
+    """What the derivative of the gates also needs: [B, K, L, H], tokens in the order of the scan."""
 
     source: Tensor  # the s that gives max e_s
     carried: Tensor  # p_t wins the maximum, not e_s
@@ -261,7 +261,7 @@ def _chunk_gates(
     e, x, u, floor = (g[group[0] : group[1], :, first:end] for g in gates[:4])
     n = end - first
     D = _exp_((e.unsqueeze(2) - x.unsqueeze(3)).to(u.dtype))
-    D = D.triu_() if reverse else D.tril_()  # what lies beyond may be infinite: assigned, not multiplied
+    D = D.triu_() if reverse else D.tril_()  # the other half may be infinite: assigned, not multiplied
     if gates.segment is not None:
         s = gates.segment[group[0] : group[1], None, first:end]
         D.masked_fill_(s.unsqueeze(2) != s.unsqueeze(3), 0.0)
@@ -271,7 +271,7 @@ def _chunk_gates(
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place, and 0 where that is nothing beside the largest weight, 1.
+    """exp in place, and 0 where that is negligible next to the largest weight, 1.
 
     Without it, products with such weights are denormal numbers, which a CPU multiplies many times more slowly: forget
     gates of 1/2 reach e^-87 within 126 tokens.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import MLSTMState, mlstm, mlstm_init_state, mlstm_step
-from seqblocks.kernels.mlstm import triton as mlstm_triton
+from seqblocks.kernels.mlstm.triton import backward, launch, sizes
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -40,7 +40,7 @@ from tests.torch import golden
 
 CASES = sorted(p.stem for p in (golden.FOLDER / "xlstm").glob("mlstm_fn_*.npz"))
 PARALLEL = [case for case in CASES if "init" not in case and "siging" not in case]
-FORMS = ("reference", "torch")
+BACKENDS = ("reference", "torch")
 GATES = {gate: MLSTM.variants[gate].options for gate in ("exp", "sigmoid", "undivided")}
 TRITON, GPU = (Subject(MLSTM, "exp", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
 DOUBLE = Precision(torch.float64)
@@ -61,9 +61,9 @@ def load(path: str, dtype: torch.dtype) -> Any:
     return z, meta, x, state
 
 
-def run_golden(z: Any, meta: Any, x: list[Tensor], state: Any, form: str) -> tuple[Tensors, Any]:
+def run_golden(z: Any, meta: Any, x: list[Tensor], state: Any, backend: str) -> tuple[Tensors, Any]:
     gate = "sigmoid" if "siging" in meta["config"]["kernel"] else "exp"
-    h, last = mlstm(*x, state=state, return_state=True, input_gate=gate, chunk_size=16, backend=form)
+    h, last = mlstm(*x, state=state, return_state=True, input_gate=gate, chunk_size=16, backend=backend)
     ct = torch.tensor(z["ct"], dtype=h.dtype).transpose(1, 2)
     grads = torch.autograd.grad((h * ct).sum(), x)
     got = {f"grad_in/{n}": g.transpose(1, 2) for n, g in zip("qkvif", grads, strict=True)}
@@ -82,15 +82,15 @@ def compare(z: Any, meta: Any, got: Tensors, tolerance: Any) -> None:
         assert error <= tolerance(key), f"{key}: {error:.2e} > {tolerance(key):.2e}"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_golden_float64(case: str, form: str) -> None:
+def test_golden_float64(case: str, backend: str) -> None:
     z, meta, x, state = load(case, torch.float64)
     # eps is added in units of exp(-m), and the official parallel form has another m than the recurrence, which
-    # starts at m = 0: 1e-6 across forms. The file with an initial state and the sigmoid gate are of our form.
+    # starts at m = 0: 1e-6 between the two. The files with an initial state and the sigmoid gate have our m.
     same = state is not None or "siging" in case
-    got, last = run_golden(z, meta, x, state, form)
-    # 1e-10 for one form; an output that eps moves by 1e-6 has gradients that it moves by a few times that
+    got, last = run_golden(z, meta, x, state, backend)
+    # 1e-10 for the same m; an output that eps moves by 1e-6 has gradients that it moves by a few times that
     across = {"out": 1e-6}
     compare(z, meta, got, lambda key: (1e-10 if same else across.get(key, 3e-6)) * size(meta, key))
     if "state/c" in z:
@@ -99,31 +99,31 @@ def test_golden_float64(case: str, form: str) -> None:
             assert (s - expected).abs().max() <= 1e-12 * max(1.0, expected.abs().max().item())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", PARALLEL)
-def test_golden_parallel_form_exactly(case: str, form: str) -> None:
+def test_golden_with_the_m_of_the_parallel_form(case: str, backend: str) -> None:
     # with m0 = -1e30 the initial state never wins the maximum: the stabiliser is the parallel form's row maximum
     z, meta, x, _ = load(case, torch.float64)
     B, _, H, DK = x[0].shape
     empty = mlstm_init_state(B, H, DK, x[2].shape[-1], dtype=torch.float64)
-    got, _ = run_golden(z, meta, x, empty._replace(m=empty.m - 1e30), form)
+    got, _ = run_golden(z, meta, x, empty._replace(m=empty.m - 1e30), backend)
     compare(z, meta, got, lambda key: 1e-10 * size(meta, key))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_golden_float32(case: str, form: str) -> None:
+def test_golden_float32(case: str, backend: str) -> None:
     z, meta, x, state = load(case, torch.float32)
-    got, _ = run_golden(z, meta, x, state, form)
+    got, _ = run_golden(z, meta, x, state, backend)
     # ten times what the official code itself loses in float32; plus the eps difference, as above
     compare(z, meta, got, lambda key: 10 * meta["f32_max_abs_err"][key] + 3e-6 * size(meta, key))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_golden_gradient_of_the_initial_state(form: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_golden_gradient_of_the_initial_state(backend: str) -> None:
     (case,) = [p for p in CASES if "init" in p]
     z, _, x, state = load(case, torch.float64)
-    h = mlstm(*x, state=state, backend=form)
+    h = mlstm(*x, state=state, backend=backend)
     grads = torch.autograd.grad((h * torch.tensor(z["ct"]).transpose(1, 2)).sum(), state)
     for g, key in zip(grads, "cnm", strict=True):
         expected = torch.tensor(z[f"grad_in/{key}0"]).reshape(g.shape)
@@ -133,17 +133,18 @@ def test_golden_gradient_of_the_initial_state(form: str) -> None:
 # ------------------------------------------------------------------------------------------------ extreme gates
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("i", "f"), [*itertools.product([-100.0, 100.0], repeat=2), ("mixed", "mixed")])
-def test_finite_for_gates_of_100(form: str, gate: str, i: Any, f: Any) -> None:
+def test_finite_for_gates_of_100(backend: str, gate: str, i: Any, f: Any) -> None:
     signs = 100 * draw(2, 40, 2, seed=3).sign()
     for dtype in (torch.float32, torch.float64):
         x = {name: t.to(dtype) for name, t in TRITON.inputs(S=40, state=False).items()}
         x["i"] = signs.to(dtype) if i == "mixed" else torch.full_like(x["i"], i)
         x["f"] = signs.flip(1).to(dtype) if f == "mixed" else torch.full_like(x["f"], f)
         leaves = {name: t.requires_grad_() for name, t in x.items()}
-        out = TRITON._replace(variant=gate)(leaves, backend=form, **({"chunk_size": 16} if form == "torch" else {}))
+        options = {"chunk_size": 16} if backend == "torch" else {}
+        out = TRITON._replace(variant=gate)(leaves, backend=backend, **options)
         assert all(t.isfinite().all() for t in with_gradients(out, leaves).values())
 
 
@@ -152,7 +153,7 @@ def test_gates_of_ten_thousand() -> None:
     subject = Subject(MLSTM, "chunks of 5", IMPLEMENTATIONS["torch"])
     x = subject.inputs(S=23)
     x |= {"i": x["i"] * 1e4, "f": torch.full_like(x["f"], -1e4)}
-    found, wanted = (subject(x, backend=form) for form in ("torch", "reference"))
+    found, wanted = (subject(x, backend=backend) for backend in ("torch", "reference"))
     assert_close(found, wanted, 1e-9, smallest=1.0)
 
 
@@ -208,12 +209,12 @@ def test_float32_keeps_its_digits_whatever_the_gates(backend: str, kind: str, ga
         assert error <= allowed, f"{name}: {error / scale:.1e}"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_forbidden_token_leaves_no_trace(form: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forbidden_token_leaves_no_trace(backend: str) -> None:
     """i = -1e30 is how padding is written; f = 100 keeps what was there."""
     x = TRITON.inputs(batch=1, S=8)
     x["i"][:, 5:], x["f"][:, 5:] = -1e30, 100.0
-    padded, short = TRITON(x, backend=form), TRITON(TRITON.cut(x, 0, 5), backend=form)
+    padded, short = TRITON(x, backend=backend), TRITON(TRITON.cut(x, 0, 5), backend=backend)
     assert_close({**padded, "out": padded["out"][:, :5]}, short, 1e-10)
 
 
@@ -276,8 +277,8 @@ def test_eps_reaches_the_gates_through_m(eps: float, resets: bool) -> None:
 def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As wide heads have them, and twice as many; the last chunk has tiles without a token."""
     size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(mlstm_triton, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
-    monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
+    monkeypatch.setattr(sizes, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
+    monkeypatch.setattr(sizes, "chunk", lambda *a: {"L": 16 * parts, "BT": 16})
     subject = TRITON._replace(variant=gate)
     x = subject.inputs(S=70, H=1, DK=20, DV=8)
     check(subject, x, reverse=reverse, resets=reset_marks(2, 70, 23) if parts == 2 else None)
@@ -286,9 +287,9 @@ def test_several_tiles_in_a_chunk(parts: int, gate: str, reverse: bool, monkeypa
 @INTERPRETED
 def test_wide_heads_have_several_tiles_in_a_chunk() -> None:
     for width, chunk in ((64, 64), (128, 128), (192, 128), (256, 256), (1024, 256)):
-        assert mlstm_triton.chunk(width, width, True)["L"] == chunk
-    assert mlstm_triton.chunk(256, 512, True)["L"] == 256
-    assert mlstm_triton.chunk(256, 512, False)["L"] == 64
+        assert sizes.chunk(width, width, True)["L"] == chunk
+    assert sizes.chunk(256, 512, True)["L"] == 256
+    assert sizes.chunk(256, 512, False)["L"] == 64
     check(TRITON, TRITON.inputs(batch=1, S=70, H=1, DK=64, DV=64), resets=reset_marks(1, 70, 31))
 
 
@@ -304,7 +305,7 @@ def test_gates_of_many_chunks(gate: str, reverse: bool, resets: bool, monkeypatc
     marks = reset_marks(2, 130, 37) if resets else None
     results = []
     for walked in (100, 1):
-        monkeypatch.setattr(mlstm_triton, "WALKED", walked)
+        monkeypatch.setattr(sizes, "WALKED", walked)
         results.append(with_gradients(subject(x, resets=marks, reverse=reverse), x))
     assert_equal(*results)
 
@@ -354,7 +355,7 @@ def test_the_bars_of_16_bits_are_narrow_enough(
     """A term that is left out of the gradients of gates is seen: <C, dC> + <n, dn>, or a token's k . dk."""
     subject = TRITON._replace(variant=gate)
     x = subject.inputs(S=64, DK=2, DV=2)  # a chunk: its last place is a token
-    monkeypatch.setattr(mlstm_triton, "_gate_gradients", Without(mlstm_triton._gate_gradients, term))
+    monkeypatch.setattr(backward, "gate_gradients", Without(backward.gate_gradients, term))
     with pytest.raises(AssertionError, match=r"gradient of [ifm]: differs"):
         check(subject, x, precision=precision)
 
@@ -386,8 +387,8 @@ def test_chunks_are_read_a_number_of_times_that_does_not_grow(
     for name in ("create_load", "create_masked_load"):
         monkeypatch.setattr(InterpreterBuilder, name, counted(getattr(InterpreterBuilder, name)))
     size = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(mlstm_triton, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
-    monkeypatch.setattr(mlstm_triton, "chunk", lambda *a: {"L": 16, "BT": 16})
+    monkeypatch.setattr(sizes, "tiles", lambda kernel, *a: size | ({"BD": 16} if kernel == "gradients" else {}))
+    monkeypatch.setattr(sizes, "chunk", lambda *a: {"L": 16, "BT": 16})
     loads = []
     for chunks in (10, 14, 18):
         x = TRITON.inputs(batch=1, S=16 * chunks, H=1, DV=4)
@@ -467,8 +468,8 @@ def test_one_token_in_any_layout(layout: str) -> None:
 @INTERPRETED
 def test_a_token_takes_the_short_way_only_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    original = mlstm_triton._step_op
-    monkeypatch.setattr(mlstm_triton, "_step_op", lambda *a: taken.append(1) or original(*a))
+    original = launch.step
+    monkeypatch.setattr(launch, "step", lambda *a: taken.append(1) or original(*a))
     x = {name: t.detach() for name, t in TRITON.exact(batch=1, S=1).items()}
     TRITON(x)
     TRITON({**x, "q": x["q"].requires_grad_()})
@@ -480,4 +481,4 @@ def test_a_token_takes_the_short_way_only_without_a_gradient(monkeypatch: pytest
 def test_the_op_of_one_token_keeps_its_promises_to_torch(resets: bool) -> None:
     x = [t.detach() for t in TRITON.exact(batch=1, S=1).values()]
     marks = torch.zeros(1, 1, dtype=torch.uint8) if resets else None
-    torch.library.opcheck(mlstm_triton._step_op.traced, (*x, marks, 1e-6, "exp", True, True))
+    torch.library.opcheck(launch.step.traced, (*x, marks, 1e-6, "exp", True, True))

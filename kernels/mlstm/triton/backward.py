@@ -1,0 +1,398 @@
+"""Backward: factors of each token, gradients of the states, of q, k and v, and of the gates.
+
+With the stabiliser m held constant, the gradient of log f at t is that of all weights from before t to t or later. A
+chunk needs what it contains, and <C, dC> + <n, dn> of the state that leaves it: no sum runs over the sequence. The rest
+is little: eps, which makes h depend on its scale, and the m that leaves. Every m is a maximum, so its gradient goes to
+the one input gate that made it, or to the m that enters the chunk, which `state_gradients` hands from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.mlstm.triton.gates import sums
+from seqblocks.kernels.mlstm.triton.tensors import (
+    CARRIED,
+    D_DEN,
+    D_M,
+    DEN,
+    FLOOR,
+    INVERSE,
+    KEEP,
+    READ_C,
+    READ_N,
+    WRITE,
+    E,
+    U,
+    X,
+    inside,
+    load_columns,
+    load_e,
+    load_plane,
+    load_rows,
+    load_segment,
+    load_tile,
+    load_x,
+    own_block,
+    own_tile,
+    products,
+    start,
+    store_plane,
+    store_rows,
+    weights_read,
+    weights_written,
+)  # fmt: skip
+from seqblocks.kernels.triton_common import exp, jit, operand, reciprocal, tl
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def factors(
+    dh, h, gates, segments, planes, links,
+    S, H, DV: tl.constexpr, gb, gs, gh, scale, eps,
+    EXP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+):
+    """From r = dh . h and the divisor. A program per chunk."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    here = tl.program_id(0).to(tl.int64) * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    grads = start(dh, n, H, c, S, gb, gs, gh, REVERSE, BT)
+    outs = start(h, n, H, c, S, tl.cast(S, tl.int64) * H * DV, H * DV, DV, REVERSE, BT)
+    r = tl.zeros((BT,), tl.float32)
+    for first in range(0, DV, BV):
+        dv = first + tl.arange(0, BV)
+        is_v = inside(dv, DV, BV)
+        a = load_tile(grads, sign * j * gs, dv, live, is_v).to(tl.float32)
+        r += tl.sum(a * load_tile(outs, sign * j * H * DV, dv, live, is_v).to(tl.float32), 1)
+    floor = load_plane(gates, FLOOR, plane, here, j)
+    dden = tl.zeros((BT,), tl.float32)
+    dm = tl.zeros((BT,), tl.float32)
+    if NORMALIZE:
+        den = load_plane(gates, DEN, plane, here, j)
+        wins = tl.abs(den) >= floor
+        inverse = tl.where(live, 1.0 / (tl.maximum(tl.abs(den), floor) + eps), 0.0)
+        dden = tl.where(wins, tl.where(den < 0.0, r, -r) * inverse, 0.0)
+        if EXP:
+            dm = -eps * r * inverse
+    else:
+        inverse = tl.where(live, 1.0 / floor, 0.0)
+    store_plane(planes, INVERSE, plane, here, j, inverse)
+    store_plane(planes, D_DEN, plane, here, j, dden)
+    store_plane(planes, D_M, plane, here, j, dm)
+    u = load_plane(gates, U, plane, here, j) * scale
+    store_plane(planes, READ_C, plane, here, j, u * inverse)
+    store_plane(planes, READ_N, plane, here, j, u * dden)
+    carried = load_plane(gates, CARRIED, plane, here, j)
+    if segments is not None:
+        carried = tl.where(tl.load(segments + here + j) == 0, carried, 0.0)
+    tl.store(links + tl.program_id(0), tl.sum(carried * dm, 0))
+    tl.store(links + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(j == BT - 1, carried, 0.0), 0))
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def state_gradients(
+    q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, links, dC, dnorm, dC0, dn0, flows, ahead,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """flows [N, K + 1, blocks]: this block's part of <C, dC> + <n, dn> before every chunk, and after the last.
+
+    ahead [2, N, K]: what chunks after this one give to the m that leaves it, and 1 if that is the m after the last.
+    """
+    ACROSS: tl.constexpr = (DV + BV - 1) // BV
+    BLOCKS: tl.constexpr = (DK + BK - 1) // BK * ACROSS
+    n, block, chunks, place, plane, dk, dv, is_k, is_v, first = own_block(S, DK, DV, L, BK, BV)
+    wide = n.to(tl.int64)
+    own = is_k[:, None] & is_v[None, :]
+    cell = dk[:, None] * DV + dv[None, :]
+    j = tl.arange(0, BT)
+    grad = tl.zeros((BK, BV), tl.float32)
+    total = tl.zeros((BK,), tl.float32)
+    flow = 0.0
+    if dC_out is not None:
+        grad = tl.load(dC_out + wide * DK * DV + cell, own, 0.0)
+        total = tl.load(dn_out + wide * DK + dk, first, 0.0)
+        flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
+        flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
+    given, passes = 0.0, 1.0
+    all_chunks = (tl.num_programs(0) // BLOCKS).to(tl.int64) * chunks
+    parts = flows + wide * (chunks + 1) * BLOCKS + block
+    tl.store(parts + chunks * BLOCKS, flow)
+    for back in range(chunks * (L // BT)):
+        tile = chunks * (L // BT) - 1 - back
+        here = place + tile * BT
+        c = tile // (L // BT)
+        at = wide * chunks + c
+        if tile % (L // BT) == L // BT - 1:
+            tl.store(dC + at * DK * DV + cell, operand(grad, dC.dtype.element_ty, PRECISION), own)
+            tl.store(dnorm + at * DK + dk, total, first)
+            kept = load_plane(gates, KEEP, plane, here, BT - 1)
+            grad *= kept
+            total *= kept
+            if links is not None:
+                if block == 0:
+                    tl.store(ahead + at, given)
+                    tl.store(ahead + all_chunks + at, passes)
+                    goes_on = tl.load(links + all_chunks + at)
+                    given = tl.load(links + at) + goes_on * given
+                    passes *= goes_on
+        live = j < S - tile * BT
+        queries = load_columns(q, n, H, tile, S, qb, qs, qh, dk, live, is_k, REVERSE, BT)
+        outs = load_rows(dh, n, H, tile, S, gb, gs, gh, dv, live, is_v, REVERSE, BT)
+        read = queries.to(tl.float32) * load_plane(factors, READ_C, plane, here, j)[None, :]
+        grad += tl.dot(operand(read, DOT, PRECISION), operand(outs, DOT, PRECISION), input_precision=PRECISION)
+        if block % ACROSS == 0:
+            total += tl.sum(queries.to(tl.float32) * load_plane(factors, READ_N, plane, here, j)[None, :], 1)
+        if tile % (L // BT) == 0:
+            flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
+            flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
+            tl.store(parts + c * BLOCKS, flow)
+    if dC0 is not None:
+        tl.store(dC0 + wide * DK * DV + cell, grad, own)
+        tl.store(dn0 + wide * DK + dk, total, first)
+
+
+@jit
+@no_type_check
+def _times_state(
+    rows, offsets, live, state, DOWN: tl.constexpr, ACROSS: tl.constexpr, d, is_d, D: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):
+    """The D channels of rows of a tile, times a state of steps DOWN and ACROSS, of which columns d are wanted."""
+    total = tl.zeros((BT, BC), tl.float32)
+    for first in range(0, D, BD):
+        c = first + tl.arange(0, BD)
+        is_c = inside(c, D, BD)
+        a = operand(load_tile(rows, offsets, c, live, is_c), DOT, PRECISION)
+        b = load_tile(state, c * DOWN, d * ACROSS, is_c, is_d)
+        total += tl.dot(a, b.to(DOT), input_precision=PRECISION)
+    return total
+
+
+@jit
+@no_type_check
+def _query_gradients(
+    q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
+    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):
+    """Weights are [t, s]: tokens down, what they read across."""
+    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    d = column * BK + tl.arange(0, BK)
+    is_d = inside(d, DK, BK)
+    sign = -1 if REVERSE else 1
+    grads = start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
+    total = _times_state(
+        grads, sign * j * gs, live, C + at * DK * DV, 1, DV, d, is_d, DV, DOT, PRECISION, BT, BK, BD
+    )
+    inverse = load_plane(factors, INVERSE, plane, here, j)
+    dden = load_plane(factors, D_DEN, plane, here, j)
+    total *= load_plane(factors, READ_C, plane, here, j)[:, None]
+    total += load_plane(factors, READ_N, plane, here, j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    x = load_x(gates, plane, here, j, log_scale, DOT)
+    segment = load_segment(segments, here, j)
+    for back in range(part + 1):
+        other = tile - back
+        seen = j < S - other * BT
+        values = start(v, n, H, other, S, vb, vs, vh, REVERSE, BT)
+        weights = products(
+            grads, values, sign * j * gs, sign * j * vs, live, seen, DV, DOT, PRECISION, BT, BD
+        )
+        weights = weights * inverse[:, None] + dden[:, None]
+        weights *= weights_read(
+            gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
+        )
+        b = load_rows(k, n, H, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
+    store_rows(dq, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
+    a = load_rows(q, n, H, tile, S, qb, qs, qh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    tl.store(rows + column * plane + here + j, tl.sum(a * total, 1))
+
+
+@jit
+@no_type_check
+def _key_gradients(
+    q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
+    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+):
+    """Weights are [s, t]: what is read down, by which tokens across."""
+    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    d = column * BK + tl.arange(0, BK)
+    is_d = inside(d, DK, BK)
+    sign = -1 if REVERSE else 1
+    values = start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
+    total = _times_state(
+        values, sign * j * vs, live, dC + at * DK * DV, 1, DV, d, is_d, DV, DOT, PRECISION, BT, BK, BD
+    )
+    total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
+    total *= load_plane(gates, WRITE, plane, here, j)[:, None]
+    e = load_e(gates, plane, here, j, log_scale, DOT)
+    segment = load_segment(segments, here, j)
+    for ahead in range(L // BT - part):
+        other = tile + ahead
+        reads = j < S - other * BT
+        there = here + ahead * BT
+        grads = start(dh, n, H, other, S, gb, gs, gh, REVERSE, BT)
+        weights = products(
+            values, grads, sign * j * vs, sign * j * gs, live, reads, DV, DOT, PRECISION, BT, BD
+        )
+        inverse = load_plane(factors, INVERSE, plane, there, j)
+        dden = load_plane(factors, D_DEN, plane, there, j)
+        weights = weights * inverse[None, :] + dden[None, :]
+        weights *= weights_written(
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, here, DOT
+        )
+        a = load_rows(q, n, H, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
+    store_rows(dk, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
+    b = load_rows(k, n, H, tile, S, kb, ks, kh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    tl.store(columns + column * plane + here + j, tl.sum(b * total, 1))
+
+
+@jit
+@no_type_check
+def _value_gradients(
+    q, k, dh, dC, gates, segments, factors, dv,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
+    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+):
+    """Weights as for the gradients of keys."""
+    n, tile, part, at, here, plane, j, live = own_tile(S, SHARING, L, BT)
+    d = column * BV + tl.arange(0, BV)
+    is_d = inside(d, DV, BV)
+    sign = -1 if REVERSE else 1
+    keys = start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
+    total = _times_state(
+        keys, sign * j * ks, live, dC + at * DK * DV, DV, 1, d, is_d, DK, DOT, PRECISION, BT, BV, BD
+    )
+    total *= load_plane(gates, WRITE, plane, here, j)[:, None]
+    e = load_e(gates, plane, here, j, log_scale, DOT)
+    segment = load_segment(segments, here, j)
+    for ahead in range(L // BT - part):
+        other = tile + ahead
+        reads = j < S - other * BT
+        there = here + ahead * BT
+        queries = start(q, n, H, other, S, qb, qs, qh, REVERSE, BT)
+        weights = products(
+            keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
+        )
+        weights *= weights_written(
+            gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, here, DOT
+        )
+        weights *= load_plane(factors, INVERSE, plane, there, j)[None, :]
+        grads = load_rows(dh, n, H, other, S, gb, gs, gh, d, reads, is_d, REVERSE, BT)
+        total += tl.dot(operand(weights, DOT, PRECISION), operand(grads, DOT, PRECISION), input_precision=PRECISION)
+    store_rows(dv, total, n, H, tile, S, d, live, is_d, DV, REVERSE, BT)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def gradients(
+    q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
+    S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+):
+    """Of q, k and v: the programs of a tile side by side, so that what they all read comes from memory once."""
+    OF_KEYS: tl.constexpr = (DK + BK - 1) // BK
+    SHARING: tl.constexpr = 2 * OF_KEYS + (DV + BV - 1) // BV
+    which = tl.program_id(0) % SHARING
+    if which < OF_KEYS:
+        _query_gradients(
+            q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
+            which, SHARING, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+        )
+    elif which < 2 * OF_KEYS:
+        _key_gradients(
+            q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
+            which - OF_KEYS, SHARING, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+        )
+    else:
+        _value_gradients(
+            q, k, dh, dC, gates, segments, factors, dv,
+            S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
+            which - 2 * OF_KEYS, SHARING, REVERSE, DOT, PRECISION, L, BT, BV, BD,
+        )
+
+
+@jit
+@no_type_check
+def _sum_of_parts(parts, step, count, MOST: tl.constexpr, here, j):
+    """Over `count` parts [count, BT], `step` apart."""
+    part = tl.arange(0, MOST)[:, None]
+    return tl.sum(tl.load(parts + part * step + here + j[None, :], part < count, 0.0), 0)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def gate_gradients(
+    i, f, dm_out, gates, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
+    S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
+    EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
+):
+    """From the last token of the chunk to its first, so that all sums are of what has been seen."""
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    here = tl.program_id(0).to(tl.int64) * BT
+    plane = tl.num_programs(0).to(tl.int64) * BT
+    j = BT - 1 - tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    read = _sum_of_parts(rows, plane, row_tiles, ROWS, here, j)
+    dlog_i = _sum_of_parts(columns, plane, column_tiles, COLUMNS, here, j)
+    # <C, dC> + <n, dn>, in parts
+    state_tile = tl.arange(0, STATES)
+    flows += n.to(tl.int64) * (chunks + 1) * state_tiles + state_tile
+    leaves = tl.sum(tl.load(flows + (c + 1) * state_tiles, state_tile < state_tiles, 0.0), 0)
+    reaches = tl.zeros((BT,), tl.float32) + leaves
+    segment = tl.zeros((BT,), tl.int32)
+    if segments is not None:
+        segment = tl.load(segments + here + j)
+        reaches = tl.where(segment == tl.load(segments + here + BT - 1), reaches, 0.0)
+    if EXP:
+        g = tl.load(ahead + tl.program_id(0))  # of the m that leaves this chunk
+        if dm_out is not None:
+            end = tl.sum(tl.load(flows + chunks * state_tiles, state_tile < state_tiles, 0.0), 0)
+            passes = tl.load(ahead + tl.num_programs(0) + tl.program_id(0))
+            g += tl.where(passes > 0.0, tl.load(dm_out + n) - end, 0.0)
+        dm = load_plane(factors, D_M, plane, here, j) + tl.where(j == BT - 1, g, 0.0)
+        read += dm
+        # a token whose e is x made that maximum, and those after it until another token's or another segment's
+        made = load_plane(gates, E, plane, here, j) == load_plane(gates, X, plane, here, j)
+        after = tl.minimum(j + 1, BT - 1)
+        ends = load_plane(gates, E, plane, here, after) == load_plane(gates, X, plane, here, after)
+        if segments is not None:
+            ends = ends | (segment != tl.load(segments + here + after))
+        run = tl.cumsum(ends.to(tl.int32), 0)
+        dlog_i += tl.where(made, sums(run, dm, True), 0.0)
+    if dm0 is not None:
+        if c == 0:
+            enters = tl.sum(tl.load(flows, state_tile < state_tiles, 0.0), 0)
+            if EXP:
+                enters += tl.load(links + n * chunks) + tl.load(links + tl.num_programs(0) + n * chunks) * g
+            tl.store(dm0 + n, enters)
+    dlog_f = sums(segment, read - dlog_i, segments is not None) + reaches
+    if not EXP:
+        raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+        dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, 88.0)))
+    raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+    dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, 88.0)))
+    to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
+    tl.store(di + to, dlog_i, live)
+    tl.store(df + to, dlog_f, live)

@@ -1,0 +1,227 @@
+"""The gates of every token: sums of log f, the stabiliser, and weights relative to it.
+
+The letters are those of mlstm/torch.py; b, e and p are float64, because differences of sums are what counts.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.mlstm.triton.tensors import CARRIED, E_REST, FLOOR, KEEP, WRITE, E, U, X, start
+from seqblocks.kernels.triton_common import binary, jit, log_sigmoid, tl
+
+
+@jit
+@no_type_check
+def _add_within(segment, a, other, b):
+    """Combine runs of (segment, sum of what of it has passed)."""
+    return other, tl.where(segment == other, a + b, b)
+
+
+@jit
+@no_type_check
+def _max_within(segment, a, other, b):
+    return other, tl.where(segment == other, tl.maximum(a, b), b)
+
+
+@jit
+@no_type_check
+def _max(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
+@no_type_check
+def _compose(sum_a, most_a, sum_b, most_b):
+    """One stretch of tokens and then another, as functions of the m before: max(m + sum, most)."""
+    return sum_a + sum_b, tl.maximum(most_a + sum_b, most_b)
+
+
+@jit
+@no_type_check
+def _power(x):
+    """2^x in float32, of a float64 x that is a difference."""
+    return tl.exp2(x.to(tl.float32))
+
+
+@jit
+@no_type_check
+def sums(segment, x, SEGMENTS: tl.constexpr):
+    """Of x [BT] up to each place, each segment by itself."""
+    if SEGMENTS:
+        return tl.associative_scan((segment, x), 0, _add_within)[1]
+    return tl.cumsum(x, 0)
+
+
+@jit
+@no_type_check
+def _chunk_gates(
+    i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr
+):
+    """Of chunk c by itself, as binary logarithms in float64: b, e, and what b leaves out; e in float32, the largest of
+    those so far in the token's segment; and the number of that segment.
+
+    A gate that lets nothing through would make the sums large, or infinite. So b has of it as much as leaves all tokens
+    before with 2^-300 of the weight of the gate's own token. The rest is for the state that enters, which may weigh
+    more.
+    """
+    j = tl.arange(0, BT)
+    live = j < S - c * BT
+    sign = -1 if REVERSE else 1
+    raw_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+    log_i = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+    # places after S write nothing and forget nothing: the last place is like the last token
+    log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
+    if not EXP:
+        log_i = log_sigmoid(log_i)
+    log_i = tl.where(live, log_i, float("-inf"))
+    least = tl.maximum(log_i - tl.max(log_i, 0) - 208.0, -1e6)
+    closed = log_f < least
+    rest = tl.where(closed, binary(log_f - least), 0.0)
+    log_f = binary(tl.where(closed, least, log_f).to(tl.float64))
+    log_i = binary(log_i.to(tl.float64))
+    segment = tl.zeros((BT,), tl.int32)
+    if resets is not None:
+        marks = tl.load(start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
+        segment = tl.cumsum(marks, 0)
+    b = sums(segment, log_f, resets is not None)
+    if tl.min(rest, 0) < 0.0:
+        rest = sums(segment, rest, resets is not None)
+    e = log_i - b
+    high = e.to(tl.float32)
+    if resets is not None:
+        best = tl.associative_scan((segment, high), 0, _max_within)[1]
+    else:
+        best = tl.associative_scan(high, 0, _max)
+    return b, e, rest.to(tl.float64), high, best, segment
+
+
+@jit
+@no_type_check
+def _passage(b, e, rest, segment, BT: tl.constexpr):
+    """What a chunk makes of the m that enters it, max(m + sum, most): after a reset that m is 0."""
+    last = tl.arange(0, BT) == BT - 1
+    through = tl.sum(tl.where(last, b, 0.0), 0)
+    most = tl.max(tl.where(segment == tl.max(segment, 0), e, float("-inf")), 0)
+    enters = tl.sum(tl.where(last, rest, 0.0), 0)
+    if tl.max(segment, 0) > 0:
+        return tl.full((), float("-inf"), tl.float64), tl.maximum(most, enters) + through
+    return through + enters, most + through
+
+
+@common.kernel(do_not_specialize=["S"])  # one compiled kernel for all lengths
+@no_type_check
+def totals(
+    i, f, resets, passages,
+    S, H, ib, js, ih, fb, fs, fh, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    """passages [2, N, K]: what every chunk makes of m."""
+    at = tl.program_id(0)
+    chunks = tl.cdiv(S, BT)
+    b, e, rest, _, _, segment = _chunk_gates(
+        i, f, resets, at // chunks, H, at % chunks, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
+    )
+    through, most = _passage(b, e, rest, segment, BT)
+    tl.store(passages + at, through)
+    tl.store(passages + tl.num_programs(0) + at, most)
+
+
+@common.kernel(do_not_specialize=["K"])
+@no_type_check
+def entering(passages, m0, m_enters, K, BC: tl.constexpr):
+    """m_enters [N, K + 1]: m before every chunk and after the last. A program per head reads every chunk once."""
+    n = tl.program_id(0)
+    j = tl.arange(0, BC)
+    m = tl.full((), 0.0, tl.float64)
+    if m0 is not None:
+        m = binary(tl.load(m0 + n).to(tl.float64))
+    m_enters += n * (K + 1)
+    tl.store(m_enters, m)
+    for first in range(0, K, BC):
+        at = passages + n * K + first + j
+        through = tl.load(at, first + j < K, 0.0)
+        most = tl.load(at + tl.num_programs(0) * K, first + j < K, float("-inf"))
+        through, most = tl.associative_scan((through, most), 0, _compose)
+        after = tl.maximum(most, through + m)
+        tl.store(m_enters + 1 + first + j, after, first + j < K)
+        m = tl.sum(tl.where(j == BC - 1, after, 0.0), 0)
+
+
+@common.kernel(do_not_specialize=["S", "N"])
+@no_type_check
+def gates(
+    i, f, resets, m0, m_enters, planes, segments, m_out,
+    S, N, H, ib, js, ih, fb, fs, fh,
+    EACH: tl.constexpr, EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+):
+    """A program per head, which walks the chunks; or, if EACH, one per chunk, which finds the m that enters it in
+    `m_enters`.
+
+    m is a binary logarithm in float64; the last one, which a state holds in float32, is rounded before it is used.
+    """
+    chunks = tl.cdiv(S, BT)
+    n = tl.program_id(0) // chunks if EACH else tl.program_id(0)
+    first = tl.program_id(0) % chunks if EACH else 0
+    end = first + 1 if EACH else chunks
+    place = n.to(tl.int64) * chunks * BT
+    plane = tl.cast(N, tl.int64) * chunks * BT
+    j = tl.arange(0, BT)
+    last = j == BT - 1
+    m = tl.full((), 0.0, tl.float64)
+    if EACH and EXP:
+        m = tl.load(m_enters + n * (chunks + 1) + first)
+    elif m0 is not None:
+        m = binary(tl.load(m0 + n).to(tl.float64))
+    if not EXP:
+        m = tl.where(first == 0, m, 0.0)  # a given m counts until the first token
+    for c in range(first, end):
+        b, e, rest, high, best, segment = _chunk_gates(
+            i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
+        )
+        whole = segment == 0
+        p = tl.where(whole, m, 0.0) + rest
+        after = tl.full((), 0.0, tl.float64)
+        if EXP:
+            through, most = _passage(b, e, rest, segment, BT)
+            after = tl.maximum(most, through + m)
+            if c == chunks - 1:
+                after = _rounded(after)
+        # x, in float32, is whatever makes weights no larger than 1; all else is relative to it as it was rounded
+        carried = tl.zeros((BT,), tl.int1)
+        x = (-b).to(tl.float32)
+        if EXP:
+            carried = p.to(tl.float32) > best
+            x = tl.maximum(best, p.to(tl.float32))
+        to = planes + place + c * BT + j
+        tl.store(to + plane * E, high)
+        tl.store(to + plane * X, x)
+        tl.store(to + plane * U, _power(tl.where(whole, p - x.to(tl.float64), float("-inf"))))
+        tl.store(to + plane * FLOOR, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), 125.51447)))
+        tl.store(to + plane * CARRIED, tl.where(carried, 1.0, 0.0))
+        reaches = segment == tl.max(segment, 0)  # the end of the chunk
+        left = tl.sum(tl.where(last, b, 0.0), 0) - after
+        tl.store(to + plane * WRITE, _power(tl.where(reaches, e + left, float("-inf"))))
+        low = e - tl.where(high > float("-inf"), high, 0.0).to(tl.float64)
+        tl.store(to + plane * E_REST, tl.where(high > float("-inf"), low, 0.0).to(tl.float32))
+        tl.store(to + plane * KEEP, _power(tl.where(whole & last, m + rest + left, float("-inf"))))
+        if segments is not None:
+            tl.store(segments + place + c * BT + j, segment)
+        m = after
+        if m_out is not None:
+            if c == chunks - 1:
+                tl.store(m_out + n, _natural(m).to(tl.float32))
+
+
+@jit
+@no_type_check
+def _natural(x):
+    """A binary logarithm as a natural one."""
+    return x * 0.6931471805599453
+
+
+@jit
+@no_type_check
+def _rounded(m):
+    """The binary logarithm m as a state returns it, which holds the natural one in float32."""
+    return binary(_natural(m).to(tl.float32).to(tl.float64))

@@ -1,0 +1,218 @@
+"""How the kernels address tensors, and the names of what they hand to one another.
+
+q, k, v, dh, i, f have strides xb, xs, xh over batch, tokens and heads; h, dq, dk, dv [B, S, H, D] and di, df [B, S, H]
+are contiguous. N = B H heads, K chunks of L tokens, T = K L places in the order of the scan:
+
+    gates [9, N, T], factors [5, N, T]   a number a token, in planes: see below
+    segments [N, T]                      resets met so far in the chunk
+    links [2, N, K]                      what a chunk adds to the gradient of the m that enters it; 1 where it passes on
+                                         that of the m that leaves it
+    rows, columns [tiles of DK, N, T]    parts of q . dq and k . dk, made with the same gradient of the divisor, so that
+                                         what both contain cancels, rounded or not
+    C, dC [N, K, DK, DV], n, dn [N, K, DK]   states before each chunk; gradients of states after it
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels.triton_common import constexpr, jit, operand, tl
+
+# Planes of `gates`. E, X are binary logarithms.
+GATES = 9
+E = constexpr(0)  # e, rounded to float32
+X = constexpr(1)  # x
+U = constexpr(2)  # weight of the state that enters the chunk, for this token
+FLOOR = constexpr(3)  # exp(-m)
+CARRIED = constexpr(4)  # 1 where the m that enters made the maximum x
+DEN = constexpr(5)  # q . n
+WRITE = constexpr(6)  # weight of this token in the state that leaves the chunk
+E_REST = constexpr(7)  # what rounding e left
+KEEP = constexpr(8)  # in the last place of a chunk: weight of the state that enters in the one that leaves
+
+# Planes of `factors`.
+FACTORS = 5
+INVERSE = constexpr(0)  # 1 / (max + eps)
+D_DEN = constexpr(1)  # gradient of q . n
+D_M = constexpr(2)  # gradient of m
+READ_C = constexpr(3)  # INVERSE with U and the scale of q
+READ_N = constexpr(4)  # D_DEN with U and the scale of q
+
+
+@jit
+@no_type_check
+def load_plane(planes, PLANE: tl.constexpr, size, here, j):
+    """Places j from `here` of one of several planes of this size."""
+    return tl.load(planes + size * PLANE + here + j)
+
+
+@jit
+@no_type_check
+def store_plane(planes, PLANE: tl.constexpr, size, here, j, x):
+    tl.store(planes + size * PLANE + here + j, x)
+
+
+@jit
+@no_type_check
+def start(x, n, H, c, S, xb, xs, xh, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """Where the first token of chunk or tile c of head n is."""
+    t = S - 1 - c * BT if REVERSE else c * BT
+    return x + (n // H).to(tl.int64) * xb + (n % H).to(tl.int64) * xh + tl.cast(t, tl.int64) * xs
+
+
+@jit
+@no_type_check
+def load_tile(x, down, across, is_down, is_across):
+    return tl.load(x + down[:, None] + across[None, :], is_down[:, None] & is_across[None, :], 0.0)
+
+
+@jit
+@no_type_check
+def load_rows(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """Channels d of a tile of tokens: tokens down."""
+    j = tl.arange(0, BT)
+    sign = -1 if REVERSE else 1
+    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), sign * j * xs, d, live, is_d)
+
+
+@jit
+@no_type_check
+def load_columns(x, n, H, tile, S, xb, xs, xh, d, live, is_d, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """The same with tokens across."""
+    j = tl.arange(0, BT)
+    sign = -1 if REVERSE else 1
+    return load_tile(start(x, n, H, tile, S, xb, xs, xh, REVERSE, BT), d, sign * j * xs, is_d, live)
+
+
+@jit
+@no_type_check
+def store_rows(out, x, n, H, tile, S, d, live, is_d, D: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """x [tokens, channels d] to a contiguous [B, S, H, D]."""
+    j = tl.arange(0, BT)
+    sign = -1 if REVERSE else 1
+    to = start(out, n, H, tile, S, tl.cast(S, tl.int64) * H * D, H * D, D, REVERSE, BT)
+    to += (sign * j * H * D)[:, None] + d[None, :]
+    tl.store(to, x.to(out.dtype.element_ty), live[:, None] & is_d[None, :])
+
+
+@jit
+@no_type_check
+def inside(d, D: tl.constexpr, B: tl.constexpr):
+    """Which of the channels d, B from a multiple of B, exist: a constant where all do, which saves the comparison."""
+    if D % B == 0:
+        return tl.full((B,), True, tl.int1)
+    else:
+        return d < D
+
+
+@jit
+@no_type_check
+def own_tile(S, SHARING: tl.constexpr, L: tl.constexpr, BT: tl.constexpr):
+    """A program's head, its tile among those of the head and within its chunk, the chunk among all, its place in planes
+    and their size, its tokens and which of them exist. SHARING programs, side by side, have the same tile."""
+    own, count = tl.program_id(0) // SHARING, tl.num_programs(0) // SHARING
+    tiles = tl.cdiv(S, L) * (L // BT)
+    tile = own % tiles
+    j = tl.arange(0, BT)
+    return (
+        own // tiles, tile, tile % (L // BT), (own // (L // BT)).to(tl.int64),
+        own.to(tl.int64) * BT, count.to(tl.int64) * BT, j, j < S - tile * BT,
+    )
+
+
+@jit
+@no_type_check
+def own_block(S, DK: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A program's head, its block of C, the number of chunks, the place of the head in planes and their size; the
+    block's rows and columns, which of them exist, and the rows of n that it stores: of the blocks with the same rows,
+    one has n."""
+    ACROSS: tl.constexpr = (DV + BV - 1) // BV
+    BLOCKS: tl.constexpr = (DK + BK - 1) // BK * ACROSS
+    n = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    chunks = tl.cdiv(S, L)
+    dk = block // ACROSS * BK + tl.arange(0, BK)
+    dv = block % ACROSS * BV + tl.arange(0, BV)
+    return (
+        n, block, chunks, n.to(tl.int64) * chunks * L, (tl.num_programs(0) // BLOCKS).to(tl.int64) * chunks * L,
+        dk, dv, inside(dk, DK, BK), inside(dv, DV, BV), dk < tl.where(block % ACROSS == 0, DK, 0),
+    )
+
+
+# ------------------------------------------------------------------------------
+# Products and weights between two tiles of tokens
+
+
+@jit
+@no_type_check
+def products(
+    a, b, down, across, is_down, is_across, D: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    """a . b of every row of the one tile with every row of the other, over D channels."""
+    out = tl.zeros((BT, BT), tl.float32)
+    for first in range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        is_d = inside(d, D, BD)
+        rows = operand(load_tile(a, down, d, is_down, is_d), DOT, PRECISION)
+        columns = operand(load_tile(b, d, across, is_d, is_across), DOT, PRECISION)
+        out += tl.dot(rows, columns, input_precision=PRECISION)
+    return out
+
+
+@jit
+@no_type_check
+def load_segment(segments, here, j):
+    """Of a tile's tokens; without resets anything."""
+    segment = j
+    if segments is not None:
+        segment = tl.load(segments + here + j)
+    return segment
+
+
+@jit
+@no_type_check
+def weights_read(gates, segments, plane, written, x, segment, t, s, j, log_scale, DOT: tl.constexpr):
+    """Weights [t, s] of what tokens t of one tile, of known x and segment, read of tokens s of another, at `written`:
+    the scale times 2^(e_s - x_t), or 0. e has two parts, and the scale is added to the second; but where dots are of
+    bfloat16, which round weights at 2^-9, only the first is taken, and the scale is in x."""
+    sees = s[None, :] <= t[:, None]
+    if segments is not None:
+        sees = sees & (tl.load(segments + written + j)[None, :] == segment[:, None])
+    weights = load_plane(gates, E, plane, written, j)[None, :] - x[:, None]
+    if tl.bfloat16 != DOT:  # e in two parts
+        weights += (load_plane(gates, E_REST, plane, written, j) + log_scale)[None, :]
+    return tl.exp2(tl.where(sees, weights, float("-inf")))
+
+
+@jit
+@no_type_check
+def weights_written(gates, segments, plane, reading, e, segment, t, s, j, log_scale, here, DOT: tl.constexpr):
+    """The same as [s, t], of known e and segment of s, for tokens t at `reading`: nothing is transposed."""
+    seen = s[:, None] <= t[None, :]
+    if segments is not None:
+        seen = seen & (tl.load(segments + reading + j)[None, :] == segment[:, None])
+    weights = e[:, None] - load_plane(gates, X, plane, reading, j)[None, :]
+    if tl.bfloat16 != DOT:  # e in two parts
+        weights += (load_plane(gates, E_REST, plane, here, j) + log_scale)[:, None]
+    return tl.exp2(tl.where(seen, weights, float("-inf")))
+
+
+@jit
+@no_type_check
+def load_x(gates, plane, here, j, log_scale, DOT: tl.constexpr):
+    """As `weights_read` takes it."""
+    x = load_plane(gates, X, plane, here, j)
+    if tl.bfloat16 == DOT:
+        x -= log_scale
+    return x
+
+
+@jit
+@no_type_check
+def load_e(gates, plane, here, j, log_scale, DOT: tl.constexpr):
+    """As `weights_written` takes it."""
+    e = load_plane(gates, E, plane, here, j)
+    if tl.bfloat16 == DOT:
+        e += log_scale
+    return e
