@@ -42,6 +42,7 @@ class Port(NamedTuple):
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
     `joins`: accepts a list of wires, joined along the feature axis.
+    `size_only`: the op reads how many tokens there are, not what they hold; that uses no step (E315).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Port(NamedTuple):
     joins: bool = False
     optional: bool = False
     kinds: tuple[Kind, ...] = ("sequence",)
+    size_only: bool = False
 
 
 X = Port("x", "the input", main=True)

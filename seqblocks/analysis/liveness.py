@@ -80,9 +80,10 @@ class _Liveness:
 
     def _reads(self, node: Node, idle: list[Node]) -> set[int]:
         """The values around a used step that it needs; adds what is idle inside it to `idle`."""
-        values = {v for each in node.inputs.values() for v in each}
         if node.kind == "op":
-            return values
+            sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
+            return {v for port, each in node.inputs.items() if port not in sizes for v in each}
+        values = {v for each in node.inputs.values() for v in each}
         if node.kind == "block":
             body = node.bodies[""]
             ports = {"x": body.input, **body.ports}

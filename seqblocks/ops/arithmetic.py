@@ -79,7 +79,7 @@ class Constant(Op):
     Only the number of tokens is read of the input.
     """
 
-    ports = (ANY,)
+    ports = (ANY._replace(size_only=True),)
     features: int = argument(..., "width of the vector", ge=1)
     learned: bool = argument(True, "whether the vector is a parameter that starts at `value`, or stays at `value`")
     value: float = argument(0.0, "the number, or what each feature starts at", ge=-1e6, le=1e6)

@@ -164,6 +164,8 @@ def unused(text: str) -> list[str]:
         ("{repeat: {times: 3, steps: [{linear: {features: 8}}]}}, {silu: {from: input}}", ["repeat"]),
         ("A, {repeat: {times: 2, steps: [{linear: {features: 8, from: a}}]}}", ["linear"]),
         ("A, {repeat: {from: input, times: 2, steps: [{gate: {by: a}}]}}", []),
+        ("A, {constant: {features: 8}}", ["linear 'a'"]),  # which reads the number of tokens alone
+        ("A, {constant: {features: 8, as: c}}, {gate: {from: a, by: c}}", []),
         # a tie keeps what it names, and what reaches only that is still unused
         ("A, {linear: {from: input, features: 8, tie: a}}", []),
         ("A, {linear: {features: 8, as: b}}, {linear: {from: input, features: 8, tie: b}}",
