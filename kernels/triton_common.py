@@ -63,6 +63,13 @@ def launch_options() -> dict[str, bool]:
 
 # settled when kernels are decorated, which is when this file's importers are imported
 INTERPRETED = not MISSING and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
+
+
+def constexpr(value: float) -> Any:
+    """Return a number that kernels may use by its name."""
+    return value if MISSING or INTERPRETED else tl.constexpr(value)
+
+
 # Shared bytes that a program may have (CUDA C programming guide, table of compute capabilities: 163, 99 or 227 KB)
 SHARED = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_87": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448,

@@ -125,13 +125,13 @@ def mlstm_errors() -> Any:
     )
 
 
+MLSTM_INPUTS: dict[str, Any] = {
+    "make": mlstm_inputs, "sequences": ("q", "k", "v", "i", "f"), "states": ("C", "n", "m"), "narrow": ("q", "k", "v"),
+}
 MLSTM = Kernel(
     name="mlstm",
     function=kernels.mlstm,
-    make=mlstm_inputs,
-    sequences=("q", "k", "v", "i", "f"),
-    states=("C", "n", "m"),
-    narrow=("q", "k", "v"),
+    **MLSTM_INPUTS,
     shapes=(
         {"S": 1}, {"S": 2}, {"S": 15}, {"S": 64}, {"batch": 1, "S": 65}, {"batch": 1, "S": 130, "DK": 16, "DV": 16},
         {"batch": 1, "S": 37, "H": 1, "DK": 24, "DV": 16}, {"batch": 1, "S": 37, "H": 1, "DK": 40, "DV": 4},
@@ -649,10 +649,7 @@ ASSOCIATIVE_SCAN = Kernel(
 MLSTM_MEMOROID = Kernel(
     name="mlstm_memoroid",
     function=kernels.mlstm_memoroid,
-    make=mlstm_inputs,
-    sequences=("q", "k", "v", "i", "f"),
-    states=("C", "n", "m"),
-    narrow=("q", "k", "v"),
+    **MLSTM_INPUTS,
     shapes=({"S": 1}, {"S": 2}, {"S": 31}, {"S": 64}, {"S": 130}),
     ranges={"batch": range(1, 4), "S": range(21), "H": range(1, 4), "DK": range(1, 6), "DV": range(1, 6)},
     small={"batch": 1, "S": 4, "H": 1, "DK": 2, "DV": 2},

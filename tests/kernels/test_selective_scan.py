@@ -14,7 +14,7 @@ from torch import Tensor
 from seqblocks import BackendError
 from seqblocks.kernels import selective_scan, why
 from seqblocks.kernels.selective_scan import torch as selective_scan_torch
-from seqblocks.kernels.selective_scan import triton as selective_scan_triton
+from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -135,14 +135,14 @@ def test_a_large_batch_takes_several_launches(variant: str, monkeypatch: pytest.
     whole = with_gradients(subject(x, resets=marks), x)
     of_two = 2 * 2 * (2 if variant == "grouped" else 1)  # two sequences of two segments, one warp for each group
     monkeypatch.setattr(selective_scan_triton, "AT_ONCE", of_two)
-    rows, launch = [], selective_scan_triton._scan_backward
+    rows, launch = [], selective_scan_triton.scan_backward
 
     class Counted:
         def __getitem__(self, grid: tuple[int, int]) -> Any:
             rows.append(grid[0])
             return launch[grid]
 
-    monkeypatch.setattr(selective_scan_triton, "_scan_backward", Counted())
+    monkeypatch.setattr(selective_scan_triton, "scan_backward", Counted())
     assert_equal(with_gradients(subject(x, resets=marks), x), whole)
     assert rows == [4, 2]
 

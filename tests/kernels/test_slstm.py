@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from seqblocks.kernels import SLSTMState, slstm, triton_common
-from seqblocks.kernels.slstm import triton as slstm_triton
+from seqblocks.kernels.slstm.triton import launch as slstm_triton
 from tests.kernels.conformance import (
     IMPLEMENTATIONS,
     INTERPRETED,
@@ -212,7 +212,7 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
         builder.set_grid_dim = lambda *a: None
         set_idx = builder.set_grid_idx
         builder.set_grid_idx = lambda *a: set_idx(part, team, 0)
-        kernel[(1, 1)](*args, 0, steps, 0, 1 << 14, **plan.all)
+        kernel[(1, 1)](*args, 0, steps, 0, 1 << 14, **plan.options)
 
     fork = multiprocessing.get_context("fork")
     programs = [fork.Process(target=run, args=(p, t)) for t in range(teams) for p in range(parts)]
@@ -293,8 +293,8 @@ def test_a_refused_launch_goes_by_tiles(error: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(slstm_triton, "tiles", tiles)
     monkeypatch.setattr(triton_common, "processors", lambda x: 6)
-    monkeypatch.setattr(slstm_triton, "_scan_by_team", Refused())
-    monkeypatch.setattr(slstm_triton, "_scan_backward_by_team", Refused())
+    monkeypatch.setattr(slstm_triton, "scan_by_team", Refused())
+    monkeypatch.setattr(slstm_triton, "scan_backward_by_team", Refused())
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     check(TRITON, TRITON.inputs(S=4, H=1, D=8))
     assert Refused.calls == 1, "the backward pass does not try again"
@@ -339,9 +339,9 @@ def test_heads_stay_on_chip_where_they_fit() -> None:
     lines = Path("tests/golden/triton/slstm.txt").read_text().splitlines()[1:]
     for line in lines:
         name, kernel, arch, tile, _, _, shared, _ = (cell.strip() for cell in line.split("|"))
-        if kernel in ("_scan", "_scan_backward"):
+        if kernel in ("scan", "scan_backward"):
             BD, dots = int(tile.split("BD=")[1].split()[0]), name.split()[2]
-            assert int(shared) <= slstm_triton._whole_bytes(BD, dots, kernel == "_scan_backward") <= (
+            assert int(shared) <= slstm_triton._whole_bytes(BD, dots, kernel == "scan_backward") <= (
                 triton_common.SHARED[arch])
 
 

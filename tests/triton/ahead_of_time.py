@@ -36,8 +36,8 @@ from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.head_norm import triton as head_norm_triton
 from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
 from seqblocks.kernels.mlstm import triton as mlstm_triton
-from seqblocks.kernels.selective_scan import triton as selective_scan_triton
-from seqblocks.kernels.slstm import triton as slstm_triton
+from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
+from seqblocks.kernels.slstm.triton import launch as slstm_triton
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHOWN = (

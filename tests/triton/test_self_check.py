@@ -14,7 +14,7 @@ from seqblocks import kernels
 from seqblocks.errors import BackendError
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch import registry, self_check
-from seqblocks.kernels.selective_scan import triton as selective_scan_triton
+from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from tests.kernels.conformance import INTERPRETED, crossed
 from tests.triton import broken
 

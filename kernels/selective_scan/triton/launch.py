@@ -1,0 +1,353 @@
+"""How the selective scan's kernels are launched, as ops of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.resets import backward_marks
+from seqblocks.kernels.selective_scan.reference import groups_of, per_token
+from seqblocks.kernels.selective_scan.triton.backward import scan_backward
+from seqblocks.kernels.selective_scan.triton.forward import carry_segments, scan, scan_ends
+from seqblocks.kernels.triton_common import up
+
+CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
+STATES = 256  # at most
+SCHEDULERS = 4 * 132  # of an H100 or H200: each issues for one warp at a time
+AT_ONCE = 16 * SCHEDULERS  # warps of a backward launch, about: each of its programs has memory of its own
+
+
+def tiles(
+    states: int, width: int, backward: bool, arch: str, constant: bool = False, resets: bool = False
+) -> dict[str, int]:
+    """Channels and states of a program, its warps, and tokens at a time.
+
+    One warp and 16 states a thread (8 on AMD's, backward), which up to 16 states are a channel of its own: nothing but
+    sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that
+    the backward pass writes down; on sm_90 registers allow it where B and C are not `constant`, but on Triton 3.6 not
+    with 32 states.
+    """
+    BN = common.power_of_two(states)
+    lanes = common.lanes(arch)
+    each = 8 if backward and arch.startswith("gfx") else 16
+    most = each * lanes // BN
+    BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
+    if backward and BN == 32 and width % BE:
+        BE = min(BE, 8)  # masks of an incomplete block take registers too
+    if backward and resets and arch.startswith("gfx"):
+        BE = min(BE, 16)  # and so do marks
+    num_warps = common.warps(BE * BN, each, lanes) if backward else 1
+    few = BN > 128 or BN == 32 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
+    steps = 1 if few else 2
+    return {"BE": BE, "BN": BN, "STEPS": steps, "num_warps": num_warps}
+
+
+def _each(arch: str, resets: bool, even: bool, BN: int) -> int:
+    """Numbers that a thread holds of a tile of tokens and channels. Marks of resets, masks of an incomplete block and
+    many states leave registers for fewer than four; sm_90's compiler needs fewer."""
+    tight = (BN == 32) + (not even) + resets
+    if arch.startswith("sm_8"):
+        return 4 if tight == 0 or (BN == 32 and tight == 1) else 2 if tight == 1 else 1
+    return 2 if BN == 32 and not even and not arch.startswith("gfx") else 4
+
+
+def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
+    """Numbers that a program of the backward pass keeps of the chunk at hand: six a token and channel, B and C, and the
+    state before every STEPS tokens."""
+    return 6 * CHUNK * BE + 2 * CHUNK * BN + CHUNK // STEPS * BE * BN
+
+
+def _summing(arch: str, B: Tensor, C: Tensor, tile: dict[str, int]) -> tuple[str | None, int]:
+    """How `store_sums` adds, and in how many equal columns."""
+    if tile["BE"] < 16 or tile["BN"] < 16:
+        return None, 1
+    if arch.startswith("gfx"):
+        return "ieee", 16
+    # "tf32" cuts off up to 2^-10, always towards zero: little where dB and dC are rounded to bfloat16, up to 2^-8,
+    # but more than rounding to float16 loses, 2^-11
+    return ("tf32" if B.dtype == C.dtype == torch.bfloat16 else "twice"), 8
+
+
+def segments(warps: int, S: int, backward: bool) -> int:
+    """Into how many parts a sequence is cut: one where each scheduler of a large GPU has more than a warp.
+
+    Alone on its scheduler a warp waits for its own results, some 1.8 times as long as it takes to issue its
+    instructions forward and 2.3 times backward, and other warps could be issued meanwhile. Segments are those warps: as
+    many as registers let a scheduler hold at once, three forward and two backward. They cost a walk more, 0.7 of the
+    forward instructions and 0.26 of the backward ones. None is shorter than 128 tokens.
+    """
+    most = (2 if backward else 3) * SCHEDULERS // max(1, warps)
+    return 1 if warps > SCHEDULERS else max(1, min(most, S // 128))
+
+
+def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
+    """S, E, N, groups, and channels of a group."""
+    groups = groups_of(B, C)
+    return u.shape[1], *A.shape, groups, u.shape[2] // groups
+
+
+def _laid_out(*tensors: Any) -> list[Any]:
+    """Parameters and constants contiguous, of the rest the last axis."""
+    far = 2 * CHUNK  # a chunk, and what is loaded ahead
+    return [None if x is None else common.near(x, far) if x.dim() > 2 else x.contiguous() for x in tensors]
+
+
+def _strides(*tensors: Tensor | None) -> list[int | None]:
+    """Of [B, S, E] over batch and tokens, of [B, S, G, N] over groups too; None for what is constant or absent."""
+    out: list[int | None] = []
+    for x in tensors:
+        if x is None:
+            out += [0, 0]
+        else:
+            out += [*x.stride()[:-1]] if x.dim() > 2 else [None] * 3
+    return out
+
+
+def _segments_for(
+    tile: dict[str, int], batch: int, length: int, groups: int, width: int, backward: bool
+) -> int:
+    sizes = (launch_size(*of) for of in (("batch", batch), ("length", length), ("groups", groups), ("width", width)))
+    batch, length, groups, width = sizes
+    return segments(batch * groups * up(width, tile["BE"]) * tile["num_warps"], length, backward)
+
+
+class _Cut:
+    """The segments of a launch."""
+
+    def __init__(
+        self, u: Tensor, A: Tensor, groups: int, W: int, tile: dict[str, int], backward: bool, K: int = 0
+    ) -> None:
+        self.batch, self.S, self.E = u.shape
+        self.N, self.W, self.tile = A.shape[1], W, tile
+        self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
+        programs = groups * up(W, tile["BE"])
+        K = K or _segments_for(tile, self.batch, self.S, groups, W, backward)
+        self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
+        self.K = up(self.S, self.L)
+        self.grid = (self.batch * self.K, programs)
+
+    def starts(
+        self, given: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
+        resets: Tensor | None, softplus: bool, reverse: bool, back: bool,
+    ) -> Tensor:
+        """[B K, N, E]: two launches, see `scan_ends` and `carry_segments`."""
+        ends, starts = (A.new_empty(self.batch * self.K, self.N, self.E) for _ in range(2))
+        sums = A.new_empty(self.batch * self.K, self.E)
+        broken = None if resets is None else A.new_empty(self.batch * self.K, dtype=torch.int32)
+        scan_ends[self.grid](
+            x, dt, A.t().contiguous(), w, z, bias, resets, ends, sums, broken,
+            self.S, self.K, self.L, self.E, self.N, self.W, 0, *_strides(x, dt, w, z),
+            SOFTPLUS=softplus, REVERSE=reverse, BACK=back, EVEN=self.even, CHUNK=CHUNK, **self.tile,
+        )
+        tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
+        carry_segments[self.batch, up(self.E, tile["BE"])](
+            given, A, ends, sums, broken, starts, self.K, self.E, self.N, BACK=back,
+            num_warps=common.warps(tile["BE"] * tile["BN"], 16), **tile,
+        )
+        return starts
+
+
+@common.custom_op("seqblocks::selective_scan_triton")
+def _op(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `keep`)."""
+    if u.shape[1] > 1:  # every program would do it, three instructions for two numbers
+        B, C = B.float(), C.float()
+    u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
+    S, E, N, groups, W = _sizes(u, A, B, C)
+    y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
+    h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
+    tile = tiles(N, W, False, common.arch(u))
+    with common.on(u):
+        cut = _Cut(u, A, groups, W, tile, False)
+        if cut.K > 1:
+            starts: Tensor | None = cut.starts(h0, u, dt, A, B, None, bias, resets, softplus, reverse, False)
+        else:
+            starts = None if h0 is None else h0.transpose(1, 2).contiguous()
+        scan[cut.grid](
+            u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if keep else None,
+            S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
+            SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=CHUNK, **tile,
+        )
+    return y, last, between
+
+
+@_op.register_fake
+def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
+    chunks = up(u.shape[1], CHUNK) if keep else 0
+    return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
+
+
+@common.custom_op("seqblocks::selective_scan_triton_backward")
+def _op_backward(
+    dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
+) -> list[Tensor]:
+    """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
+    dy, u, dt, A, B, C, D, z, bias = _laid_out(dy, u, dt, A, B, C, D, z, bias)
+    resets = backward_marks([dy], [dlast], resets, reverse)
+    dlast = None if dlast is None else dlast.contiguous()
+    S, E, N, groups, W = _sizes(u, A, B, C)
+    batch = u.shape[0]
+
+    def parts(*shape: int, of: Tensor | None = A) -> Tensor:
+        return A.new_empty(shape if of is not None else 0)
+
+    dh0 = parts(batch, E, N)
+    du, ddt = (x.new_empty(x.shape) for x in (u, dt))
+    dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
+    kept = up(S, CHUNK) * E * N  # numbers of a sequence
+    tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
+    with common.on(u):
+        cut = _Cut(u, A, groups, W, tile, True)
+        if cut.K > 1:
+            # which is a walk like the forward one, and is launched like it
+            ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), True, cut.K)
+            ends: Tensor | None = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
+        else:
+            ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
+        turned = A.t().contiguous()
+        K, programs = cut.K, cut.grid[1]
+        rows, own = batch * K, scratch_of(**tile)
+        dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
+        constants = [parts(rows, E, N, of=x if x.dim() == 2 else None) for x in (B, C)]
+        arch, even = common.arch(u), W % tile["BE"] == 0
+        numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
+        dot, columns = _summing(common.arch(u), B, C, tile)
+        most = up(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
+
+        def walk(first: int) -> list[Tensor]:
+            """The launch for sequences from the first on; what it adds to dB and dC."""
+            count = min(most, batch - first)
+
+            def some(x: Any, each: int = 1) -> Any:
+                return x if x is None or count == batch else x[first * each : (first + count) * each]
+
+            B_, C_ = (x if x.dim() == 2 else some(x) for x in (B, C))
+            added = [
+                some(of, K) if x.dim() == 2 else parts(programs // groups, count, S, groups, N)
+                for x, of in zip((B, C), constants, strict=True)
+            ]
+            scan_backward[count * K, programs](
+                some(dy), some(ends, K), some(u), some(dt), turned, B_, C_, D, some(z), bias, some(between, kept),
+                some(resets), parts(count * K * programs, own),
+                some(du), some(ddt), some(dA, K), *added, some(dD, K), some(dz), some(dbias, K), some(dh0),
+                S, K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
+                SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
+                ROWS=min(CHUNK // 2, max(1, numbers // tile["BE"])), LINES=min(CHUNK, max(1, numbers // tile["BN"])),
+                SCRATCH=own, **tile,
+            )
+            return [part if x.dim() == 2 else part.sum(0) for x, part in zip((B, C), added, strict=True)]
+
+        walks = [walk(first) for first in range(0, batch, most)]
+        dB, dC = walks[0] if len(walks) == 1 else map(torch.cat, zip(*walks, strict=True))
+        dB, dC = (part.sum(0) if x.dim() == 2 else part for x, part in ((B, dB), (C, dC)))
+        dD, dbias = (part if x is None else part.sum(0) for x, part in ((D, dD), (bias, dbias)))
+    grads = du, ddt, dA.sum(0), dB, dC, dD, dz, dbias, dh0
+    like = (u, dt, A, B, C, D, z, bias, None)
+    return [x if of is None else x.to(of.dtype) for x, of in zip(grads, like, strict=True)]
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, dlast, u, dt, A, B, C, D, z, bias, between, resets, softplus, reverse):  # type: ignore[no-untyped-def]
+    of = (u, dt, A, B, C, D, z, bias)
+    grads = [A.new_empty(0) if x is None else x.new_empty(x.shape) for x in of]
+    return [*grads, A.new_empty(u.shape[0], *A.shape)]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, h0, resets, softplus, reverse, _ = inputs
+    ctx.save_for_backward(*tensors, output[2] if output[2].numel() else None, resets, h0)
+    ctx.flags = softplus, reverse
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
+    *tensors, between, resets, h0 = ctx.saved_tensors
+    if between is None:  # the forward pass did not know that a gradient would be needed
+        between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
+    grads = _op_backward(common.filled(dy, tensors[0]), dlast, *tensors, between, resets, *ctx.flags)
+    present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
+    return *present, None, None, None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("selective_scan", "Triton"))
+
+
+def _for_each_group(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
+    """[B, S, G, N]. What several groups share is repeated in float32, so that its gradient, a sum over these groups, is
+    rounded once."""
+    shared = groups > (x.shape[2] if x.dim() == 4 else 1)
+    return per_token(x.float() if shared else x, shape, groups)
+
+
+def run(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """The whole of `selective_scan`: y in u's dtype, and the last state."""
+    h0 = None if state is None else state.float()
+    if u.numel() == 0:
+        torch_run = implementation("selective_scan", "torch").run
+        return torch_run(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
+    B, C = (x if x.dim() == 2 else _for_each_group(x, u.shape, groups_of(B, C)) for x in (B, C))
+    keep = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, state)
+    )
+    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, common.marks(resets), softplus, reverse, keep)
+    return y, last
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    if can and facts.get("complex"):
+        return False, "complex A: only the recurrent definition has it"
+    if can and facts.get("states", 1) > STATES:
+        return False, f"{facts['states']} states of a channel; at most {STATES}"
+    return can, reason
+
+
+def _tiles(
+    arch: str, states: int, width: int, batch: int = 0, length: int = 1, groups: int = 1,
+    constant: tuple[bool, bool] = (False, False), resets: bool = False, **facts: Any,
+) -> dict[str, dict[str, int]]:
+    kinds = any(constant), resets
+    found = {way: tiles(states, width, way == "backward", arch, *kinds) for way in ("forward", "backward")}
+    if not batch:
+        return found
+    sizes = batch, length, groups, width
+    cut = {way: _segments_for(tile, *sizes, way == "backward") > 1 for way, tile in found.items()}
+    return {way: {**tile, "SEGMENTS": int(cut[way])} for way, tile in found.items()}
+
+
+def _example(
+    states: int, width: int, groups: int = 1, constant: tuple[bool, bool] = (False, False), softplus: bool = False,
+    resets: bool = False, reverse: bool = False, **facts: Any,
+) -> Any:
+    from seqblocks.kernels.selective_scan import selective_scan
+
+    G = min(groups, 2)
+    E = G * few_of(width, 64)
+    per_token = (2, 70, G, states) if groups > 1 else (2, 70, states)
+    B, C = ((E, states) if of else per_token for of in constant)
+    shapes = {"u": (2, 70, E), "dt": (2, 70, E), "z": (2, 70, E), "B": B, "C": C, "D": (E,), "dt_bias": (E,)}
+    shapes["state"] = (2, E, states)
+    tensors = {name: normal(*shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
+    tensors |= {"A": -normal(E, states, seed=7).exp(), "dt": tensors["dt"].abs(), "dt_bias": tensors["dt_bias"].abs()}
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True, "dt_softplus": softplus}
+    if resets:
+        options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
+    return selective_scan, tensors, options
+
+
+register("selective_scan", "triton", run, _can, _tiles, _example)

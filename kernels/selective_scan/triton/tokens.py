@@ -1,0 +1,116 @@
+"""What the selective scan's kernels share: a program's part of the work, and loads of tokens.
+
+u, dt, z, y [B, S, E]; A [E, N]; B, C [B, S, G, N] or [E, N]; h0, last [B, E, N]; between [B, chunks, E, N];
+resets [B, S]. W = E / G. xb, xs, xg: strides of x over batch, tokens, groups.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels.triton_common import binary, jit, softplus, tl
+
+
+@jit
+@no_type_check
+def program_share(S, K, L, W, BE: tl.constexpr):
+    """This program's sequence, first token and end, group, and channels within the group and among all."""
+    blocks = tl.cdiv(W, BE)
+    begin = tl.program_id(0) % K * L
+    group = tl.program_id(1) // blocks
+    within = tl.program_id(1) % blocks * BE + tl.arange(0, BE)
+    return (tl.program_id(0) // K).to(tl.int64), begin, min(S, begin + L), group, within, group * W + within
+
+
+@jit
+@no_type_check
+def cells_of(n, e, E):
+    """Places of a sequence's states in [N, E]: channels next to each other, as threads hold them."""
+    return n[:, None] * E + e[None, :]
+
+
+@jit
+@no_type_check
+def load_shift(bias, e, live):
+    """The bias of the steps, [BE]."""
+    out = live.to(tl.float32) * 0.0
+    if bias is not None:
+        out = tl.load(bias + e, live, 0.0).to(tl.float32)
+    return out
+
+
+@jit
+@no_type_check
+def step_of(dt, shift, SOFTPLUS: tl.constexpr):
+    step = dt.to(tl.float32) + shift
+    if SOFTPLUS:
+        step = softplus(step)
+    return step
+
+
+@jit
+@no_type_check
+def load_some(x, there):
+    """Load where `there` says, or everywhere if it is None."""
+    return tl.load(x) if there is None else tl.load(x, there, 0.0)
+
+
+@jit
+@no_type_check
+def load_tokens(
+    x, dt, z, B, C, resets, i, rest, live, known, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
+):
+    """The inputs of STEPS tokens as they are stored, from the i-th on after the one that is pointed at.
+
+    There are `rest` of them; after these the last one's are loaded again, without its mark."""
+    all_x, all_dt, all_z, all_B, all_C, marks = (), (), (), (), (), ()
+    for j in tl.static_range(STEPS):
+        t = SIGN * min(i + j, rest - 1)
+        all_x = all_x + (load_some(x + t * xs, live),)
+        all_dt = all_dt + (load_some(dt + t * ds, live),)
+        if z is not None:
+            all_z = all_z + (load_some(z + t * zs, live),)
+        if Bs is not None:
+            all_B = all_B + (load_some(B + t * Bs, known),)
+        if Cs is not None:
+            all_C = all_C + (load_some(C + t * Cs, known),)
+        if resets is not None:
+            marks = marks + (tl.load(resets + t, i + j < rest, 0).to(tl.int32),)
+    return all_x, all_dt, all_z, all_B, all_C, marks
+
+
+@jit
+@no_type_check
+def token_pointers(x, b, t, e, xb, xs):
+    """Where token t of these channels is in x [B, S, E]; None if x is absent."""
+    pointers = None
+    if x is not None:
+        pointers = x + b * xb + t * xs + e
+    return pointers
+
+
+@jit
+@no_type_check
+def matrix_pointers(x, b, t, group, n, xb, xs, xg):
+    """Where token t of this group is in x [B, S, G, N]; None if x is constant or absent."""
+    pointers = None
+    if xs is not None:
+        pointers = x + b * xb + group * xg + t * xs + n
+    return pointers
+
+
+@jit
+@no_type_check
+def mark_pointer(resets, b, t, S):
+    """Where the mark of token t is in resets [B, S]; None if there are no resets."""
+    pointer = None
+    if resets is not None:
+        pointer = resets + b * S + t
+    return pointer
+
+
+@jit
+@no_type_check
+def load_rates(A, cells, own):
+    """Binary logarithms of the decay of a unit step: exp2 is what the device has."""
+    return binary(tl.load(A + cells, own, 0.0))

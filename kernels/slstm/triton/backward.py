@@ -1,0 +1,306 @@
+"""The sLSTM's backward kernels, which walk from the last token with the transposed matrices."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.slstm.triton.cell import (
+    F_GATE,
+    I_GATE,
+    M_STATE,
+    N_STATE,
+    O_GATE,
+    Z_GATE,
+    advance_gradients,
+    all_carried,
+    carried,
+    live_gradient,
+    load_mark,
+    load_matrices,
+    load_state,
+    load_tile,
+    store_gate_gradients,
+    store_state,
+    token_gradients,
+)
+from seqblocks.kernels.slstm.triton.teams import arrive, report, wait
+from seqblocks.kernels.triton_common import jit, tl
+
+
+@common.kernel(do_not_specialize=["S", "B"])
+@no_type_check
+def scan_backward(
+    dy, dy1, dc1, dn1, dm1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo,
+    di, df, dz, do, dy0, dc0, dn0, dm0,
+    S, B, D, gb, gs,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+):
+    """Matrices on chip, gradients of the state in registers."""
+    H = tl.num_programs(0)
+    head = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
+    d = tl.arange(0, BD)
+    is_b, is_d = b < B, d < D
+    here = is_b[:, None] & is_d[None, :]
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    wide = head * D + d
+    # [gate's channel, y's channel]: the transpose, by how it is loaded
+    back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + d[:, None]
+    from_i, from_f, from_z, from_o = load_matrices(back, D, is_d[:, None] & is_d[None, :], DOT)
+    out = tl.load(dy1 + cell, here, 0.0)
+    c, n, m = load_state(dc1, dn1, dm1, cell, here)
+    plane = tl.cast(B, tl.int64) * S * H * D
+    for step in range(S):
+        t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
+        at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+        past = at + (H * D if REVERSE else -H * D)
+        mark = load_mark(resets, t, b, is_b, S)
+        out += load_tile(dy, b * gb + t * gs, wide, is_b, is_d).to(tl.float32)
+        gi, gf, gz, go, c, n, m = token_gradients(
+            out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
+            S - 1 - step, mark,
+        )
+        store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
+        out = tl.dot(gi.to(DOT), from_i, input_precision=PRECISION)
+        out += tl.dot(gf.to(DOT), from_f, input_precision=PRECISION)
+        out += tl.dot(gz.to(DOT), from_z, input_precision=PRECISION)
+        out += tl.dot(go.to(DOT), from_o, input_precision=PRECISION)
+        out, c, n, m = all_carried(out, c, n, m, mark, resets)
+    tl.store(dy0 + cell, out, here)
+    store_state(dc0, dn0, dm0, cell, c, n, m, here)
+
+
+@common.kernel(do_not_specialize=["S", "B"])
+@no_type_check
+def scan_backward_by_tiles(
+    dy, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, dy0, dc0, dn0, dm0,
+    S, B, D, gb, gs,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+):
+    """`scan_backward` by tiles of channels; dy0, dc0, dn0, dm0 hold the current gradients."""
+    H = tl.num_programs(0)
+    head = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
+    is_b = b < B
+    row = (b * H + head) * D
+    plane = tl.cast(B, tl.int64) * S * H * D
+    for step in range(S):
+        t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
+        line = ((b * S + t) * H + head) * D
+        mark = load_mark(resets, t, b, is_b, S)
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            is_d = d < D
+            here = is_b[:, None] & is_d[None, :]
+            cell = row[:, None] + d[None, :]
+            at = line[:, None] + d[None, :]
+            past = at + (H * D if REVERSE else -H * D)
+            out = tl.load(dy0 + cell, here, 0.0)
+            out += load_tile(dy, b * gb + t * gs, head * D + d, is_b, is_d).to(tl.float32)
+            c, n, m = load_state(dc0, dn0, dm0, cell, here)
+            gi, gf, gz, go, c, n, m = token_gradients(
+                out, c, n, m, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B,
+                S - 1 - step, mark,
+            )
+            store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
+            c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
+            store_state(dc0, dn0, dm0, cell, c, n, m, here)
+        tl.debug_barrier()  # all channels' gradients are there before any goes back through the matrices
+        for first in range(0, D, BD):
+            d = first + tl.arange(0, BD)
+            is_d = d < D
+            out = tl.zeros((BB, BD), tl.float32)
+            for start in range(0, D, BD):
+                k = start + tl.arange(0, BD)
+                is_k = k < D
+                back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + k[:, None]
+                from_i, from_f, from_z, from_o = load_matrices(back, D, is_k[:, None] & is_d[None, :], DOT)
+                out += tl.dot(load_tile(di, line, k, is_b, is_k).to(DOT), from_i, input_precision=PRECISION)
+                out += tl.dot(load_tile(df, line, k, is_b, is_k).to(DOT), from_f, input_precision=PRECISION)
+                out += tl.dot(load_tile(dz, line, k, is_b, is_k).to(DOT), from_z, input_precision=PRECISION)
+                out += tl.dot(load_tile(do, line, k, is_b, is_k).to(DOT), from_o, input_precision=PRECISION)
+            tl.store(dy0 + row[:, None] + d[None, :], carried(out, mark, resets), is_b[:, None] & is_d[None, :])
+        tl.debug_barrier()
+
+
+# ------------------------------------------------------------------------------
+# By teams (see teams.py)
+
+
+@jit
+@no_type_check
+def _load_kept(
+    dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, rest,
+    REVERSE: tl.constexpr,
+):
+    """Of token t, `rest` tokens after the first: dy, what is kept of its gates, c, n, m before it, and its mark."""
+    is_b = b < tl.where(rest >= 0, B, 0)
+    here = is_b[:, None] & is_d[None, :]
+    mark = load_mark(resets, t, b, is_b, S)
+    plane = tl.cast(B, tl.int64) * S * H * D
+    at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    past = tl.where(rest > 0, at + (H * D if REVERSE else -H * D), cell)
+    return (
+        load_tile(dy, b * gb + t * gs, head * D + d, is_b, is_d),
+        tl.load(gates_if + at, here, 0.0), tl.load(gates_if + plane + at, here, 0.0),
+        tl.load(gates_zo + at, here, 0.0), tl.load(gates_zo + plane + at, here, 0.0),
+        tl.load(tl.where(rest > 0, states, c0) + past, here, 0.0),
+        tl.load(tl.where(rest > 0, states + N_STATE * plane, n0) + past, here, 1.0),
+        tl.load(tl.where(rest > 0, states + M_STATE * plane, m0) + past, here, 0.0), mark,
+    )
+
+
+@jit
+@no_type_check
+def _halved(x, N: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr):
+    """The first half of [N, BB, BU] and the second, added."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (2, N // 2, BB, BU)), (1, 2, 3, 0)))
+    return a + b
+
+
+@jit
+@no_type_check
+def _sides(BD: tl.constexpr):
+    """Of eight products side by side, a warp each: [8] which of two gates, and [8, BD / 4] which of its channels."""
+    side = tl.arange(0, 8)
+    return side // 4, (side % 4 * (BD // 4))[:, None] + tl.arange(0, BD // 4)[None, :]
+
+
+@jit
+@no_type_check
+def _load_exchanged(exchange, GATE: tl.constexpr, at, BB: tl.constexpr, BD: tl.constexpr):
+    """A gate's gradients from all programs, past the first-level cache."""
+    return tl.load(exchange + GATE * BB * BD + at, cache_modifier=".cg")
+
+
+@jit
+@no_type_check
+def _through(
+    exchange, from_i, from_f, from_z, from_o,
+    PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, AHEAD: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels. AHEAD: all of them
+    are loaded at once, where they fit on chip. EXACT: products one after the other, which without matrix units take
+    the fewest registers; else from_i has those of i and f, and from_z those of z and o."""
+    if EXACT:
+        at = (tl.arange(0, BB) * BD)[:, None] + tl.arange(0, BD)[None, :]
+        i = _load_exchanged(exchange, I_GATE, at, BB, BD)
+        if AHEAD:
+            f = _load_exchanged(exchange, F_GATE, at, BB, BD)
+            z = _load_exchanged(exchange, Z_GATE, at, BB, BD)
+            o = _load_exchanged(exchange, O_GATE, at, BB, BD)
+        x = tl.dot(i, from_i, input_precision=PRECISION)
+        if not AHEAD:
+            f = _load_exchanged(exchange, F_GATE, at, BB, BD)
+        x += tl.dot(f, from_f, input_precision=PRECISION)
+        if not AHEAD:
+            z = _load_exchanged(exchange, Z_GATE, at, BB, BD)
+        x += tl.dot(z, from_z, input_precision=PRECISION)
+        if not AHEAD:
+            o = _load_exchanged(exchange, O_GATE, at, BB, BD)
+        x += tl.dot(o, from_o, input_precision=PRECISION)
+    else:
+        gate, k = _sides(BD)
+        at = (gate * (BB * BD))[:, None, None] + (tl.arange(0, BB) * BD)[None, :, None] + k[:, None, :]
+        i_f = _load_exchanged(exchange, I_GATE, at, BB, BD)
+        if AHEAD:
+            z_o = _load_exchanged(exchange, Z_GATE, at, BB, BD)
+        x = tl.dot(i_f, from_i, input_precision=PRECISION)
+        if not AHEAD:
+            z_o = _load_exchanged(exchange, Z_GATE, at, BB, BD)
+        x += tl.dot(z_o, from_z, input_precision=PRECISION)
+        x = _halved(_halved(x, 8, BB, BU), 4, BB, BU)
+        x = tl.reshape(_halved(x, 2, BB, BU), (BB, BU))
+    return x
+
+
+@common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
+@no_type_check
+def scan_backward_by_team(
+    dy, dy1, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, exchange, arrived,
+    gave_up, dy0, dc0, dn0, dm0,
+    S, B, H, D, gb, gs, begin, end, first, patience,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
+    BU: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
+):
+    """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S, without a token, makes dy0."""
+    parts = tl.num_programs(0)
+    team = first + tl.program_id(1)
+    head = (team % H).to(tl.int64)
+    b = (team // H).to(tl.int64) * BB + tl.arange(0, BB)
+    d = tl.program_id(0) * BU + tl.arange(0, BU)
+    is_b, is_d = b < B, d < D
+    here = is_b[:, None] & is_d[None, :]
+    cell = (b * H + head)[:, None] * D + d[None, :]
+    # [gate's channel, y's channel]: the transpose, by how it is loaded
+    if EXACT:
+        k = tl.arange(0, BD)
+        back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + k[:, None]
+        from_i, from_f, from_z, from_o = load_matrices(back, D, (k < D)[:, None] & is_d[None, :], DOT)
+    else:
+        gate, k = _sides(BD)
+        back = recurrent + head * D * 4 * D + (gate[:, None] * D + k)[:, :, None] + d[None, None, :] * (4 * D)
+        square = (k < D)[:, :, None] & is_d[None, None, :]
+        from_i = tl.load(back, square, 0.0).to(DOT)
+        from_z = tl.load(back + Z_GATE * D, square, 0.0).to(DOT)
+        from_f, from_o = from_i, from_z
+    line = tl.arange(0, BB) * BD
+    exchange += tl.cast(team, tl.int64) * (8 * BB * BD)
+    arrived += team * 32
+    dc, dn, dm = load_state(dc0, dn0, dm0, cell, here)
+    late = tl.load(dy1 + cell, (b < tl.where(begin == 0, B, 0))[:, None] & is_d[None, :], 0.0)
+    t = tl.cast(begin if REVERSE else S - 1 - begin, tl.int64)
+    at_last = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+    plane = tl.cast(B, tl.int64) * S * H * D
+    now = (b < tl.where(begin < S, B, 0))[:, None] & is_d[None, :]
+    c = tl.load(states + at_last, now, 0.0)
+    n = tl.load(states + N_STATE * plane + at_last, now, 1.0)
+    m = tl.load(states + M_STATE * plane + at_last, now, 0.0)
+    next_dy, next_i, next_f, next_z, next_o, old_c, old_n, old_m, mark = _load_kept(
+        dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d,
+        S - 1 - begin, REVERSE,
+    )
+    out = tl.zeros((BB, BU), tl.float32)
+    for step in range(begin, end):
+        t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
+        is_live = b < tl.where(step < S, B, 0)
+        live = is_live[:, None] & is_d[None, :]
+        before = exchange + (step % 2) * (4 * BB * BD)
+        out = _through(before, from_i, from_f, from_z, from_o, PRECISION, BB, BD, BU, AHEAD, EXACT)
+        out += late + next_dy.to(tl.float32)
+        late = tl.zeros((BB, BU), tl.float32)
+        gi, gf, gz, go, of_c, of_n, of_m = advance_gradients(
+            out, dc, dn, dm, next_i, next_f, next_z.to(tl.float32), next_o.to(tl.float32), c, n, m,
+            carried(old_c, mark, resets), carried(old_n, mark, resets), carried(old_m, mark, resets),
+        )
+        dc = tl.where(live, carried(of_c, mark, resets), dc)
+        dn = tl.where(live, carried(of_n, mark, resets), dn)
+        dm = tl.where(live, carried(of_m, mark, resets), dm)
+        after = exchange + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
+        tl.store(after, carried(gi, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + F_GATE * BB * BD, carried(gf, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + Z_GATE * BB * BD, carried(gz, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after + O_GATE * BB * BD, carried(go, mark, resets).to(DOT), is_d[None, :])
+        if step + 1 < end:
+            arrive(arrived)
+        at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
+        store_gate_gradients(
+            di, df, dz, do, at, live_gradient(gi, mark, resets), live_gradient(gf, mark, resets),
+            live_gradient(gz, mark, resets), live_gradient(go, mark, resets), live,
+        )
+        c, n, m = old_c, tl.where(step + 1 < S, old_n, 1.0), old_m  # step S divides by no state
+        next_dy, next_i, next_f, next_z, next_o, old_c, old_n, old_m, next_mark = _load_kept(
+            dy, resets, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D,
+            gb, gs, is_d, S - 2 - step, REVERSE,
+        )
+        mark = next_mark
+        if step + 1 < end:
+            patience = wait(arrived, parts * (step + 1 - begin), patience)
+            dc = tl.where(patience > 0, dc, float("nan"))
+    report(gave_up, patience)
+    if end > S:
+        tl.store(dy0 + cell, tl.where(patience > 0, out, float("nan")), here)
+    store_state(dc0, dn0, dm0, cell, dc, dn, dm, here)

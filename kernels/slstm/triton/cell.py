@@ -1,0 +1,214 @@
+"""What the sLSTM's kernels share: the cell and its gradient, and where a token's numbers are.
+
+i, f, z, o and dy have strides over batch and tokens, with a head's channels next to each other. recurrent [H, D, 4, D];
+bias [4, H, D]; y and the gates' gradients [B, S, H, D]; kept states [3, B, S, H, D] are c, n, m, and kept gates
+i, f [2, B, S, H, D] and z, o [2, B, S, H, D]; states and their gradients [B, H, D].
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels.triton_common import constexpr, exp, jit, log_sigmoid, over, sigmoid, tl
+
+I_GATE, F_GATE, Z_GATE, O_GATE = (constexpr(place) for place in range(4))
+N_STATE, M_STATE = constexpr(1), constexpr(2)  # c is first
+
+
+@jit
+@no_type_check
+def tanh(x):
+    """Within 1e-7 of it; e^-2|x| does not overflow."""
+    v = exp(-2.0 * tl.abs(x))
+    return tl.where(x < 0.0, v - 1.0, 1.0 - v) * over(1.0 + v)
+
+
+@jit
+@no_type_check
+def advance(i, f, z, o, c, n, m):
+    """y, c, n, m after a token, from its gates before their activation."""
+    through = m + log_sigmoid(f)
+    top = tl.where(n == 0.0, i, tl.maximum(i, through))
+    write = exp(i - top)
+    decay = exp(tl.minimum(through - top, 0.0))
+    c = decay * c + write * tanh(z)
+    n = decay * n + write
+    return sigmoid(o) * c / n, c, n, top
+
+
+@jit
+@no_type_check
+def advance_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, old_c, old_n, old_m):
+    """Gradients of the gates, then of the old c, n, m before the token; dc, dn, dm come from after it."""
+    through = old_m + log_sigmoid(f)
+    first = old_n == 0.0
+    write = exp(i - m)
+    decay = tl.where(first, 0.0, exp(tl.minimum(through - m, 0.0)))
+    gate = sigmoid(o)
+    value = tanh(z)
+    share = dy * gate / n
+    dc += share
+    dn -= share * c / n
+    of_write = (dc * value + dn) * write
+    of_decay = (dc * old_c + dn * old_n) * decay
+    dm -= of_write + of_decay
+    wins = first | (i >= through)
+    dthrough = of_decay + tl.where(wins, 0.0, dm)
+    di = of_write + tl.where(wins, dm, 0.0)
+    df = dthrough * sigmoid(-f)
+    dz = dc * write * (1.0 - value * value)
+    do = dy * (c / n) * gate * (1.0 - gate)
+    return di, df, dz, do, dc * decay, dn * decay, dthrough
+
+
+@jit
+@no_type_check
+def carried(x, mark, resets):
+    """What passes between a token and the one before: nothing across a reset, not even NaN and inf."""
+    if resets is not None:
+        x = tl.where(mark == 0, x, 0.0)
+    return x
+
+
+@jit
+@no_type_check
+def all_carried(y, c, n, m, mark, resets):
+    return carried(y, mark, resets), carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
+
+
+@jit
+@no_type_check
+def live_gradient(x, mark, resets):
+    """A gradient; zero, not NaN, at a token without any, whatever is kept of it."""
+    if resets is not None:
+        x = tl.where(mark < 2, x, 0.0)
+    return x
+
+
+# ------------------------------------------------------------------------------
+# Loads and stores
+
+
+@jit
+@no_type_check
+def load_tile(x, rows, columns, is_row, is_column):
+    return tl.load(x + rows[:, None] + columns[None, :], is_row[:, None] & is_column[None, :], 0.0)
+
+
+@jit
+@no_type_check
+def load_mark(resets, t, b, is_b, S):
+    """Of token t: not 0 where a sequence begins with it, 2 and more where it has no gradient."""
+    mark = (b < 0)[:, None]
+    if resets is not None:
+        mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
+    return mark
+
+
+@jit
+@no_type_check
+def load_gates(i, f, z, o, t, b, wide, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d):
+    """Of token t, as they are stored."""
+    return (
+        load_tile(i, b * ib + t * js, wide, is_b, is_d), load_tile(f, b * fb + t * fs, wide, is_b, is_d),
+        load_tile(z, b * zb + t * zs, wide, is_b, is_d), load_tile(o, b * ob + t * os, wide, is_b, is_d),
+    )
+
+
+@jit
+@no_type_check
+def load_bias(bias, GATE: tl.constexpr, H, D, wide, is_d):
+    """Of a gate, [1, BD]; wide: channels among those of all heads."""
+    return tl.load(bias + GATE * H * D + wide, is_d, 0.0)[None, :]
+
+
+@jit
+@no_type_check
+def load_biases(bias, H, D, wide, is_d):
+    """Of the four gates."""
+    return (
+        load_bias(bias, I_GATE, H, D, wide, is_d), load_bias(bias, F_GATE, H, D, wide, is_d),
+        load_bias(bias, Z_GATE, H, D, wide, is_d), load_bias(bias, O_GATE, H, D, wide, is_d),
+    )
+
+
+@jit
+@no_type_check
+def load_matrix(at, GATE: tl.constexpr, D, there, DOT: tl.constexpr):
+    """Of a gate, for a dot; `at` are its places in the input gate's."""
+    return tl.load(at + GATE * D, there, 0.0).to(DOT)
+
+
+@jit
+@no_type_check
+def load_matrices(at, D, there, DOT: tl.constexpr):
+    """Of the four gates."""
+    return (
+        load_matrix(at, I_GATE, D, there, DOT), load_matrix(at, F_GATE, D, there, DOT),
+        load_matrix(at, Z_GATE, D, there, DOT), load_matrix(at, O_GATE, D, there, DOT),
+    )
+
+
+@jit
+@no_type_check
+def load_state(c, n, m, cell, there):
+    return tl.load(c + cell, there, 0.0), tl.load(n + cell, there, 0.0), tl.load(m + cell, there, 0.0)
+
+
+@jit
+@no_type_check
+def store_state(c, n, m, cell, c_value, n_value, m_value, there):
+    tl.store(c + cell, c_value, there)
+    tl.store(n + cell, n_value, there)
+    tl.store(m + cell, m_value, there)
+
+
+@jit
+@no_type_check
+def store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, there):
+    tl.store(di + at, gi.to(di.dtype.element_ty), there)
+    tl.store(df + at, gf.to(df.dtype.element_ty), there)
+    tl.store(dz + at, gz.to(dz.dtype.element_ty), there)
+    tl.store(do + at, go.to(do.dtype.element_ty), there)
+
+
+@jit
+@no_type_check
+def store_kept(states, gates_if, gates_zo, at, plane, there, c, n, m, i, f, z, o):
+    """What the backward pass needs of a token, if there will be one."""
+    if states is not None:
+        tl.store(states + at, c, there)
+        tl.store(states + N_STATE * plane + at, n, there)
+        tl.store(states + M_STATE * plane + at, m, there)
+        tl.store(gates_if + at, i, there)
+        tl.store(gates_if + plane + at, f, there)
+        tl.store(gates_zo + at, z.to(gates_zo.dtype.element_ty), there)
+        tl.store(gates_zo + plane + at, o.to(gates_zo.dtype.element_ty), there)
+
+
+@jit
+@no_type_check
+def token_gradients(
+    dy, dc, dn, dm, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, mark
+):
+    """`advance_gradients` of what is kept of a token, `rest` tokens after the first; before that are c0, n0, m0."""
+    here = (b < B)[:, None] & is_d[None, :]
+    old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
+    given = (b < tl.where(rest > 0, 0, B))[:, None] & is_d[None, :]
+    old_c = tl.load(states + past, old, 0.0) + tl.load(c0 + cell, given, 0.0)
+    old_n = tl.load(states + N_STATE * plane + past, old, 0.0) + tl.load(n0 + cell, given, 0.0)
+    old_m = tl.load(states + M_STATE * plane + past, old, 0.0) + tl.load(m0 + cell, given, 0.0)
+    c = tl.load(states + at, here, 0.0)
+    n = tl.load(states + N_STATE * plane + at, here, 1.0)
+    m = tl.load(states + M_STATE * plane + at, here, 0.0)
+    i = tl.load(gates_if + at, here, 0.0)
+    f = tl.load(gates_if + plane + at, here, 0.0)
+    z = tl.load(gates_zo + at, here, 0.0).to(tl.float32)
+    o = tl.load(gates_zo + plane + at, here, 0.0).to(tl.float32)
+    di, df, dz, do, dc, dn, dm = advance_gradients(
+        dy, dc, dn, dm, i, f, z, o, c, n, m,
+        carried(old_c, mark, resets), carried(old_n, mark, resets), carried(old_m, mark, resets),
+    )
+    di, df = live_gradient(di, mark, resets), live_gradient(df, mark, resets)
+    dz, do = live_gradient(dz, mark, resets), live_gradient(do, mark, resets)
+    return di, df, dz, do, dc, dn, dm

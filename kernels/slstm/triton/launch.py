@@ -1,0 +1,386 @@
+"""How the sLSTM's kernels are launched, as ops of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.self_check import launch_size, normal
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.resets import along, backward_marks
+from seqblocks.kernels.slstm.reference import SLSTMState
+from seqblocks.kernels.slstm.triton.backward import scan_backward, scan_backward_by_team, scan_backward_by_tiles
+from seqblocks.kernels.slstm.triton.forward import scan, scan_by_team, scan_by_tiles
+from seqblocks.kernels.triton_common import lined, tl, up
+
+ROWS = 16  # sequences of a program: the least that a dot takes
+WIDTH = 1024  # of a head, at most
+AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch: interpreted, nobody runs while one waits
+PATIENCE = 1 << 24  # times that a program looks whether the others are there: seconds, where a microsecond is usual
+
+_no_teams: set[torch.device] = set()  # where the driver refused one, or one gave up: heads go by tiles there
+_late: dict[torch.device, Tensor] = {}  # by device, whether a team gave up; pinned: reading it waits for nothing
+
+
+class TeamRefused(Exception):
+    """The driver will not run all programs of a launch at once."""
+
+
+def _intercepted() -> bool:
+    """Whether a mode, such as that of fake tensors, intercepts calls: its tensors hold no numbers."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _late_flag(x: Tensor) -> Tensor:
+    """[1] int32, in memory of the host that the device of x can write."""
+    if _intercepted():
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
+    if x.device not in _late:
+        _late[x.device] = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=x.is_cuda)
+    return _late[x.device]
+
+
+def _raise_if_late(x: Tensor) -> None:
+    """Raise RuntimeError if an earlier launch gave up waiting."""
+    flag = None if _intercepted() else _late.get(x.device)
+    if flag is not None and flag.item():
+        flag.zero_()
+        _no_teams.add(x.device)
+        raise RuntimeError(
+            f"an sLSTM kernel that was launched on {x.device} before this call gave up: programs that share a head "
+            "waited too long for one another, and its outputs are NaN. From now on this process runs such heads by "
+            "tiles on this device, which wait for nothing. Repeat the work since the last result that was finite."
+        )
+
+
+def _refusal(error: Exception) -> bool:
+    """Whether a launch failed because a cooperative grid is too large or not supported here (MPS, vGPU)."""
+    text = str(error).lower()
+    return type(error).__name__ == "OutOfResources" or "cooperative" in text or "not supported" in text
+
+
+def _whole_bytes(BD: int, dots: str, backward: bool) -> int:
+    """Shared bytes, at most, of a program that keeps the four matrices of a head of BD channels on chip.
+
+    Besides these the compiler takes 96 to 160 a channel, and with two stages 832 to 960 backward.
+    """
+    return (8 if dots == "bf16" else 16) * BD * BD + (1024 if backward and BD <= 64 else 160) * BD
+
+
+def tiles(
+    width: int, dots: str, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0,
+    room: int | None = None,
+) -> dict[str, int]:
+    """Sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps, and tokens loaded ahead;
+    where a team shares a head, which takes a device of that many `processors`, also the channels of each (BU).
+
+    dots: "bf16", "tf32" or "fp32". The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in the
+    others; what is loaded ahead takes as much again in the backward pass, which reads thirteen numbers a channel.
+    room: shared bytes that a program may have; without it, what the architecture is known for.
+    """
+    BD, narrow = max(16, common.power_of_two(width)), dots == "bf16"
+    room = common.SHARED.get(arch, 0) if room is None else room
+    # registers: 64 channels of float32 spill on sm_8x, and 32 on AMD's
+    fits = BD <= 32 or (BD <= 128 and narrow) or (BD <= 64 and not arch.startswith("sm_8"))
+    whole = BD <= 16 or (arch.startswith("sm_") and fits and _whole_bytes(BD, dots, backward) <= room)
+    team = {} if whole else _team(width, dots, backward, arch, heads, batch, processors, room)
+    if team:
+        return team
+    BD = BD if whole else min(BD, 64 if narrow else 32)
+    # a token waits for the one before it, so it is shared by many threads: four channels each, as far as they fit
+    warps = max(1, min(16 if whole and not backward else 8, ROWS * BD // (4 * common.lanes(arch))))
+    stages = 1 if whole and backward and BD > 64 else 2
+    return {"BB": ROWS, "BD": BD, "WHOLE": int(whole), "num_warps": warps, "num_stages": stages}
+
+
+def _team(
+    width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int, room: int
+) -> dict[str, int]:
+    """How teams share heads, as `tiles`; empty where no team fits onto the device, or into its registers.
+
+    A launch takes about as long however much each program does at a token, so launches are to be few, and then what a
+    program does little.
+    """
+    BD, size = common.power_of_two(width), 2 if dots == "bf16" else 4
+    cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
+    most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
+    if not backward:
+        most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
+    # what was exchanged is loaded at once or, if need be, by parts
+    reads = [(4, 1), (1 if dots == "fp32" else 2, 0)] if backward else [(1, 0)]
+    found = []
+    for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
+        at_once = processors // up(width, BU)
+        fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= room]
+        if arch.startswith("sm_") and at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
+            found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
+    if not found:
+        return {}
+    _, cells, BB, BU, ahead = min(found)
+    tile = {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_stages": 1}
+    if backward:
+        return tile | {"AHEAD": ahead, "EXACT": int(dots == "fp32"), "num_warps": 8}
+    # on sm_90 four warps have a product of 64 rows together, and more would each read all of the matrices
+    four = arch == "sm_90" and dots == "bf16" and cells == 256 and BD <= 512
+    return tile | {"num_warps": 4 if four else 16 if cells > 1024 else 8}
+
+
+class _Plan:
+    def __init__(
+        self, x: Tensor, others: tuple[Tensor, ...], H: int, D: int, reverse: bool, backward: bool = False
+    ) -> None:
+        self.B, self.S = x.shape[:2]
+        self.H, self.D = H, D
+        dtypes = {y.dtype for y in (x, *others)}
+        narrow = dtypes == {torch.bfloat16}
+        self.processors = 0 if x.device in _no_teams else common.processors(x)
+        dots = "bf16" if narrow else "fp32" if dtypes == {torch.float32} else "tf32"
+        about, room = (D, dots, backward, common.arch(x), H), common.shared(x)
+        self.tile = tiles(*about, launch_size("batch", self.B), self.processors, room)
+        self.team = "BU" in self.tile
+        self.device = x.device
+        self.whole = bool(self.tile.pop("WHOLE"))
+        self.grid = (H, up(self.B, self.tile["BB"]))
+        self.dot = torch.bfloat16 if narrow else torch.float32
+        self.options = {"REVERSE": reverse, "DOT": tl.bfloat16 if narrow else tl.float32}
+        self.options |= {"PRECISION": "tf32" if dots == "tf32" else "ieee", **self.tile}
+
+    def exchange(self, planes: int, like: Tensor) -> Tensor:
+        """What teams exchange, zeros: [groups of sequences, H, 2, planes, BB, BD]."""
+        shape = self.grid[1], self.H, 2, planes, self.tile["BB"], self.tile["BD"]
+        return like.new_zeros(shape, dtype=self.dot)
+
+    def counters(self, like: Tensor) -> Tensor:
+        """A cache line a team."""
+        return like.new_zeros(self.H * self.grid[1], 32, dtype=torch.int32)
+
+    def launch_teams(self, kernel: Any, steps: int, *args: Any) -> None:
+        """As many teams at once as the device holds: a launch of more would wait for programs that never start, so a
+        cooperative launch refuses it. TeamRefused if it refuses this one."""
+        parts, teams = up(self.D, self.tile["BU"]), self.H * self.grid[1]
+        at_once = max(1, self.processors // parts)
+        for first in range(0, teams, at_once):
+            grid = (parts, min(at_once, teams - first))
+            for begin in range(0, steps, AT_ONCE):
+                tokens = begin, min(steps, begin + AT_ONCE)
+                try:
+                    kernel[grid](*args, *tokens, first, PATIENCE, **self.options, launch_cooperative_grid=True)
+                except Exception as error:
+                    if not _refusal(error):
+                        raise
+                    _no_teams.add(self.device)
+                    raise TeamRefused(str(error)) from error
+
+
+@common.custom_op("seqblocks::slstm_triton")
+def _op(
+    i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
+    y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [B, S, H D], the last y, c, n, m, and for the backward pass states and gates (empty unless `keep`)."""
+    outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep)
+    y, y1, c1, n1, m1, *kept = outputs
+    H, D = recurrent.shape[:2]
+    i, f, z, o = (lined(x) for x in (i, f, z, o))
+    _raise_if_late(i)
+    plan = _Plan(i, (f, z, o), H, D, reverse)
+    recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (recurrent.to(plan.dot), bias, y0, c0, n0, m0))
+    resets = common.marks(resets)
+    if not keep:
+        kept = [None] * 3
+    sizes = (plan.S, plan.B, D, *(n for x in (i, f, z, o) for n in x.stride()[:2]))
+    with common.on(i):
+        if plan.whole:
+            scan[plan.grid](
+                i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, *kept, y1, c1, n1, m1, *sizes, **plan.options
+            )
+            return outputs
+        def begin() -> None:
+            for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
+                to.copy_(given)
+
+        if plan.team:
+            begin()
+            exchange = plan.exchange(1, y0)
+            first = y0
+            if resets is not None:
+                first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
+            first = F.pad(first, (0, 0, 0, 0, 0, exchange.shape[0] * exchange.shape[4] - plan.B))
+            exchange[:, :, 0, 0, :, :D] = first.unflatten(0, (exchange.shape[0], -1)).transpose(1, 2)
+            try:
+                plan.launch_teams(
+                    scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, exchange, plan.counters(y0),
+                    _late_flag(i), y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
+                )
+                return outputs
+            except TeamRefused:
+                plan = _Plan(i, (f, z, o), H, D, reverse)
+        begin()
+        exchange = torch.stack([y0, torch.empty_like(y0)])
+        scan_by_tiles[plan.grid](
+            i, f, z, o, recurrent, bias, resets, y, *kept, exchange, y1, c1, n1, m1, *sizes, **plan.options
+        )
+    return outputs
+
+
+@_op.register_fake
+def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep):  # type: ignore[no-untyped-def]
+    B, S, E = i.shape
+    shape = (B, S, E) if keep else (0, 0, 0)
+    narrow = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in (i, f, z, o)) else torch.float32
+    last = (y0.new_empty(y0.shape) for _ in range(4))
+    kept = y0.new_empty(3, *shape), y0.new_empty(2, *shape), y0.new_empty(2, *shape, dtype=narrow)
+    return i.new_empty(i.shape), *last, *kept
+
+
+@common.custom_op("seqblocks::slstm_triton_backward")
+def _op_backward(
+    dy: Tensor, dy1: Tensor, dc1: Tensor, dn1: Tensor, dm1: Tensor,
+    i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
+    y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None,
+    y: Tensor, states: Tensor, gates_if: Tensor, gates_zo: Tensor, reverse: bool,
+) -> list[Tensor]:
+    """Gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
+    H, D = recurrent.shape[:2]
+    dy = lined(dy)
+    _raise_if_late(i)
+    plan = _Plan(i, (f, z, o), H, D, reverse, True)
+    dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
+    # not in float16: what comes from them, a token back and in the weights, may be too small for it
+    di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
+    resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
+    whole = (x.contiguous() for x in (recurrent.to(plan.dot), c0, n0, m0))
+    last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
+    given = (*whole, resets, states, gates_if, gates_zo)
+    sizes = (plan.S, plan.B, D, *dy.stride()[:2])
+    with common.on(i):
+        if plan.whole:
+            scan_backward[plan.grid](dy, *last, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.options)
+        elif plan.team:
+            for to, x in zip((dc0, dn0, dm0), last[1:], strict=True):
+                to.copy_(x)
+            try:
+                plan.launch_teams(
+                    scan_backward_by_team, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.exchange(4, y0),
+                    plan.counters(y0), _late_flag(i), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
+                )
+            except TeamRefused:
+                plan = _Plan(i, (f, z, o), H, D, reverse, True)
+        if not plan.whole and not plan.team:
+            for to, x in zip((dy0, dc0, dn0, dm0), last, strict=True):
+                to.copy_(x)
+            scan_backward_by_tiles[plan.grid](
+                dy, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.options
+            )
+    drecurrent, dbias = _weight_gradients(plan, (di, df, dz, do), y, y0, resets, H, reverse)
+    grads = [g.to(x.dtype) for g, x in zip((di, df, dz, do), (i, f, z, o), strict=True)]
+    return [*grads, drecurrent.to(recurrent.dtype), dbias.to(bias.dtype), dy0, dc0, dn0, dm0]
+
+
+def _weight_gradients(
+    plan: _Plan, grads: tuple[Tensor, ...], y: Tensor, y0: Tensor, resets: Tensor | None, H: int, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Over all tokens at once: what each read of y before it, times its gates' gradients."""
+    with without_autocast(y.device.type):
+        return _summed(plan, grads, y, y0, resets, H, reverse)
+
+
+def _summed(
+    plan: _Plan, grads: tuple[Tensor, ...], y: Tensor, y0: Tensor, resets: Tensor | None, H: int, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    first = y0.flatten(1).unsqueeze(1).to(y.dtype)
+    before = torch.cat([y[:, 1:], first] if reverse else [first, y[:, :-1]], 1)
+    if resets is not None:
+        before = before.masked_fill(resets.bool().unsqueeze(-1), 0.0)
+    before = before.to(plan.dot).unflatten(-1, (H, plan.D)).flatten(0, 1).transpose(0, 1)  # [H, B S, D]
+    parts = []
+    for g in grads:
+        rows = g.to(plan.dot).unflatten(-1, (H, plan.D)).flatten(0, 1).transpose(0, 1)
+        parts.append(before.transpose(1, 2) @ rows)  # [H, D, D]
+    dbias = torch.stack([g.sum((0, 1), dtype=torch.float32) for g in grads]).unflatten(-1, (H, plan.D))
+    return torch.stack(parts, 2), dbias
+
+
+@_op_backward.register_fake
+def _op_backward_fake(  # type: ignore[no-untyped-def]
+    dy, dy1, dc1, dn1, dm1, i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, states, gates_if, gates_zo, reverse
+):
+    return [x.new_empty(x.shape) for x in (i, f, z, o, recurrent, bias, y0, c0, n0, m0)]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, reverse, _ = inputs
+    ctx.save_for_backward(*tensors, output[0], *(x if x.numel() else None for x in output[5:]))
+    ctx.reverse = reverse
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[5:])
+
+
+def _differentiate(ctx, dy, *later):  # type: ignore[no-untyped-def]
+    *tensors, y, states, gates_if, gates_zo = ctx.saved_tensors
+    if states is None:  # the forward pass did not know that a gradient would be needed
+        states, gates_if, gates_zo = _op(*tensors, ctx.reverse, True)[5:]
+    last = (common.filled(grad, like) for grad, like in zip(later[:4], tensors[6:10], strict=True))
+    grads = _op_backward(common.filled(dy, y), *last, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
+    return *grads, None, None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("slstm", "Triton"))
+
+
+def run(
+    gates: tuple[Tensor, Tensor, Tensor, Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState,
+    resets: Tensor | None, reverse: bool,
+) -> tuple[Tensor, SLSTMState]:
+    """As `slstm_reference.run`; y in the dtype of i."""
+    H, D = recurrent.shape[:2]
+    if gates[0].numel() == 0:
+        return implementation("slstm", "torch").run(gates, recurrent, bias, state, resets, reverse)
+    tensors = (*gates, recurrent, bias, *state)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    marks = common.marks(resets)
+    y, *last = _op(*tensors, marks, reverse, keep)[:5]
+    return y.unflatten(-1, (H, D)), SLSTMState(*last)
+
+
+def _can(**facts: Any) -> tuple[bool, str]:
+    can, reason = common.can(**facts)
+    if can and facts.get("head_dim", 1) > WIDTH:
+        return False, f"heads of {facts['head_dim']} channels; at most {WIDTH}"
+    return can, reason
+
+
+def _tiles(
+    arch: str, head_dim: int, dtype: torch.dtype = torch.bfloat16, heads: int = 1, batch: int = ROWS,
+    index: int | None = None, dtypes: dict[str, Any] | None = None, **facts: Any,
+) -> dict[str, dict[str, int]]:
+    kinds = {(dtypes or {}).get(name, dtype) for name in "ifzo"}
+    about = head_dim, "bf16" if kinds == {torch.bfloat16} else "fp32" if kinds == {torch.float32} else "tf32"
+    processors, room = common.PROCESSORS.get(arch, 0), common.SHARED.get(arch, 0)
+    if index is not None:
+        processors, room = common.processors_of(index), common.shared_of(index)
+        if torch.device("cuda", index) in _no_teams:
+            processors = 0
+    size = heads, batch, processors, room
+    return {way: tiles(*about, way == "backward", arch, *size) for way in ("forward", "backward")}
+
+
+def _example(head_dim: int, heads: int = 1, resets: bool = False, reverse: bool = False, **facts: Any) -> Any:
+    from seqblocks.kernels.slstm import slstm
+
+    tensors = {name: normal(3, 20, heads * head_dim, seed=at) for at, name in enumerate("ifzo")}
+    tensors["recurrent"] = normal(heads, head_dim, 4, head_dim, seed=4) * head_dim**-0.5
+    tensors["bias"] = normal(4, heads, head_dim, seed=5)
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True}
+    if resets:
+        options["resets"] = (normal(3, 20) > 1.0).to(facts["device"])
+    return slstm, tensors, options
+
+
+register("slstm", "triton", run, _can, _tiles, _example)
