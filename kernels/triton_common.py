@@ -33,7 +33,7 @@ except Exception as error:  # whatever ails an installation of triton must not t
         return function or jit
 
 
-def constexpr(value: int) -> Any:
+def constexpr(value: float) -> Any:
     """A number that kernels may read as a global name."""
     return value if tl is None else tl.constexpr(value)
 
@@ -63,13 +63,6 @@ def launch_options() -> dict[str, bool]:
 
 # settled when kernels are decorated, which is when this file's importers are imported
 INTERPRETED = not MISSING and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
-
-
-def constexpr(value: float) -> Any:
-    """Return a number that kernels may use by its name."""
-    return value if MISSING or INTERPRETED else tl.constexpr(value)
-
-
 # Shared bytes that a program may have (CUDA C programming guide, table of compute capabilities: 163, 99 or 227 KB)
 SHARED = {
     "sm_80": 166_912, "sm_86": 101_376, "sm_87": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448,
@@ -156,7 +149,7 @@ def on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def lined(x: Tensor) -> Tensor:
+def last_contiguous(x: Tensor) -> Tensor:
     """x with its last axis contiguous: the one demand that the kernels make of a layout.
 
     Ops ask for it themselves, inside: a compiler may hand them other strides than the caller had.
@@ -166,7 +159,7 @@ def lined(x: Tensor) -> Tensor:
 
 def near(x: Tensor, tokens: int) -> Tensor:
     """x [B, S, E] or [B, S, G, N] in lines, with all of a token, and so many tokens from any one on, within 31 bits."""
-    return lined(x) if max(x.stride(1) * tokens, x.stride(2) * x.shape[2]) < 2**31 else x.contiguous()
+    return last_contiguous(x) if max(x.stride(1) * tokens, x.stride(2) * x.shape[2]) < 2**31 else x.contiguous()
 
 
 def marks(resets: Tensor | None) -> Tensor | None:
@@ -192,9 +185,6 @@ def power_of_two(n: int) -> int:
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
-
-
-up = ceil_div
 
 
 # ------------------------------------------------------------------------------
@@ -290,9 +280,6 @@ def reciprocal(x):
     """
     r = tl.math.rsqrt(x)
     return r * r
-
-
-over = reciprocal
 
 
 @jit

@@ -21,7 +21,7 @@ from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative, nothing
 from seqblocks.kernels.resets import along, backward_marks
-from seqblocks.kernels.triton_common import exp, jit, lined, over, silu, tl, up
+from seqblocks.kernels.triton_common import ceil_div, exp, jit, last_contiguous, reciprocal, silu, tl
 
 TAPS = 8  # at most: windows are registers
 WARPS = 2048  # of all programs together, at least, if runs of 8 tokens allow it: a large GPU holds as many at a time
@@ -180,7 +180,7 @@ def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.c
     out = grad.to(tl.float32)
     if SILU:
         before = _convolved(taps, offset, value, window, K)
-        gate = over(1.0 + exp(-before))
+        gate = reciprocal(1.0 + exp(-before))
         out *= gate * (1.0 + before * (1.0 - gate))
     return out
 
@@ -302,13 +302,13 @@ def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: boo
     sizes = ("length", length), ("batch", batch), ("width", width)
     length, batch, width = (launch_size(*of) for of in sizes)
     T = min(64, max(8, common.power_of_two(length)))
-    while T > 8 and batch * up(length, T) * up(width, BD) < WARPS:
+    while T > 8 and batch * ceil_div(length, T) * ceil_div(width, BD) < WARPS:
         T //= 2
     return {"T": T, "BD": BD, "STEPS": 4, "num_warps": 1}
 
 
 def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Any:
-    return lined(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
+    return last_contiguous(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
 
 
 @common.custom_op("seqblocks::causal_conv_triton")
@@ -321,7 +321,7 @@ def _op(
     K = weight.shape[-1]
     tile = tiles(S, D, batch, x.dtype, False)
     with common.on(x):
-        _conv[batch * up(S, tile["T"]), up(D, tile["BD"])](
+        _conv[batch * ceil_div(S, tile["T"]), ceil_div(D, tile["BD"])](
             x, weight, bias, state, resets, y, S, D, *x.stride()[:2], SILU=silu, REVERSE=reverse, K=K, **tile,
         )
     return y
@@ -340,17 +340,17 @@ def _op_backward(
     """Gradients of x, weight, bias (empty where there is none) and state."""
     batch, S, D = x.shape
     K = weight.shape[-1]
-    dy, resets = lined(dy), backward_marks([dy], [], resets, reverse)
+    dy, resets = last_contiguous(dy), backward_marks([dy], [], resets, reverse)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
     if resets is not None:  # nothing is read of it
         state = state.masked_fill(along(resets[:, -1 if reverse else 0] != 0, state), 0.0)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
     tile = tiles(S, D, batch, x.dtype, True)
-    programs = batch * up(S + K - 1, tile["T"])
+    programs = batch * ceil_div(S + K - 1, tile["T"])
     dw = x.new_empty(programs, K, D, dtype=torch.float32)
     dbias = dw.new_empty(0) if bias is None else dw.new_empty(programs, D)
     with common.on(x):
-        _conv_backward[programs, up(D, tile["BD"])](
+        _conv_backward[programs, ceil_div(D, tile["BD"])](
             dy, x, weight, bias, state, resets, dx, dstate, dw, dbias, S, D, *dy.stride()[:2], *x.stride()[:2],
             SILU=silu, REVERSE=reverse, K=K, **tile,
         )

@@ -27,7 +27,7 @@ from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import register
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
 SUBSTATES = 64  # of a channel, at most
 SEGMENT = 128  # tokens, at least about
@@ -369,10 +369,10 @@ def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
     """Into how many the tokens of each of `rows` sequences are cut: one where that fills a device, else into as many as
     have SEGMENT tokens, but no more than give each scheduler eight warps: every start is stored."""
     rows, S = launch_size("batch", rows), launch_size("length", S)
-    warps = rows * up(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
+    warps = rows * ceil_div(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
     if warps >= WARPS or S <= 2 * SEGMENT:
         return 1
-    return min(up(S, SEGMENT), up(8 * WARPS, warps))
+    return min(ceil_div(S, SEGMENT), ceil_div(8 * WARPS, warps))
 
 
 class _Plan:
@@ -380,8 +380,8 @@ class _Plan:
         (self.B, self.S, self.F), (self.N, self.M) = u.shape, p.shape
         self.tile = tiles(self.N, self.M, common.arch(u))
         steps = self.tile["STEPS"]
-        self.T = steps * up(up(self.S, segments(self.B, self.S, self.tile, self.N)), steps)
-        self.K = up(self.S, self.T)
+        self.T = steps * ceil_div(ceil_div(self.S, segments(self.B, self.S, self.tile, self.N)), steps)
+        self.K = ceil_div(self.S, self.T)
         self.reverse = reverse
 
     def sizes(self, u: Tensor) -> tuple[int, ...]:
@@ -395,11 +395,11 @@ class _Plan:
             return state
         starts, ends = (state.new_empty(self.B, self.K, 2, self.M, self.N) for _ in range(2))
         passes = None if resets is None else state.new_empty(self.B, self.K)
-        _walk[self.B * self.K, up(self.N, self.tile["BN"])](
+        _walk[self.B * self.K, ceil_div(self.N, self.tile["BN"])](
             u, bank, None, resets, None, ends, passes, *self.sizes(u), 1,
             ENDS=True, ADJOINT=adjoint, REVERSE=self.reverse, BF=1, **self.tile,
         )
-        _carry[self.B, up(self.N * self.M, CELLS)](
+        _carry[self.B, ceil_div(self.N * self.M, CELLS)](
             bank, state, ends, passes, starts,
             self.S, self.K, self.T, self.T.bit_length(), self.N, self.M,
             ADJOINT=adjoint, BC=CELLS, STEPS=8, num_warps=CELLS // common.lanes(common.arch(u)),
@@ -411,9 +411,9 @@ class _Plan:
     ) -> Tensor:
         """v, of which each `fan` neighbouring channels are one sum; last is written."""
         BF = min(self.tile["BN"], common.power_of_two(fan))
-        outputs, parts = self.N // fan, up(fan, BF)
+        outputs, parts = self.N // fan, ceil_div(fan, BF)
         v = u.new_empty(self.B, self.S, outputs, parts, dtype=u.dtype if parts == 1 else torch.float32)
-        _walk[self.B * self.K, up(outputs, self.tile["BN"] // BF) * parts](
+        _walk[self.B * self.K, ceil_div(outputs, self.tile["BN"] // BF) * parts](
             u, bank, starts, resets, v, last, None, *self.sizes(u), fan,
             ENDS=False, ADJOINT=adjoint, REVERSE=self.reverse, BF=BF, **self.tile,
         )
@@ -425,7 +425,7 @@ class _Plan:
         """[4, M, N], see `_sums`."""
         parts = starts.new_empty(self.B * self.K, 4, self.M, self.N)
         tile = {**self.tile, "STEPS": self.tile["STEPS"] // 2}  # which are of two tensors
-        _sums[self.B * self.K, up(self.N, tile["BN"])](
+        _sums[self.B * self.K, ceil_div(self.N, tile["BN"])](
             u, dv, bank, starts, afters, resets, parts, *self.sizes(u), fan, *dv.stride()[:2],
             REVERSE=self.reverse, **tile,
         )
@@ -453,7 +453,7 @@ def _op(
     reverse: bool, fan: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """v [B, S, N / fan] in u's dtype, and the last state."""
-    u, marks = lined(u), common.marks(resets)
+    u, marks = last_contiguous(u), common.marks(resets)
     last = torch.empty_like(_turned(state), memory_format=torch.contiguous_format)
     plan = _Plan(u, p_re, reverse)
     with common.on(u):
@@ -477,7 +477,7 @@ def _op_backward(
 
     Where all outputs read all features (fan = F) the two change places: channels of one feature are neighbours then.
     """
-    dv, u, marks = lined(dv), lined(u), common.marks(resets)
+    dv, u, marks = last_contiguous(dv), last_contiguous(u), common.marks(resets)
     plan = _Plan(u, p_re, reverse)
     back = plan.N // plan.F
     with common.on(u):

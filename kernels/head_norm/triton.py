@@ -16,7 +16,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
-from seqblocks.kernels.triton_common import jit, lined, sigmoid, tl, up
+from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, sigmoid, tl
 
 WIDTH = 8192  # of a head, at most
 TAIL = 4096  # of one with a skip or a gate
@@ -148,7 +148,7 @@ def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
 
 def _laid_out(*rows: Tensor | None) -> list[Any]:
     """Rows in lines, parameters contiguous."""
-    return [None if x is None else lined(x) if x.dim() == 2 else x.contiguous() for x in rows]
+    return [None if x is None else last_contiguous(x) if x.dim() == 2 else x.contiguous() for x in rows]
 
 
 def _apart(*rows: Tensor | None) -> list[int]:
@@ -165,7 +165,7 @@ def _op(
     given = _laid_out(x, weight, bias, skip, skip_weight, gate)
     tile = tiles(D, False, common.arch(x))
     with common.on(x):
-        _norm[up(R, tile["BT"]), heads](
+        _norm[ceil_div(R, tile["BT"]), heads](
             *given, y, R, D, *_apart(given[0], given[3], given[5]), eps, ACTIVATION=activation, **tile
         )
     return y
@@ -190,7 +190,7 @@ def _op_backward(
     dx, _, _, dskip, _, dgate = like
     dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
     tile = tiles(D, True, common.arch(x))
-    programs = up(R, tile["BT"] * TILES)
+    programs = ceil_div(R, tile["BT"] * TILES)
     parts = [
         None if p is None else x.new_empty(programs, heads * D, dtype=torch.float32)
         for p in (weight, bias, skip_weight)

@@ -20,7 +20,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.numerics import autocast_dtype, no_second_derivative
-from seqblocks.kernels.triton_common import jit, lined, tl, up
+from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
 BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
 MOST = 4  # tiles of tokens that a program of the backward pass goes through, unless blocks are wide: it would spill
@@ -185,17 +185,19 @@ def _narrow(x: Tensor, weight: Tensor) -> bool:
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
     G, O, I = weight.shape
-    x, weight = lined(x), weight.contiguous()
+    x, weight = last_contiguous(x), weight.contiguous()
     y = _op_fake(x, weight)
     R = x.shape[0]
     tile = dot_tiles((G, O, I), R) if _narrow(x, weight) else tiles(G * O, common.arch(x))
     with common.on(x):
         if "TILES" in tile:
-            _linear_dot[up(R, tile["BT"] * tile["TILES"]), up(G, tile["BLOCKS"])](
+            _linear_dot[ceil_div(R, tile["BT"] * tile["TILES"]), ceil_div(G, tile["BLOCKS"])](
                 x, weight, y, R, G, x.stride(0), I=I, O=O, **tile
             )
         else:
-            _linear[up(R, tile["BT"]), up(G * O, tile["BC"])](x, weight, y, R, G, x.stride(0), I=I, O=O, **tile)
+            _linear[ceil_div(R, tile["BT"]), ceil_div(G * O, tile["BC"])](
+                x, weight, y, R, G, x.stride(0), I=I, O=O, **tile
+            )
     return y
 
 
@@ -209,20 +211,20 @@ def _op_fake(x, weight):  # type: ignore[no-untyped-def]
 def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     G, O, I = weight.shape
-    dy, x, weight = lined(dy), lined(x), weight.contiguous()
+    dy, x, weight = last_contiguous(dy), last_contiguous(x), weight.contiguous()
     R, width = x.shape[0], G * max(O, I)
     dx = x.new_empty(x.shape)
     narrow = _narrow(x, weight) and dy.dtype == x.dtype
     tile = dot_tiles((G, O, I), R) if narrow else tiles(width, common.arch(x))
     with common.on(x):
         many = tile.get("TILES") or _tiles_of_a_program(I, R, tile)
-        programs = up(R, tile["BT"] * many)
+        programs = ceil_div(R, tile["BT"] * many)
         dw = x.new_empty(programs, G, O, I, dtype=torch.float32)
         given = (dy, x, weight, dx, dw, R, G, dy.stride(0), x.stride(0))
         if "TILES" in tile:
-            _linear_dot_backward[programs, up(G, tile["BLOCKS"])](*given, I=I, O=O, **tile)
+            _linear_dot_backward[programs, ceil_div(G, tile["BLOCKS"])](*given, I=I, O=O, **tile)
         else:
-            _linear_backward[programs, up(width, tile["BC"])](*given, I=I, O=O, TILES=many, **tile)
+            _linear_backward[programs, ceil_div(width, tile["BC"])](*given, I=I, O=O, TILES=many, **tile)
     return dx, dw.sum(0).to(weight.dtype)
 
 

@@ -205,7 +205,7 @@ def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:
     for x in args:
         if isinstance(x, torch.Tensor):
             x.share_memory_()
-    parts, teams = triton_common.up(plan.D, plan.tile["BU"]), plan.H * plan.grid[1]
+    parts, teams = triton_common.ceil_div(plan.D, plan.tile["BU"]), plan.H * plan.grid[1]
 
     def run(part: int, team: int) -> None:
         builder.set_grid_dim(parts, teams, 1)

@@ -13,7 +13,7 @@ from seqblocks.kernels.selective_scan.triton.tokens import (
     program_share,
     token_pointers,
 )
-from seqblocks.kernels.triton_common import constexpr, exp, jit, over, silu, softplus, tl
+from seqblocks.kernels.triton_common import constexpr, exp, jit, reciprocal, silu, softplus, tl
 
 # Planes [CHUNK, BE] of a program's scratch, of which the first has the steps: what the state takes in, dy through the
 # gate, the output before the gate, the gradients of what the state takes in, and of the steps through the decay.
@@ -124,12 +124,12 @@ def _finish(
         if SOFTPLUS:
             if shift is not None:
                 raw += shift[None, :]
-            dstep *= over(1.0 + exp(-raw))
+            dstep *= reciprocal(1.0 + exp(-raw))
         if shift is not None:
             dbias += tl.where(there, dstep, 0.0)
         tl.store(ddt[None, :] + t * E, dstep.to(ddt.dtype.element_ty), own)
         if z is not None:
-            open_ = over(1.0 + exp(-gate))
+            open_ = reciprocal(1.0 + exp(-gate))
             if skip is not None:
                 out += skip[None, :] * x
             dgate = dout * out * open_ * (1.0 + gate * (1.0 - open_))

@@ -15,7 +15,7 @@ from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.selective_scan.triton.backward import scan_backward
 from seqblocks.kernels.selective_scan.triton.forward import carry_segments, scan, scan_ends
-from seqblocks.kernels.triton_common import up
+from seqblocks.kernels.triton_common import ceil_div
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
 STATES = 256  # at most
@@ -114,7 +114,7 @@ def _segments_for(
 ) -> int:
     sizes = (launch_size(*of) for of in (("batch", batch), ("length", length), ("groups", groups), ("width", width)))
     batch, length, groups, width = sizes
-    return segments(batch * groups * up(width, tile["BE"]) * tile["num_warps"], length, backward)
+    return segments(batch * groups * ceil_div(width, tile["BE"]) * tile["num_warps"], length, backward)
 
 
 class _Cut:
@@ -126,10 +126,10 @@ class _Cut:
         self.batch, self.S, self.E = u.shape
         self.N, self.W, self.tile = A.shape[1], W, tile
         self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
-        programs = groups * up(W, tile["BE"])
+        programs = groups * ceil_div(W, tile["BE"])
         K = K or _segments_for(tile, self.batch, self.S, groups, W, backward)
-        self.L = CHUNK * up(up(self.S, K), CHUNK)  # kept states lie where chunks begin
-        self.K = up(self.S, self.L)
+        self.L = CHUNK * ceil_div(ceil_div(self.S, K), CHUNK)  # kept states lie where chunks begin
+        self.K = ceil_div(self.S, self.L)
         self.grid = (self.batch * self.K, programs)
 
     def starts(
@@ -146,7 +146,7 @@ class _Cut:
             SOFTPLUS=softplus, REVERSE=reverse, BACK=back, EVEN=self.even, CHUNK=CHUNK, **self.tile,
         )
         tile = {"BE": min(32, common.power_of_two(self.E)), "BN": self.tile["BN"]}
-        carry_segments[self.batch, up(self.E, tile["BE"])](
+        carry_segments[self.batch, ceil_div(self.E, tile["BE"])](
             given, A, ends, sums, broken, starts, self.K, self.E, self.N, BACK=back,
             num_warps=common.warps(tile["BE"] * tile["BN"], 16), **tile,
         )
@@ -182,7 +182,7 @@ def _op(
 
 @_op.register_fake
 def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
-    chunks = up(u.shape[1], CHUNK) if keep else 0
+    chunks = ceil_div(u.shape[1], CHUNK) if keep else 0
     return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
 
 
@@ -204,7 +204,7 @@ def _op_backward(
     dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
-    kept = up(S, CHUNK) * E * N  # numbers of a sequence
+    kept = ceil_div(S, CHUNK) * E * N  # numbers of a sequence
     tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
         cut = _Cut(u, A, groups, W, tile, True)
@@ -222,7 +222,7 @@ def _op_backward(
         arch, even = common.arch(u), W % tile["BE"] == 0
         numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
         dot, columns = _summing(common.arch(u), B, C, tile)
-        most = up(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
+        most = ceil_div(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
 
         def walk(first: int) -> list[Tensor]:
             """The launch for sequences from the first on; what it adds to dB and dC."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from seqblocks.kernels.triton_common import constexpr, exp, jit, log_sigmoid, over, sigmoid, tl
+from seqblocks.kernels.triton_common import constexpr, exp, jit, log_sigmoid, reciprocal, sigmoid, tl
 
 I_GATE, F_GATE, Z_GATE, O_GATE = (constexpr(place) for place in range(4))
 N_STATE, M_STATE = constexpr(1), constexpr(2)  # c is first
@@ -20,7 +20,7 @@ N_STATE, M_STATE = constexpr(1), constexpr(2)  # c is first
 def tanh(x):
     """Within 1e-7 of it; e^-2|x| does not overflow."""
     v = exp(-2.0 * tl.abs(x))
-    return tl.where(x < 0.0, v - 1.0, 1.0 - v) * over(1.0 + v)
+    return tl.where(x < 0.0, v - 1.0, 1.0 - v) * reciprocal(1.0 + v)
 
 
 @jit

@@ -16,7 +16,7 @@ from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.slstm.reference import SLSTMState
 from seqblocks.kernels.slstm.triton.backward import scan_backward, scan_backward_by_team, scan_backward_by_tiles
 from seqblocks.kernels.slstm.triton.forward import scan, scan_by_team, scan_by_tiles
-from seqblocks.kernels.triton_common import lined, tl, up
+from seqblocks.kernels.triton_common import ceil_div, last_contiguous, tl
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
@@ -115,10 +115,10 @@ def _team(
     reads = [(4, 1), (1 if dots == "fp32" else 2, 0)] if backward else [(1, 0)]
     found = []
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
-        at_once = processors // up(width, BU)
+        at_once = processors // ceil_div(width, BU)
         fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= room]
         if arch.startswith("sm_") and at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
-            found.append((up(heads * up(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
+            found.append((ceil_div(heads * ceil_div(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}
     _, cells, BB, BU, ahead = min(found)
@@ -145,7 +145,7 @@ class _Plan:
         self.team = "BU" in self.tile
         self.device = x.device
         self.whole = bool(self.tile.pop("WHOLE"))
-        self.grid = (H, up(self.B, self.tile["BB"]))
+        self.grid = (H, ceil_div(self.B, self.tile["BB"]))
         self.dot = torch.bfloat16 if narrow else torch.float32
         self.options = {"REVERSE": reverse, "DOT": tl.bfloat16 if narrow else tl.float32}
         self.options |= {"PRECISION": "tf32" if dots == "tf32" else "ieee", **self.tile}
@@ -162,7 +162,7 @@ class _Plan:
     def launch_teams(self, kernel: Any, steps: int, *args: Any) -> None:
         """As many teams at once as the device holds: a launch of more would wait for programs that never start, so a
         cooperative launch refuses it. TeamRefused if it refuses this one."""
-        parts, teams = up(self.D, self.tile["BU"]), self.H * self.grid[1]
+        parts, teams = ceil_div(self.D, self.tile["BU"]), self.H * self.grid[1]
         at_once = max(1, self.processors // parts)
         for first in range(0, teams, at_once):
             grid = (parts, min(at_once, teams - first))
@@ -186,7 +186,7 @@ def _op(
     outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep)
     y, y1, c1, n1, m1, *kept = outputs
     H, D = recurrent.shape[:2]
-    i, f, z, o = (lined(x) for x in (i, f, z, o))
+    i, f, z, o = (last_contiguous(x) for x in (i, f, z, o))
     _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse)
     recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (recurrent.to(plan.dot), bias, y0, c0, n0, m0))
@@ -247,7 +247,7 @@ def _op_backward(
 ) -> list[Tensor]:
     """Gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
     H, D = recurrent.shape[:2]
-    dy = lined(dy)
+    dy = last_contiguous(dy)
     _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse, True)
     dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
