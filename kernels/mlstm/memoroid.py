@@ -20,9 +20,9 @@ from torch import Tensor
 
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
-from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
 from seqblocks.kernels.numerics import no_second_derivative, nothing, without_autocast
+from seqblocks.kernels.resets import nonfinite
 
 __all__ = ["MLSTMElement", "mlstm_algebra", "mlstm_memoroid"]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.resets import nonfinite
 
 
 class MLSTMState(NamedTuple):

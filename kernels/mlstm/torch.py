@@ -36,10 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent, log_input_gate
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.resets import nonfinite
 
 WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
 # A log f below it counts as this, so that sums are finite: nothing gets through either way while |log i| and |m| are
@@ -493,10 +493,10 @@ def _mlstm_backward(
         state = [f.new_zeros(shape) if g is None else g.clone()
                  for g, shape in ((dC_out, dC0.shape), (dn_out, dn0.shape), (dm_out, (B, H)))]
         return dq, dk, dv, torch.zeros_like(i), torch.zeros_like(f), state[0], state[1], state[2]
-    spoiled = None
+    undefined = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
-        spoiled = found.spoiled(dh, dC_out, dn_out, dm_out)
+        undefined = found.without_gradient(dh, dC_out, dn_out, dm_out)
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
@@ -542,8 +542,8 @@ def _mlstm_backward(
         de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
         di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
     results = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
-    if spoiled is not None:
-        nonfinite.fill(results, *spoiled)
+    if undefined is not None:
+        nonfinite.fill(results, *undefined)
     return results
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch.self_check import launch_size
-from seqblocks.kernels.mlstm import nonfinite
 from seqblocks.kernels.mlstm.triton import backward, forward, gates, sizes
 from seqblocks.kernels.mlstm.triton.tensors import FACTORS, GATES
 from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.resets import nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl
 
 
@@ -150,10 +150,10 @@ def scan_backward(
     C: Tensor, norm: Tensor, reverse: bool, eps: float, input_gate: str, normalize: bool,
 ) -> list[Tensor]:
     """Return gradients of q, k, v, i, f and of the initial C, n, m, which are empty if there was none."""
-    spoiled = None
+    undefined = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0, dh, dC_out, dn_out, dm_out):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
-        spoiled = found.spoiled(dh, dC_out, dn_out, dm_out)
+        undefined = found.without_gradient(dh, dC_out, dn_out, dm_out)
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
         h, C_out, n_out = found.clean_outputs(h, C_out, n_out)
@@ -196,8 +196,8 @@ def scan_backward(
                 ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
             **plan.of_gates,
         )
-    if spoiled is not None:
-        nonfinite.fill(results, *spoiled)
+    if undefined is not None:
+        nonfinite.fill(results, *undefined)
     return results
 
 

@@ -1,11 +1,7 @@
-"""What a reset promises: nothing from before it reaches anything after it, in values and in gradients.
+"""Gradients of exactly zero for dead tokens, in functions that autograd differentiates.
 
-Forward passes mask the carried state where a sequence begins. A product with 0 would not do: 0 times NaN or inf is NaN.
-The same product waits in every derivative: a sequence that overflowed and that no loss reads receives gradients of
-zero, and its local derivatives are NaN. `dead_tokens` finds these tokens, for kernels whose derivative is written out;
-`contained` does the rest for those that autograd differentiates.
-
-B batch, S sequence. resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
+Only in eager reverse mode, of any order: what traces or transforms (torch.compile, torch.export, torch.func, forward
+mode) gets the bare function, whose values are right, and whose gradients are NaN where a dead token is not finite.
 """
 
 from __future__ import annotations
@@ -18,49 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from seqblocks.kernels.resets.tokens import along, dead_at_start, dead_tokens, finite, is_plain
+
 TOKENS, STATE, SHARED = "tokens", "state", "shared"  # tensors [B, S, ...], [B, ...], and parameters
 Function = Callable[..., tuple[Tensor, ...]]
-
-
-def reset_times(resets: Tensor | None, S: int) -> list[bool]:
-    """For each of S tokens, whether any sequence of the batch begins there: the others need no mask."""
-    if resets is None:
-        return [False] * S
-    if resets.is_cuda and torch.cuda.is_current_stream_capturing():
-        return [True] * S
-    found: list[bool] = resets.any(0).tolist()
-    return found
-
-
-def dead_tokens(
-    grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor, reverse: bool
-) -> Tensor:
-    """Tokens [B, S] of sequences of which nothing is read: no gradient comes to them.
-
-    grads [B, S, ...]: of the outputs; of_states [B, ...]: of the states after the last token.
-    """
-    B, S = resets.shape
-    marks = resets.bool()
-    count = (marks.flip(1).cumsum(1).flip(1) if reverse else marks.cumsum(1)) if S else marks.long()
-    read = torch.zeros(B, S + 1, dtype=torch.int32, device=resets.device)
-    for grad in grads:
-        if grad is not None and grad.numel():
-            read.scatter_add_(1, count, grad.reshape(B, S, -1).any(-1).int())
-    for grad in of_states:
-        if grad is not None and grad.numel():
-            last = count[:, :1] if reverse else count[:, -1:]
-            read.scatter_add_(1, last, grad.reshape(B, 1, -1).any(-1).int())
-    return read.gather(1, count) == 0
-
-
-def backward_marks(
-    grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor | None, reverse: bool
-) -> Tensor | None:
-    """Resets as the backward kernels read them, a byte a token: 1 where a sequence begins, and 2 more if it is dead."""
-    if resets is None:
-        return None
-    dead = dead_tokens(grads, of_states, resets, reverse)
-    return torch.add(resets.to(torch.uint8), dead, alpha=2).contiguous()
 
 
 def contained(
@@ -69,7 +26,7 @@ def contained(
     """function(*tensors), with gradients of exactly zero for dead tokens, whatever is in them.
 
     function: tensors to (y [B, S, ...], states [B, ...], ...), without parameters of its own. kinds: TOKENS, STATE or
-    SHARED, of each tensor. Derivatives of any order. What traces or transforms gets the bare function.
+    SHARED, of each tensor. Derivatives of any order.
     """
     if resets is None or not resets.numel() or not _recorded(tensors):
         return function(*tensors)
@@ -81,33 +38,11 @@ def contained(
     return contained_out
 
 
-def finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are known to be finite: only on the CPU: a look at a device would wait for it."""
-    if torch.compiler.is_compiling() or not _plain() or any(x.device.type != "cpu" for x in tensors):
-        return False
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-    return all(bool(x.detach().sum(dtype=wide).isfinite()) for x in tensors)
-
-
-def where_true(mask: Tensor, x: Tensor, known: bool) -> Tensor:
-    """x, but 0 where the mask is false. known: that x is finite; a product is the faster way then."""
-    return x * mask if known else x.masked_fill(~mask, 0.0)
-
-
 def _recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd, and it alone, records what becomes of these."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
-    return any(x is not None and x.requires_grad for x in tensors) and _plain()
-
-
-def _plain() -> bool:
-    """Whether tensors hold numbers that can be looked at: there is no mode, no transform and no tracer."""
-    return not (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-    )
+    return any(x is not None and x.requires_grad for x in tensors) and is_plain()
 
 
 class _Contained(torch.autograd.Function):
@@ -155,11 +90,6 @@ def _of(tensors: Sequence[Tensor | None], kinds: Sequence[str], wanted: str) -> 
     return [x for x, kind in zip(tensors, kinds, strict=True) if x is not None and kind == wanted]
 
 
-def _first(dead: Tensor, reverse: bool) -> Tensor:
-    """[B]: whether the token that reads the carried state is dead."""
-    return dead[:, -1] if reverse else dead[:, 0]
-
-
 def _poisoned(dead: Tensor, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
     """Whether anything of a dead token is not finite."""
     if dead.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -175,18 +105,13 @@ def _cleaned(
     tensors: Sequence[Tensor | None], kinds: Sequence[str], dead: Tensor, reverse: bool
 ) -> list[Tensor | None]:
     """Zeros for dead tokens, and for the states that they read."""
-    first = _first(dead, reverse)
+    first = dead_at_start(dead, reverse)
     return [
         x if x is None or kind == SHARED
         else x.masked_fill(along(dead, x), 0.0) if kind == TOKENS
         else x.masked_fill(along(first, x), 0.0)
         for x, kind in zip(tensors, kinds, strict=True)
     ]  # fmt: skip
-
-
-def along(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask [B] or [B, S] with the axes of x [B, S, ...]."""
-    return mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
 
 
 def gated(
@@ -250,7 +175,7 @@ class _Closed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dead, (grad,) = ctx.gate.dead, grads
-        mask = _first(dead, ctx.gate.reverse) if ctx.state else dead
+        mask = dead_at_start(dead, ctx.gate.reverse) if ctx.state else dead
         return grad.masked_fill(along(mask, grad), 0.0), None, None
 
 

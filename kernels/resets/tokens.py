@@ -1,0 +1,81 @@
+"""Masks of tokens: where sequences begin, and which of them no gradient reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def reset_times(resets: Tensor | None, S: int) -> list[bool]:
+    """For each of S tokens, whether any sequence of the batch begins there: the others need no mask."""
+    if resets is None:
+        return [False] * S
+    if resets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return [True] * S
+    found: list[bool] = resets.any(0).tolist()
+    return found
+
+
+def dead_tokens(
+    grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor, reverse: bool
+) -> Tensor:
+    """Tokens [B, S] of sequences of which nothing is read: no gradient comes to them.
+
+    grads [B, S, ...]: of the outputs; of_states [B, ...]: of the states after the last token.
+    """
+    B, S = resets.shape
+    marks = resets.bool()
+    count = (marks.flip(1).cumsum(1).flip(1) if reverse else marks.cumsum(1)) if S else marks.long()
+    read = torch.zeros(B, S + 1, dtype=torch.int32, device=resets.device)
+    for grad in grads:
+        if grad is not None and grad.numel():
+            read.scatter_add_(1, count, grad.reshape(B, S, -1).any(-1).int())
+    for grad in of_states:
+        if grad is not None and grad.numel():
+            last = count[:, :1] if reverse else count[:, -1:]
+            read.scatter_add_(1, last, grad.reshape(B, 1, -1).any(-1).int())
+    return read.gather(1, count) == 0
+
+
+def backward_marks(
+    grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor | None, reverse: bool
+) -> Tensor | None:
+    """Resets as the backward kernels read them, a byte a token: 1 where a sequence begins, and 2 more if it is dead."""
+    if resets is None:
+        return None
+    dead = dead_tokens(grads, of_states, resets, reverse)
+    return torch.add(resets.to(torch.uint8), dead, alpha=2).contiguous()
+
+
+def finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are known to be finite: only on the CPU: a look at a device would wait for it."""
+    if torch.compiler.is_compiling() or not is_plain() or any(x.device.type != "cpu" for x in tensors):
+        return False
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return all(bool(x.detach().sum(dtype=wide).isfinite()) for x in tensors)
+
+
+def where_true(mask: Tensor, x: Tensor, known: bool) -> Tensor:
+    """x, but 0 where the mask is false. known: that x is finite; a product is the faster way then."""
+    return x * mask if known else x.masked_fill(~mask, 0.0)
+
+
+def is_plain() -> bool:
+    """Whether tensors hold numbers that can be looked at: there is no mode, no transform and no tracer."""
+    return not (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+    )
+
+
+def dead_at_start(dead: Tensor, reverse: bool) -> Tensor:
+    """[B]: whether the token that reads the carried state is dead."""
+    return dead[:, -1] if reverse else dead[:, 0]
+
+
+def along(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask [B] or [B, S] with the axes of x [B, S, ...]."""
+    return mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))
