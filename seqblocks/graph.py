@@ -82,7 +82,9 @@ class Node:
     @property
     def reads(self) -> tuple[int, ...]:
         """The values that the node is computed from: those of its ports in order, then what its bodies capture."""
-        at_ports = tuple(value for values in self.inputs.values() for value in values)
+        at_ports = tuple([value for values in self.inputs.values() for value in values])
+        if not self.bodies:
+            return at_ports
         captured = dict.fromkeys(value for body in self.bodies.values() for value in body.captures)
         return (*at_ports, *(value for value in captured if value not in at_ports))
 

@@ -35,9 +35,10 @@ class Group(NamedTuple):
 
 
 def _plan(body: Graph, types: dict[int, Wire | None]) -> list[Group]:
+    reads = [node.reads for node in body.nodes]
     steps = [
-        Planned(node, node.name, node.reads, node.type.feature_axis if node.split and node.type else -1, spent)
-        for node, spent in zip(body.nodes, _spent(body), strict=True)
+        Planned(node, node.name, values, node.type.feature_axis if node.split and node.type else -1, tuple(spent))
+        for node, values, spent in zip(body.nodes, reads, _spent(body, reads), strict=True)
     ]
     return list(_grouped(steps, fusion.find(body, types)))
 
@@ -51,13 +52,16 @@ def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
         at = end
 
 
-def _spent(body: Graph) -> list[tuple[int, ...]]:
+def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     """For each node, the values that are not read after it."""
     last: dict[int, int] = {}
-    for at, node in enumerate(body.nodes):
-        last |= dict.fromkeys((*node.reads, *node.outputs), at)
+    for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
+        last |= dict.fromkeys((*values, *node.outputs), at)
     last.pop(body.result, None)
-    return [tuple(value for value, when in last.items() if when == at) for at in range(len(body.nodes))]
+    spent: list[list[int]] = [[] for _ in body.nodes]
+    for value, at in last.items():
+        spent[at].append(value)
+    return spent
 
 
 class Body(StepModule):

@@ -64,6 +64,8 @@ RULES: list[tuple[tuple[str, ...], Run]] = [
     (("head_norm", "gate"), _norm_skip_gate),
 ]
 
+LONGEST = max(len(verbs) for verbs, _ in RULES)
+
 # What all implementations of the kernel can compute.
 ACTIVATIONS = ("none", "silu", "sigmoid")
 MAX_HEAD = 4096  # features
@@ -86,7 +88,7 @@ def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
     found: dict[int, Fused] = {}
     end = 0
     for at in range(len(body.nodes)):
-        if at >= end and (fused := _from(body.nodes[at:], readers, types)):
+        if at >= end and (fused := _from(body.nodes[at : at + LONGEST], readers, types)):
             found[at] = fused
             end = at + len(fused.nodes)
     return found
@@ -94,11 +96,13 @@ def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
 
 def _from(nodes: list[Node], readers: Counter[int], types: dict[int, Wire | None]) -> Fused | None:
     """What runs as one from the first of these nodes on, by the first rule that applies."""
-    for verbs, run in RULES:
-        some = nodes[: len(verbs)]
-        ops = [*map(last, some[:1]), *some[1:]]
-        if tuple(node.verb for node in ops) == verbs and _can_fuse(some, ops, readers, types):
-            return Fused(some, run)
+    verbs = [node.verb for node in nodes]
+    for (first, *others), run in RULES:
+        some = nodes[: len(others) + 1]
+        if others == verbs[1 : len(others) + 1] and last(nodes[0]).verb == first:
+            ops = [last(nodes[0]), *some[1:]]
+            if _can_fuse(some, ops, readers, types):
+                return Fused(some, run)
     return None
 
 

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     held_elsewhere: frozenset[str] = frozenset()
 
     def at(self, name: str) -> Place:
-        return self._replace(path=graph.join(self.path, name))
+        return Place(self.types, graph.join(self.path, name), self.held_elsewhere)
 
 
 Maker = Callable[[Node, Place], StepModule]
@@ -106,6 +106,8 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
 
 def joining_axis(node: Node) -> int:
     """Return the axis along which an op's inputs are joined: the one of the features."""
+    if all(len(values) == 1 for values in node.inputs.values()):
+        return -1
     assert node.op is not None
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)
