@@ -25,7 +25,7 @@ from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of, plain
 from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN
 from seqblocks.language.spec import FILE_KEYS, STEP_KEYS, Argument, Block, SpecFile, bundled, misread
-from seqblocks.language.vocabulary import hidden, instead_of, key_hint
+from seqblocks.language.vocabulary import hidden, instead_of, key_hint, nearest
 from seqblocks.op import (
     PRIMITIVES,
     FieldKind,
@@ -177,7 +177,8 @@ class Frame(Wiring):
     def _verb_hint(self, step: Step) -> str:
         """What may be meant by an unknown verb."""
         verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *self.home.visible]
-        return _offered(step.verb, self.home.visible) or instead_of(step.verb) or key_hint(step.verb, verbs) or NO_VERB
+        offered = _offered(step.verb, self.home.visible) or instead_of(step.verb) or key_hint(step.verb, verbs)
+        return offered or _near_bundled(step.verb) or NO_VERB
 
     def initialised(self, step: Step, parameters: dict[str, Parameter], known: bool) -> dict[str, Parameter]:
         """The parameters with the initialisers that the step's `init:` gives; `known`: there are no others."""
@@ -574,6 +575,13 @@ def _files_of_blocks() -> dict[str, str]:
     paths = {name: path for name, path in bundled().items() if path.parent.name == "blocks"}
     texts = ((name, path.read_text(encoding="utf-8")) for name, path in paths.items())
     return {block: name for name, text in texts for block in re.findall(r"^  (\w+):$", text, re.MULTILINE)}
+
+
+def _near_bundled(verb: str) -> str | None:
+    """The bundled block that is meant."""
+    files = _files_of_blocks()
+    meant = nearest(verb, files)
+    return meant and f"did you mean '{meant}'? `use: [{files[meant]}]` brings it in"
 
 
 def _offered(verb: str, visible: Container[str]) -> str | None:
