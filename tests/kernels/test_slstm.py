@@ -26,6 +26,7 @@ from tests.kernels.conformance import (
     check,
     check_poison,
     crossed,
+    draw,
     float32_bar,
     on_device,
     reset_marks,
@@ -195,6 +196,31 @@ def test_a_reset_stops_nan(way: str, reverse: bool, request: pytest.FixtureReque
 def test_narrow(precision: Precision, way: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(way)
     check(TRITON, TRITON.inputs(S=12, H=1, D=20), precision=precision)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("way", ["whole", "by_tiles", "by_team"])
+def test_dots_through_tf32_are_not_biased(way: str, request: pytest.FixtureRequest) -> None:
+    """Operands that are cut off, not rounded, make every product smaller, by 2^-11 for each on average.
+
+    With the forget gate shut, m after a token is the product of y and the input gate's matrix; its gradient with
+    respect to y is a product with that matrix too.
+    """
+    if way != "whole":
+        request.getfixturevalue(way)
+    batch, H, D = 16, 2, 16 if way == "whole" else 24
+    i, f, z, o = (torch.full((batch, 1, H * D), x, dtype=torch.float16) for x in (0.0, -1000.0, 0.0, 0.0))
+    recurrent, bias = draw(H, D, 4, D).abs().float(), torch.zeros(4, H, D)
+    y = draw(batch, H, D, seed=1).abs().float().requires_grad_()
+    state = (y, *(torch.ones(batch, H, D) for _ in range(3)))
+    _, last = slstm(i, f, z, o, recurrent, bias, state=state, return_state=True, backend="triton")
+    (grad,) = torch.autograd.grad(last.m, y, draw(batch, H, D, seed=2).abs().float())
+    into = recurrent[:, :, 0].double()
+    wanted = torch.einsum("bhd,hde->bhe", y.detach().double(), into)
+    wanted_grad = torch.einsum("bhe,hde->bhd", draw(batch, H, D, seed=2).abs(), into)
+    for found, exact in ((last.m.detach(), wanted), (grad, wanted_grad)):
+        off = (found.double() / exact - 1).mean().item()
+        assert abs(off) < 2**-14, off
 
 
 def launched_at_once(plan: Any, kernel: Any, steps: int, *args: Any) -> None:

@@ -14,7 +14,8 @@ derivative is that of the definition, stabiliser included (see ../torch.py). Gra
 those of the matrices are one product of them with the outputs of the tokens before.
 
 Gates, states and sums are float32. Dots take bfloat16 where all gates are; float16, whose range a gradient may leave,
-goes through tf32, which has as many digits; float32 stays float32. Transposes are loads in another order.
+goes through tf32, which has as many digits, rounded to nearest; float32 stays float32. Transposes are loads in another
+order.
 """
 
 from seqblocks.kernels.slstm.triton.launch import run

@@ -25,7 +25,7 @@ from seqblocks.kernels.slstm.triton.cell import (
     token_gradients,
 )
 from seqblocks.kernels.slstm.triton.teams import arrive, report, wait
-from seqblocks.kernels.triton_common import jit, tl
+from seqblocks.kernels.triton_common import jit, operand, tl
 
 
 @common.kernel(do_not_specialize=["S", "B"])
@@ -62,10 +62,10 @@ def scan_backward(
             S - 1 - step, mark,
         )
         store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
-        out = tl.dot(gi.to(DOT), from_i, input_precision=PRECISION)
-        out += tl.dot(gf.to(DOT), from_f, input_precision=PRECISION)
-        out += tl.dot(gz.to(DOT), from_z, input_precision=PRECISION)
-        out += tl.dot(go.to(DOT), from_o, input_precision=PRECISION)
+        out = tl.dot(operand(gi, DOT, PRECISION), from_i, input_precision=PRECISION)
+        out += tl.dot(operand(gf, DOT, PRECISION), from_f, input_precision=PRECISION)
+        out += tl.dot(operand(gz, DOT, PRECISION), from_z, input_precision=PRECISION)
+        out += tl.dot(operand(go, DOT, PRECISION), from_o, input_precision=PRECISION)
         out, c, n, m = all_carried(out, c, n, m, mark, resets)
     tl.store(dy0 + cell, out, here)
     store_state(dc0, dn0, dm0, cell, c, n, m, here)
@@ -74,11 +74,12 @@ def scan_backward(
 @common.kernel(do_not_specialize=["S", "B"])
 @no_type_check
 def scan_backward_by_tiles(
-    dy, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, dy0, dc0, dn0, dm0,
+    dy, recurrent, c0, n0, m0, resets, states, gates_if, gates_zo, di, df, dz, do, exchange, dy0, dc0, dn0, dm0,
     S, B, D, gb, gs,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):
-    """`scan_backward` by tiles of channels; dy0, dc0, dn0, dm0 hold the current gradients."""
+    """`scan_backward` by tiles of channels; dy0, dc0, dn0, dm0 hold the current gradients. exchange [4, B, H, D]: the
+    gates' gradients of a token as dots take them, where that is not how they are stored."""
     H = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
@@ -88,6 +89,12 @@ def scan_backward_by_tiles(
     for step in range(S):
         t = tl.cast(step if REVERSE else S - 1 - step, tl.int64)
         line = ((b * S + t) * H + head) * D
+        if exchange is not None:
+            token = tl.cast(B, tl.int64) * H * D
+            read_i, read_f, rows = exchange, exchange + F_GATE * token, row
+            read_z, read_o = exchange + Z_GATE * token, exchange + O_GATE * token
+        else:
+            read_i, read_f, read_z, read_o, rows = di, df, dz, do, line
         mark = load_mark(resets, t, b, is_b, S)
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
@@ -104,6 +111,11 @@ def scan_backward_by_tiles(
                 S - 1 - step, mark,
             )
             store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, here)
+            if exchange is not None:
+                store_gate_gradients(
+                    read_i, read_f, read_z, read_o, cell, operand(gi, DOT, PRECISION), operand(gf, DOT, PRECISION),
+                    operand(gz, DOT, PRECISION), operand(go, DOT, PRECISION), here,
+                )
             c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
             store_state(dc0, dn0, dm0, cell, c, n, m, here)
         tl.debug_barrier()  # all channels' gradients are there before any goes back through the matrices
@@ -116,10 +128,10 @@ def scan_backward_by_tiles(
                 is_k = k < D
                 back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + k[:, None]
                 from_i, from_f, from_z, from_o = load_matrices(back, D, is_k[:, None] & is_d[None, :], DOT)
-                out += tl.dot(load_tile(di, line, k, is_b, is_k).to(DOT), from_i, input_precision=PRECISION)
-                out += tl.dot(load_tile(df, line, k, is_b, is_k).to(DOT), from_f, input_precision=PRECISION)
-                out += tl.dot(load_tile(dz, line, k, is_b, is_k).to(DOT), from_z, input_precision=PRECISION)
-                out += tl.dot(load_tile(do, line, k, is_b, is_k).to(DOT), from_o, input_precision=PRECISION)
+                out += tl.dot(load_tile(read_i, rows, k, is_b, is_k).to(DOT), from_i, input_precision=PRECISION)
+                out += tl.dot(load_tile(read_f, rows, k, is_b, is_k).to(DOT), from_f, input_precision=PRECISION)
+                out += tl.dot(load_tile(read_z, rows, k, is_b, is_k).to(DOT), from_z, input_precision=PRECISION)
+                out += tl.dot(load_tile(read_o, rows, k, is_b, is_k).to(DOT), from_o, input_precision=PRECISION)
             tl.store(dy0 + row[:, None] + d[None, :], carried(out, mark, resets), is_b[:, None] & is_d[None, :])
         tl.debug_barrier()
 
@@ -280,10 +292,10 @@ def scan_backward_by_team(
         dn = tl.where(live, carried(of_n, mark, resets), dn)
         dm = tl.where(live, carried(of_m, mark, resets), dm)
         after = exchange + (1 - step % 2) * (4 * BB * BD) + (line[:, None] + d[None, :])
-        tl.store(after, carried(gi, mark, resets).to(DOT), is_d[None, :])
-        tl.store(after + F_GATE * BB * BD, carried(gf, mark, resets).to(DOT), is_d[None, :])
-        tl.store(after + Z_GATE * BB * BD, carried(gz, mark, resets).to(DOT), is_d[None, :])
-        tl.store(after + O_GATE * BB * BD, carried(go, mark, resets).to(DOT), is_d[None, :])
+        tl.store(after, operand(carried(gi, mark, resets), DOT, PRECISION), is_d[None, :])
+        tl.store(after + F_GATE * BB * BD, operand(carried(gf, mark, resets), DOT, PRECISION), is_d[None, :])
+        tl.store(after + Z_GATE * BB * BD, operand(carried(gz, mark, resets), DOT, PRECISION), is_d[None, :])
+        tl.store(after + O_GATE * BB * BD, operand(carried(go, mark, resets), DOT, PRECISION), is_d[None, :])
         if step + 1 < end:
             arrive(arrived)
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]

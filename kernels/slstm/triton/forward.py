@@ -25,7 +25,7 @@ from seqblocks.kernels.slstm.triton.cell import (
     store_state,
 )
 from seqblocks.kernels.slstm.triton.teams import arrive, report, wait
-from seqblocks.kernels.triton_common import jit, tl
+from seqblocks.kernels.triton_common import jit, operand, tl
 
 
 @jit
@@ -72,7 +72,7 @@ def scan(
         is_after = b < tl.where(step + 1 < S, B, 0)
         mark = load_mark(resets, after, b, is_after, S)
         upcoming = load_gates(i, f, z, o, after, b, wide, ib, js, fb, fs, zb, zs, ob, os, is_after, is_d)
-        read = out.to(DOT)
+        read = operand(out, DOT, PRECISION)
         xi += tl.dot(read, to_i, input_precision=PRECISION)
         xf += tl.dot(read, to_f, input_precision=PRECISION)
         xz += tl.dot(read, to_z, input_precision=PRECISION)
@@ -138,7 +138,7 @@ def scan_by_tiles(
             out, c, n, m = advance(xi, xf, xz, xo, c, n, m)
             at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
             tl.store(y + at, out.to(y.dtype.element_ty), here)
-            tl.store(after + cell, out, here)
+            tl.store(after + cell, operand(out, tl.float32, PRECISION), here)
             tl.store(y1 + cell, out, here)
             store_state(c1, n1, m1, cell, c, n, m, here)
             store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
@@ -199,7 +199,8 @@ def scan_by_team(
         xz += own_z
         xo += own_o
         out, c, n, m = advance(xi, xf, xz, xo, c, n, m)
-        tl.store(after + (line[:, None] + d[None, :]), carried(out, mark, resets).to(DOT), is_d[None, :])
+        written = operand(carried(out, mark, resets), DOT, PRECISION)
+        tl.store(after + (line[:, None] + d[None, :]), written, is_d[None, :])
         if step + 1 < end:
             arrive(arrived)
         # what the others do not wait for

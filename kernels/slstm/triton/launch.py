@@ -146,9 +146,18 @@ class _Plan:
         self.device = x.device
         self.whole = bool(self.tile.pop("WHOLE"))
         self.grid = (H, ceil_div(self.B, self.tile["BB"]))
+        self.narrow, self.through_tf32 = narrow, dots == "tf32"
         self.dot = torch.bfloat16 if narrow else torch.float32
         self.options = {"REVERSE": reverse, "DOT": tl.bfloat16 if narrow else tl.float32}
         self.options |= {"PRECISION": "tf32" if dots == "tf32" else "ieee", **self.tile}
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x as dots take it, like `triton_common.operand`."""
+        if not self.through_tf32:
+            return x.to(self.dot)
+        x = x.to(self.dot).contiguous()
+        nearest = (x.view(torch.int32) + 0x1000) & -0x2000
+        return torch.where(x.isnan(), x, nearest.view(torch.float32))
 
     def exchange(self, planes: int, like: Tensor) -> Tensor:
         """What teams exchange, zeros: [groups of sequences, H, 2, planes, BB, BD]."""
@@ -189,7 +198,7 @@ def _op(
     i, f, z, o = (last_contiguous(x) for x in (i, f, z, o))
     _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse)
-    recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (recurrent.to(plan.dot), bias, y0, c0, n0, m0))
+    recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (plan.operand(recurrent), bias, y0, c0, n0, m0))
     resets = common.marks(resets)
     if not keep:
         kept = [None] * 3
@@ -211,7 +220,8 @@ def _op(
             if resets is not None:
                 first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
             first = F.pad(first, (0, 0, 0, 0, 0, exchange.shape[0] * exchange.shape[4] - plan.B))
-            exchange[:, :, 0, 0, :, :D] = first.unflatten(0, (exchange.shape[0], -1)).transpose(1, 2)
+            first = plan.operand(first).unflatten(0, (exchange.shape[0], -1))
+            exchange[:, :, 0, 0, :, :D] = first.transpose(1, 2)
             try:
                 plan.launch_teams(
                     scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, exchange, plan.counters(y0),
@@ -221,7 +231,7 @@ def _op(
             except TeamRefused:
                 plan = _Plan(i, (f, z, o), H, D, reverse)
         begin()
-        exchange = torch.stack([y0, torch.empty_like(y0)])
+        exchange = torch.stack([y0 if plan.narrow else plan.operand(y0), torch.empty_like(y0)])
         scan_by_tiles[plan.grid](
             i, f, z, o, recurrent, bias, resets, y, *kept, exchange, y1, c1, n1, m1, *sizes, **plan.options
         )
@@ -254,7 +264,7 @@ def _op_backward(
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
     di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
     resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
-    whole = (x.contiguous() for x in (recurrent.to(plan.dot), c0, n0, m0))
+    whole = (x.contiguous() for x in (plan.operand(recurrent), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
     given = (*whole, resets, states, gates_if, gates_zo)
     sizes = (plan.S, plan.B, D, *dy.stride()[:2])
@@ -274,8 +284,9 @@ def _op_backward(
         if not plan.whole and not plan.team:
             for to, x in zip((dy0, dc0, dn0, dm0), last, strict=True):
                 to.copy_(x)
+            exchange = y0.new_empty(4, *y0.shape) if plan.through_tf32 else None
             scan_backward_by_tiles[plan.grid](
-                dy, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.options
+                dy, *given, di, df, dz, do, exchange, dy0, dc0, dn0, dm0, *sizes, **plan.options
             )
     drecurrent, dbias = _weight_gradients(plan, (di, df, dz, do), y, y0, resets, H, reverse)
     grads = [g.to(x.dtype) for g, x in zip((di, df, dz, do), (i, f, z, o), strict=True)]
