@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from seqblocks.op import argument
+from seqblocks.types import Kind
 
 Order = Literal["forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse"]
 Merge = Literal["sum", "mean", "concat", "product"]
@@ -30,7 +31,7 @@ class Combinator(BaseModel):
     """Whether keys of the user's own hold steps too."""
     takes_init: ClassVar[bool] = False
     """Whether it has parameters that `init:` may start otherwise."""
-    main_kinds: ClassVar[tuple[str, ...]] = ("sequence", "vector", "tokens", "image")
+    main_kinds: ClassVar[tuple[Kind, ...]] = ("sequence", "vector", "tokens", "image")
 
 
 C = TypeVar("C", bound=type[Combinator])

@@ -248,41 +248,52 @@ class Fault(Exception):
 
 
 class Report:
-    """Collect diagnostics: one of a kind for each place, and at most MAX_DIAGNOSTICS of them."""
+    """Collect diagnostics: one for each code and cause, and at most MAX_DIAGNOSTICS of them.
+
+    The cause of a fault is where the wrong value was written, else the place of the fault. So a wrong number is one
+    fault however often it is used, and so is a line that is used in 48 layers.
+    """
 
     def __init__(self) -> None:
         self.diagnostics: list[Diagnostic] = []
         self.dropped = 0
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[Any, ...]] = set()  # codes with the causes of faults
+        self._suspected: set[tuple[Any, ...]] = set()  # codes with what may be their cause
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Report a diagnostic, unless its place has one of this kind or there are too many."""
-        if self.counts(diagnostic.code, diagnostic.message, diagnostic.span):
-            self._keep(diagnostic)
+        if self._is_new(diagnostic.code, diagnostic.message, [diagnostic.span]):
+            self._append(diagnostic)
 
     def fault(
-        self, fault: Fault, span: Span | None, notes: Callable[[], Iterable[Note]] = tuple, inner: Span | None = None
+        self,
+        fault: Fault,
+        span: Span | None,
+        notes: Callable[[], Iterable[Note]] = tuple,
+        causes: Sequence[Span | None] = (),
+        any_cause: bool = False,
     ) -> None:
-        """Report a fault at `span`. Its hint and its notes are only made if it is shown.
+        """Report a fault at `span`, unless it is known. Its hint and its notes are only made if it is shown.
 
-        `inner`: the line of a bundled block that is at fault, where `span` is the line that uses the block.
+        causes: where the wrong value was written, then the values that it was computed from.
+        any_cause: whether any of these may be wrong, because what is computed from them is right (a bundled block).
         """
-        if self.counts(fault.code, fault.message, span, inner):
-            self._keep(fault.dress(span, notes()))
+        if self._is_new(fault.code, fault.message, causes or [span], any_cause):
+            self._append(fault.dress(span, notes()))
 
-    def counts(self, code: str, message: str, *where: Span | None) -> bool:
+    def _is_new(self, code: str, message: str, causes: Sequence[Span | None], any_cause: bool = False) -> bool:
         """Return whether to show a fault. A new one is counted even if there are too many to show it."""
-        # one place and one kind of fault is one fault, even if a block that holds it is used in 48 layers
-        places = tuple((span.source.name, span.line, span.column) for span in where if span)
-        key = (code, places) if places else (code, message)
-        if key in self._seen:
+        places = [(code, span.source.name, span.line, span.column) if span else (code, message) for span in causes]
+        if not self._seen.isdisjoint(places) or places[0] in self._suspected:
             return False
-        self._seen.add(key)
+        self._seen.add(places[0])
+        if any_cause:
+            self._suspected.update(places)
         shown = len(self.diagnostics) < MAX_DIAGNOSTICS
         self.dropped += not shown
         return shown
 
-    def _keep(self, diagnostic: Diagnostic) -> None:
+    def _append(self, diagnostic: Diagnostic) -> None:
         texts = ("message", "expected", "found", "hint")
         short: dict[str, Any] = {key: _short(getattr(diagnostic, key)) for key in texts}
         diagnostic = diagnostic._replace(**short)

@@ -40,7 +40,7 @@ def direction_name(order: str) -> str:
     return DIRECTION_NAMES.get(order, order)
 
 
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat"]
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "unknown"]  # unknown: after a fault
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -105,7 +105,6 @@ class Graph:
     captures: tuple[int, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
-    lost: bool = False  # whether there are steps that could not be lowered
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ def prove(
     if model is not None:
         model.source = SpecSource(name, text, tuple(texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
-            from seqblocks.analysis.expect import check_expectations  # as above
+            from seqblocks.analysis.expectations import check_expectations  # as above
 
             check_expectations(model, file)
     return file, model

@@ -122,7 +122,7 @@ def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int
 
 
 def _complete(body: Graph) -> bool:
-    return not body.lost and all(_complete(inner) for node in body.nodes for inner in node.bodies.values())
+    return all(node.kind != "unknown" for node in graph.walk(body))
 
 
 def _all_read(node: Node) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """Saving and restoring models, and reading official weights through a spec's own `checkpoint:` map."""
 
-from seqblocks.analysis.maps import official_name
+from seqblocks.analysis.translation import official_name
 from seqblocks.checkpoint.file import restore, save
 from seqblocks.checkpoint.official import load_official
 

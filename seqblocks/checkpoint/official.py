@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.maps import Translator
+from seqblocks.analysis.translation import Translator
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, Named

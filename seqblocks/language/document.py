@@ -51,9 +51,14 @@ class Sequence(Node):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Mapping(Node):
-    """Keys in order of appearance; a key's own span is kept beside its value."""
+    """Keys in order of appearance, each with its own span and its value.
+
+    An incomplete mapping has keys that could not be read, or that are unknown where it is used: what it lacks is
+    UNKNOWN, and is not reported as missing.
+    """
 
     entries: dict[str, tuple[Span, Node]]
+    incomplete: bool = False
 
     def get(self, key: str) -> Node | None:
         entry = self.entries.get(key)
@@ -190,14 +195,14 @@ def parse(source: Source, report: Report) -> Node | None:
 class _Open:
     """A collection that is being read."""
 
-    __slots__ = ("anchor", "depth", "entries", "flow", "items", "key", "keyed", "mapping", "size", "span")
+    __slots__ = ("anchor", "depth", "entries", "flow", "incomplete", "items", "key", "keyed", "mapping", "size", "span")
 
     def __init__(self, span: Span, mapping: bool, anchor: str | None, flow: bool) -> None:
         self.span, self.mapping, self.anchor, self.flow = span, mapping, anchor, flow
         self.items: list[Node] = []
         self.entries: dict[str, tuple[Span, Node]] = {}
         self.key: tuple[str, Span] | None = None
-        self.keyed = False
+        self.keyed = self.incomplete = False
         self.size = self.depth = 1
 
 
@@ -323,11 +328,13 @@ class _Reader:
         top = self.stack[-1]
         if not isinstance(node, Scalar):
             self.report.add(Diagnostic("E112", "a key must be a word", node.span, found=kind_of(node)))
+            top.incomplete = True
             return None
         if node.text == "<<" and not styled:
             self.report.add(
                 Diagnostic("E107", "merge keys are not part of the language", node.span, hint="write the keys out")
             )
+            top.incomplete = True
             return None
         if node.text in top.entries:
             first = top.entries[node.text][0]
@@ -350,10 +357,22 @@ class _Reader:
         span = Span(self.source, top.span.line, top.span.column, end.line + 1, end.column + 1)
         node: Node
         if top.mapping:
-            node = Mapping(span, top.size, top.depth, top.entries)
+            if top.flow:
+                self.drop_split_calls(top)
+            node = Mapping(span, top.size, top.depth, top.entries, top.incomplete)
         else:
             node = Sequence(span, top.size, top.depth, top.items)
         self.put(node, top.anchor, False)
+
+    def drop_split_calls(self, top: _Open) -> None:
+        """Report calls that a comma inside braces splits into several keys, and drop those keys."""
+        for key, pieces in _split_calls(top.entries):
+            text = ", ".join(pieces)
+            message = f"the comma in {quote(text)} ends the value: inside braces, quote a call that has a comma"
+            self.report.add(Diagnostic("E110", message, top.entries[key][1].span, hint=f'{key}: "{text}"'))
+            for each in (key, *pieces[1:]):
+                top.entries.pop(each, None)
+            top.incomplete = True
 
     def syntax(self, error: yaml.YAMLError) -> Diagnostic:
         mark = getattr(error, "problem_mark", None)
@@ -440,6 +459,26 @@ class _Reader:
             if text
             else Diagnostic("E101", f"not YAML: {error.reason}", span)
         )
+
+
+def _split_calls(entries: dict[str, tuple[Span, Node]]) -> list[tuple[str, list[str]]]:
+    """Return the keys whose value is the beginning of a call, each with the value and the keys that hold the rest."""
+    found: list[tuple[str, list[str]]] = []
+    keys = list(entries)
+    for at, key in enumerate(keys):
+        value = entries[key][1]
+        if not isinstance(value, Scalar) or value.text.count("(") <= value.text.count(")"):
+            continue
+        pieces = [value.text]
+        for other in keys[at + 1 :]:
+            if kind_of(entries[other][1]) != "nothing":
+                break
+            pieces.append(other)
+            if ")" in other:
+                break
+        if len(pieces) > 1:
+            found.append((key, pieces))
+    return found
 
 
 def _indent(line: str) -> int:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from seqblocks.errors import Diagnostic, Fault, Lazy, Note, Report, Source, Span, SpecError, UsageError, listing, quote
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
-from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, hidden, key_hint, missing_colon
+from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hint, missing_colon
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
@@ -61,6 +61,7 @@ class Block:
     let: Mapping | None
     steps: Node | None
     checkpoint: Mapping | None
+    incomplete: bool = False  # whether it may have arguments that could not be read
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -77,8 +78,7 @@ class SpecFile:
     model_span: Span | None = None
     expect: Mapping | None = None
     checkpoint: Mapping | None = None
-    lacks: bool = False  # whether some of `use:` could not be read, so that nobody knows what verbs it has
-    lost: set[str] = field(default_factory=set)  # blocks whose definition is at fault
+    incomplete: bool = False  # whether `use:` or `blocks:` may define verbs that could not be read
 
 
 # --- where specs are found ------------------------------------------------------------------------------------------
@@ -136,13 +136,32 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
 
 
 def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -> None:
-    """E201 for every key that is not known here."""
+    """Report keys that are not known here (E201). They make the mapping incomplete."""
     words = tuple(known)
     for key, span, _ in node:
         if key not in words:
+            node.incomplete = True
             hint = partial(key_hint, key, words)
             fault = Fault("E201", f"unknown key {quote(key)} in {what}", expected=f"one of {listing(words)}", hint=hint)
             report.fault(fault, span)
+
+
+class Holder(Protocol):
+    """A mapping, or a step with its arguments."""
+
+    incomplete: bool
+
+    def get(self, key: str) -> Node | None: ...
+
+
+def required(
+    report: Callable[[Fault, Span | None], object], holder: Holder, key: str, missing: Fault, where: Span | None
+) -> Node | None:
+    """Return what is under a key. Where there is nothing, report `missing` unless the holder is incomplete."""
+    node = holder.get(key)
+    if node is None and not holder.incomplete:
+        report(missing, where)
+    return node
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
@@ -203,30 +222,35 @@ class Reader:
         self._version(root)
         file.about = self._text(root, "about")
         file.let = self._mapping(root, "let")
-        file.lacks = hidden(root.entries, "use", FILE_KEYS) or hidden(root.entries, "blocks", FILE_KEYS)
         file.expect = self._mapping(root, "expect")
         if file.expect:
             known_keys(self.report, file.expect, EXPECT_KEYS, "expect")
         file.checkpoint = self._mapping(root, "checkpoint")
         file.model = self._mapping(root, "model")
         if file.model:
-            file.model_span = root.entries["model"][0]
+            file.model_span = root.entries["model"][0] if "model" in root.entries else None
             known_keys(self.report, file.model, MODEL_KEYS, "model")
         self._use(file, folder)
-        for name, span, node in self._mapping(root, "blocks") or ():
+        blocks = self._mapping(root, "blocks")
+        for name, span, node in blocks or ():
             self._block(file, name, span, node)
+        file.incomplete |= blocks is not None and blocks.incomplete
         return file
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
-        """What stands under a key; None where it is no mapping, which is told, or nothing."""
+        """Return the mapping under a key: an empty, incomplete one where there may be one that could not be read."""
         node = root.get(key)
-        if node is None or isinstance(node, Mapping):
+        if isinstance(node, Mapping):
             return node
-        if misread(root, key):
+        if isinstance(node, Scalar) and node.value is None:
+            return None
+        if node is not None:
             hint = missing_colon(node.text) if isinstance(node, Scalar) else None
             hint = hint or f"{key}: {_LIKE[key]}"
             self.fault("E203", f"{key} must be a mapping", node.span, found=kind_of(node), hint=hint)
-        return None
+        elif not root.incomplete:
+            return None
+        return Mapping(root.span, 1, 1, {}, incomplete=True)
 
     def _text(self, root: Mapping, key: str) -> str:
         node = root.get(key)
@@ -238,31 +262,29 @@ class Reader:
         return ""
 
     def _version(self, root: Mapping) -> None:
-        node = root.get("seqblocks")
-        if node is None and not hidden(root.entries, "seqblocks", FILE_KEYS):
-            self.fault(
-                "E205",
-                "the spec does not say which version of the language it is written in",
-                Span(root.span.source, root.span.line, root.span.column, root.span.line, root.span.column + 1),
-                hint=f"begin with `seqblocks: {VERSION}`",
-            )
-        elif node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
+        start = root.span._replace(end_line=root.span.line, end_column=root.span.column + 1)
+        message = "the spec does not say which version of the language it is written in"
+        missing = Fault("E205", message, hint=f"begin with `seqblocks: {VERSION}`")
+        node = required(self.report.fault, root, "seqblocks", missing, start)
+        if node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
             self.fault("E205", "unknown version of the language", node.span, expected=str(VERSION), found=kind_of(node))
 
     def _use(self, file: SpecFile, folder: str) -> None:
         node = file.root.get("use")
         if node is None:
+            file.incomplete = file.root.incomplete
             return
         if not isinstance(node, Sequence):
             self.fault("E203", "use must be a list", node.span, found=kind_of(node), hint="use: [vil]")
+            file.incomplete = True
             return
         for item in node.items:
             if not isinstance(item, Scalar) or not isinstance(item.value, str):
                 self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
+                file.incomplete = True
                 continue
             other = self._used(item.value, item.span, folder)
-            file.lacks = file.lacks or other is None
-            file.lost |= other.lost if other else set()
+            file.incomplete |= other is None or other.incomplete
             for name, block in (other.blocks if other else {}).items():
                 clash = file.visible.get(name)
                 if clash and clash is not block:
@@ -357,8 +379,9 @@ class Reader:
         return read_text(target, shown, self.report, span)
 
     def _block(self, file: SpecFile, name: str, span: Span, node: Node) -> None:
-        file.lost.add(name)
+        unknown = Block(name, span, file, "", {}, None, None, None, incomplete=True)
         if not is_name(self.report, name, span):
+            file.blocks[name] = file.visible[name] = unknown
             return
         if self.is_builtin(name):
             self.fault("E309", f"{quote(name)} is a built-in verb", span, hint="give the block another name")
@@ -370,23 +393,18 @@ class Reader:
             return
         if not isinstance(node, Mapping):
             self.fault("E203", f"block {name} must be a mapping", node.span, found=kind_of(node), hint="steps: […]")
+            file.blocks[name] = file.visible[name] = unknown
             return
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
-        if any(misread(node, key) or hidden(node.entries, key, BLOCK_KEYS) for key in ("let", "args")):
-            return  # what names it has, nobody knows
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
-        if given and not all(map(_NAME.match, given.entries)):
-            return
         for argument in args.values():
             self._plain_default(argument, [*args, *(let.entries if let else ())])
-        steps = node.get("steps")
-        if steps is None and not hidden(node.entries, "steps", BLOCK_KEYS):
-            self.fault("E202", f"block {name} has no steps", span)
+        steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
         names = self._mapping(node, "checkpoint")
-        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names)
+        incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
+        block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, incomplete)
         file.blocks[name] = file.visible[name] = block
-        file.lost.discard(name)
 
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that is meant as an expression over other arguments."""
@@ -436,12 +454,6 @@ def _type_meant(word: str) -> str | None:
     """The type of an argument that another language's word is meant for."""
     words = [word.lower(), *called_elsewhere(word)]
     return next((each for each in words if each in ARGUMENT_TYPES), None)
-
-
-def misread(root: Mapping, key: str) -> bool:
-    """Whether something stands under a key that is no mapping; nothing is as good as none."""
-    node = root.get(key)
-    return not (node is None or isinstance(node, Mapping) or (isinstance(node, Scalar) and node.value is None))
 
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:

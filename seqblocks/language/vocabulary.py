@@ -6,13 +6,11 @@ The words of other libraries are in `vocabulary.yaml`, which is read when a faul
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-
-from seqblocks.errors import MAX_DIAGNOSTICS
 
 MAX_KNOWN = 2000  # words that a hint looks through
 
@@ -69,15 +67,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     meant = nearest(word, known)
     only = " It is the exact one; its approximations are not there" if "gelu" in called_elsewhere(word) else ""
     return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
-
-
-def hidden(there: Collection[str], key: str, known: Iterable[str]) -> bool:
-    """Whether what is wanted under a key stands under one that is not known, which is told."""
-    if key in there:
-        return False
-    words = frozenset(known)
-    unknown = [word.partition(" ")[0] for word in there if word not in words]
-    return len(unknown) > MAX_DIAGNOSTICS or any(nearest(word, words) == key for word in unknown)
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:

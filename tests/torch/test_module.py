@@ -17,7 +17,7 @@ from torch import nn
 import seqblocks
 from seqblocks import graph
 from seqblocks import state as states
-from seqblocks.analysis.scope import RESERVED_NAMES
+from seqblocks.analysis.nodes import RESERVED_NAMES
 from seqblocks.language.spec import bundled
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive

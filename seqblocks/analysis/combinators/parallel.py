@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.frame import Frame, lowers
-from seqblocks.analysis.scope import Step
+from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import make_node, may_be_name
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import Parallel
 from seqblocks.errors import Fault, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
@@ -14,36 +17,36 @@ from seqblocks.types import Wire
 _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
 
-@lowers(Parallel)
-def lower_parallel(frame: Frame, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
+@combines(Parallel)
+def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
     """Raise Fault where there is no branch (E203), or where results cannot be merged (E403, E406)."""
-    bodies = _bodies(frame, arguments.branches, x)
-    results = {name: frame.types[body.result] for name, body in bodies.items()}
+    bodies = _bodies(ctx, arguments.branches, x)
+    results = {name: ctx.run.types[body.result] for name, body in bodies.items()}
     merged = _merged(arguments.merge, results)
-    return frame.node(step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
+    return make_node(ctx, step, "parallel", {"x": (x,)}, merged, bodies=bodies, arguments=arguments)
 
 
-def _bodies(frame: Frame, branches: Node, x: int) -> dict[str, graph.Graph]:
+def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
     if not isinstance(branches, Sequence) or not branches.items:
         found = "an empty list" if isinstance(branches, Sequence) else kind_of(branches)
         raise Fault("E203", "branches must be a list of at least one", at="branches", found=found)
     bodies: dict[str, graph.Graph] = {}
     for item in branches.items:
-        name, steps = _branch(frame, item)
+        name, steps = _branch(ctx, item)
         if name in bodies:
-            frame.fault(Fault("E304", f"two branches are called {quote(name)}"), item.span)
+            ctx.report(Fault("E304", f"two branches are called {quote(name)}"), item.span)
         elif name:
-            bodies[name] = frame.body(steps, x, path=(name,))
+            bodies[name] = lower_inside(ctx, steps, x, name)
     return bodies
 
 
-def _branch(frame: Frame, item: Node) -> tuple[str, Node]:
+def _branch(ctx: Context, item: Node) -> tuple[str, Node]:
     """The name and the steps of a branch; the name is empty after a fault."""
     if isinstance(item, Mapping) and len(item.entries) == 1:
         ((name, span, steps),) = list(item)
-        return (name, steps) if frame.is_name(name, span) else ("", steps)
+        return (name, steps) if may_be_name(ctx, name, span) else ("", steps)
     fault = Fault("E203", "a branch is written `name: [steps]`", found=kind_of(item), hint="- left: [silu]")
-    frame.fault(fault, item.span)
+    ctx.report(fault, item.span)
     return "", item
 
 

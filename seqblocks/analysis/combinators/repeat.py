@@ -7,41 +7,44 @@ from collections.abc import Iterator
 from functools import partial
 
 from seqblocks import graph
-from seqblocks.analysis.frame import Frame, lowers
-from seqblocks.analysis.scope import Step
+from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.names import Names
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS, Repeat
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node
 from seqblocks.language.spec import is_name
-from seqblocks.language.vocabulary import did_you_mean, hidden
+from seqblocks.language.vocabulary import did_you_mean
 
 KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")
 
 
-@lowers(Repeat)
-def lower_repeat(frame: Frame, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
+@combines(Repeat)
+def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
     """Raise Fault where the pattern cannot be read (E601, E602, E604), or `steps` is missing (E202)."""
     words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
-    _check_words(frame, step, arguments, words)
-    if "index" in step.fields and not is_name(frame.report, arguments.index, step.fields["index"][1].span):
+    _check_words(ctx, step, arguments, words)
+    if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
         return None
-    neither = arguments.steps is None and arguments.pattern is None
-    if neither and any(hidden(words, key, KEYS) for key in ("steps", "pattern")):
+    if step.incomplete and not _is_complete(arguments, words):
         return None
     layers = _layers(arguments, words)
     bodies: dict[str, graph.Graph] = {}
     value = x
     for index, steps in enumerate(layers):
-        if frame.shared.full:  # which is reported
+        if ctx.run.full:  # which is reported
             return None
-        names = {arguments.index: index, f"{arguments.index}s": len(layers)}
-        bodies[str(index)] = frame.body(steps, value, path=(str(index),), names=names)
+        names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
+        bodies[str(index)] = lower_inside(ctx, steps, value, str(index), names=names)
         value = bodies[str(index)].result
-    return frame.node(step, "repeat", {"x": (x,)}, frame.types[value], bodies=bodies, arguments=arguments)
+    return make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
 
 
-def _check_words(frame: Frame, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
+def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
     """Report words that the pattern does not use, or unknown keys where there is no pattern."""
     used = {word.partition("*")[0] for word in (arguments.pattern or "").split()}
     for word in words:
@@ -49,7 +52,15 @@ def _check_words(frame: Frame, step: Step, arguments: Repeat, words: dict[str, N
             message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
             code = "E603" if arguments.pattern else "E201"
             hint = partial(did_you_mean, word, used or KEYS)
-            frame.fault(Fault(code, message, found=arguments.pattern, hint=hint), step.key_span(word))
+            ctx.report(Fault(code, message, found=arguments.pattern, hint=hint), step.key_span(word))
+            step.incomplete = True
+
+
+def _is_complete(arguments: Repeat, words: dict[str, Node]) -> bool:
+    """Return whether the steps of all layers are there."""
+    if arguments.pattern is None:
+        return arguments.steps is not None
+    return all(text.partition("*")[0] in words for text in arguments.pattern.split())
 
 
 def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Node]:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from seqblocks import graph
-from seqblocks.analysis.frame import Frame, lowers
-from seqblocks.analysis.scope import Step
+from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import Residual
 from seqblocks.errors import Fault
 from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import Wire
 
 
-@lowers(Residual)
-def lower_residual(frame: Frame, step: Step, arguments: Residual, x: int) -> graph.Node | None:
+@combines(Residual)
+def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> graph.Node | None:
     """Raise Fault (E403) where token numbers would be added; report steps that change the shape (E404)."""
-    body = frame.body(arguments.steps, x)
-    before, after = frame.types[x], frame.types[body.result]
-    node = frame.node(step, "residual", {"x": (x,)}, before, bodies={"": body}, arguments=arguments)
+    body = lower_inside(ctx, arguments.steps, x)
+    before, after = ctx.run.types[x], ctx.run.types[body.result]
+    node = make_node(ctx, step, "residual", {"x": (x,)}, before, bodies={"": body}, arguments=arguments)
     if before and after and before.kind == after.kind == "tokens":
         raise ids_are_no_numbers(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):
-        frame.fault(_shape_changes(frame, before, after), step)
+        ctx.report(_shape_changes(ctx, before, after), step)
     return node
 
 
-def _shape_changes(frame: Frame, before: Wire, after: Wire) -> Fault:
+def _shape_changes(ctx: Context, before: Wire, after: Wire) -> Fault:
     hint = None
-    if frame.home.source.bundled:
+    if ctx.file.source.bundled:
         hint = f"the block is used on {before.features} features: give it arguments that fit"
     else:
         hint = f"end the branch with `proj_down: {{features: {before.features}}}`"

@@ -6,8 +6,12 @@ from functools import partial
 from itertools import accumulate, chain
 
 from seqblocks import graph
-from seqblocks.analysis.frame import Frame, lowers
-from seqblocks.analysis.scope import Step
+from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.parameters import with_initialisers
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import count_steps, lower_inside
 from seqblocks.combinators import GRID_ORDERS, Scan
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.vocabulary import did_you_mean
@@ -16,22 +20,22 @@ from seqblocks.parameters import Init
 from seqblocks.types import Wire
 
 
-@lowers(Scan)
-def lower_scan(frame: Frame, step: Step, arguments: Scan, x: int) -> graph.Node | None:
+@combines(Scan)
+def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node | None:
     """Raise Fault where the orders do not fit the input, the steps, or what `own` names."""
-    wire = frame.types[x]
+    wire = ctx.run.types[x]
     _check_orders(arguments, wire)
-    before = frame.shared.steps
-    body = frame.body(arguments.steps, x, path=("",))
-    frame.grow((len(arguments.orders) - 1) * (frame.shared.steps - before))  # each order runs them
-    result = frame.types[body.result]
+    before = ctx.run.steps
+    body = lower_inside(ctx, arguments.steps, x)
+    count_steps(ctx, (len(arguments.orders) - 1) * (ctx.run.steps - before))  # each order runs them
+    result = ctx.run.types[body.result]
     _check_length(wire, result)
-    _check_columns(frame, arguments, wire, body)
+    _check_columns(ctx, arguments, wire, body)
     if result and arguments.merge == "concat":
         result = result.with_features(result.features * len(arguments.orders))
     owned = _owned(arguments, body)
-    starts = _starts(frame, step, arguments, body, owned)
-    return frame.node(
+    starts = _starts(ctx, step, arguments, body, owned)
+    return make_node(ctx,
         step, "scan", {"x": (x,)}, result, bodies={"": body}, arguments=arguments, owned=owned, starts=starts
     )
 
@@ -63,7 +67,7 @@ def _check_length(wire: Wire | None, result: Wire | None) -> None:
 # --- orders by columns ----------------------------------------------------------------------------------------------
 
 
-def _check_columns(frame: Frame, arguments: Scan, wire: Wire | None, body: graph.Graph) -> None:
+def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph.Graph) -> None:
     """Check that a scan by columns re-orders tokens of one image only, and that its steps can read them.
 
     Raises Fault (E407).
@@ -77,9 +81,9 @@ def _check_columns(frame: Frame, arguments: Scan, wire: Wire | None, body: graph
             note = Note("it is here", node.span)
             raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
     for value in body.captures:
-        other = frame.types[value]
+        other = ctx.run.types[value]
         if other and other.kind in ("sequence", "tokens"):
-            _check_same_image(order, wire, other, frame.shared.labels[value])
+            _check_same_image(order, wire, other, ctx.run.labels[value])
 
 
 def _check_same_image(order: str, wire: Wire, other: Wire, label: str) -> None:
@@ -144,17 +148,17 @@ def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None
 
 
 def _starts(
-    frame: Frame, step: Step, arguments: Scan, body: graph.Graph, owned: frozenset[str]
+    ctx: Context, step: Step, arguments: Scan, body: graph.Graph, owned: frozenset[str]
 ) -> dict[str, Init]:
     """The initialisers that `init:` gives to parameters of one order."""
     inside = [item for item in graph.parameters(body) if item.name in owned]
     directions = map(graph.direction_name, arguments.orders)
     table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
-    known = frame.types[body.result] is not None and all(node.type for node in graph.walk(body))
+    known = ctx.run.types[body.result] is not None and all(node.type for node in graph.walk(body))
     if "init" in step.common and known and not table:
         message = "no order of this scan has parameters of its own to init"
         several = len(arguments.orders) > 1
         hint = "own: all, or the init of the step inside" if several else "the init of the step inside"
-        frame.fault(Fault("E201", message, hint=hint), step.key_span("init"))
-    given = frame.initialised(step, table, known)
+        ctx.report(Fault("E201", message, hint=hint), step.key_span("init"))
+    given = with_initialisers(ctx, step, table, known)
     return {name: given[name].init for name in table if given[name] is not table[name]}

@@ -6,8 +6,10 @@ from typing import Any
 
 from seqblocks import cost, graph
 from seqblocks.analysis import lookahead
-from seqblocks.analysis.frame import Frame
-from seqblocks.analysis.wiring import Shared
+from seqblocks.analysis.blocks import file_context
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.run import Run
+from seqblocks.analysis.values import number
 from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
@@ -23,14 +25,14 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     if expect is None or model.overridden:
         return
     malformed, broken = Report(), Report()
-    frame = Frame.top(Shared(malformed), file)
-    tolerance = _number(frame, expect, "tolerance", 0.0)
+    ctx = file_context(Run(malformed), file)
+    tolerance = _number(ctx, expect, "tolerance", 0.0)
     if tolerance is not UNKNOWN and not 0 <= tolerance < 1:
         fault = Fault(
             "E209", "the tolerance is a share of the figure", expected="0 or more, below 1", found=f"{tolerance:g}",
             hint="0.01 accepts figures that are off by a hundredth",
         )
-        frame.fault(fault, expect.entries["tolerance"][1].span)
+        ctx.report(fault, expect.entries["tolerance"][1].span)
         tolerance = UNKNOWN
     body = model.graph
     largest = sorted(body.nodes, key=graph.count_node, reverse=True)[:3]
@@ -42,7 +44,7 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
         ("flops_per_token", "E703", None if macs is None else 2 * macs, None),
     )
     for key, code, found, hint in figures:
-        wanted = _number(frame, expect, key, None)
+        wanted = _number(ctx, expect, key, None)
         if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
             continue
         if found is None or abs(found - wanted) > tolerance * abs(wanted):
@@ -55,35 +57,35 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
                     code, f"the spec does not have the {key} it expects", span, f"{wanted:,.10g}", shown, (), hint
                 )
             )
-    _check_output(frame, expect.get("output"), model.output, broken)
-    _check_lookahead(frame, expect.get("lookahead"), model, broken)
+    _check_output(ctx, expect.get("output"), model.output, broken)
+    _check_lookahead(ctx, expect.get("lookahead"), model, broken)
     malformed.raise_if_any()
     if broken:
         raise ExpectationError(broken.diagnostics, broken.dropped)
 
 
-def _number(frame: Frame, expect: Mapping, key: str, default: float | None) -> Any:
+def _number(ctx: Context, expect: Mapping, key: str, default: float | None) -> Any:
     node = expect.get(key)
-    return default if node is None else frame.number(node)
+    return default if node is None else number(ctx, node)
 
 
-def _check_output(frame: Frame, node: Node | None, wire: Wire | None, broken: Report) -> None:
+def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Report) -> None:
     if node is None or wire is None:
         return
     if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
         hint = "output: [batch, 1000]"
-        frame.fault(Fault("E203", "the output is a list of axes", found=kind_of(node), hint=hint), node.span)
+        ctx.report(Fault("E203", "the output is a list of axes", found=kind_of(node), hint=hint), node.span)
         return
-    axes = [i.value if i.text in map(str, wire.axes) else frame.number(i) for i in node.items if isinstance(i, Scalar)]
+    axes = [i.value if i.text in map(str, wire.axes) else number(ctx, i) for i in node.items if isinstance(i, Scalar)]
     if UNKNOWN not in axes and tuple(axes) != wire.axes:
         message = "the spec does not have the output it expects"
         broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))
 
 
-def _check_lookahead(frame: Frame, node: Node | None, model: ModelSpec, broken: Report) -> None:
+def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
     if node is None:
         return
-    wanted: Any = "all" if isinstance(node, Scalar) and node.value == "all" else frame.number(node, whole=True)
+    wanted: Any = "all" if isinstance(node, Scalar) and node.value == "all" else number(ctx, node, whole=True)
     ahead = lookahead.find(model)
     if wanted is UNKNOWN or (ahead and lookahead.shown(ahead.tokens) == wanted):
         return

@@ -1,0 +1,200 @@
+"""From a step whose verb is a block to its node: the block's arguments, and its body for them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.maps import has_sizes, read_map
+from seqblocks.analysis.names import Names
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.run import Run
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
+from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
+from seqblocks.analysis.wires import read_port, read_wires
+from seqblocks.errors import Fault, Note, quote
+from seqblocks.language.document import Node, Scalar, kind_of, plain
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.op import FieldKind, Port
+
+ANY_KIND = Port("", main=True)  # a block reads what its steps can
+
+
+class Call(NamedTuple):
+    """What a block is called with: the value that its steps read, its arguments, and where each was written."""
+
+    x: int
+    values: dict[str, Any]
+    ports: dict[str, int]  # its wire arguments
+    written: dict[str, tuple[Node, Names]]
+
+
+def file_context(run: Run, file: SpecFile) -> Context:
+    """Return the outermost context of a file, with the names of its `let:`."""
+    known = run.top_names.get(id(file))
+    names = run.top_names[id(file)] = known if known is not None else Names()
+    ctx = Context(run, file, names, Body({}))
+    if known is None:
+        add_let(ctx, file.let)
+    return ctx
+
+
+@lowers(Block)
+def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
+    """Raise Fault (E308) where a block uses itself."""
+    for key in ("init", "tie"):
+        if key in step.common:
+            ctx.report(_not_for_blocks(step, key), step.key_span(key))
+    if block in ctx.callers:
+        names = [caller.name for caller in ctx.callers]
+        ring = " -> ".join([*names[names.index(block.name) :], block.name])
+        raise Fault("E308", f"block {quote(block.name)} uses itself: {ring}")
+    ctx.run.used.add(id(block))
+    (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
+    call = _read_call(ctx, step, block, x)
+    body = block_body(ctx, block, call, step.name, Note(f"in block {block.name}, used", step.span))
+    inputs: dict[str, tuple[int, ...]] = {name: (value,) for name, value in {"x": x, **call.ports}.items()}
+    type = ctx.run.types[body.result]
+    return make_node(ctx, step, "block", inputs, type, bodies={"": body}, checkpoint=body.checkpoint)
+
+
+def _not_for_blocks(step: Step, key: str) -> Fault:
+    what = f"`{key}` is for the parameters of one primitive, and {step.verb} is a block"
+    hint = f"write `{key}` at a step inside the block"
+    if key == "tie":
+        hint += "; whole blocks cannot share their parameters"
+    return Fault("E201", what, hint=hint)
+
+
+def check_unused(ctx: Context, block: Block) -> None:
+    """Look for faults in a block that no step uses; arguments without a default are UNKNOWN."""
+    values: dict[str, Any] = {}
+    ports: dict[str, int] = {}
+    for name, each in block.args.items():
+        if each.type == "wire":
+            ports[name] = ctx.run.value(None, name)
+        else:
+            values[name] = UNKNOWN if each.default is None else _default(each)
+    call = Call(ctx.run.value(None, "input"), values, ports, {})
+    block_body(ctx, block, call, block.name, Note(f"in block {block.name}, which no step uses", block.span))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _read_call(ctx: Context, step: Step, block: Block, x: int) -> Call:
+    call = Call(x, {}, {}, {})
+    for name, each in block.args.items():
+        node = step.get(name) if name in step.fields else None
+        if node is None and each.default is None and not step.incomplete:
+            ctx.report(_missing(block, each), step.span)
+        if each.type == "wire":
+            (call.ports[name],) = read_wires(ctx, node) if node else (ctx.run.unknown(),)
+        elif node:
+            call.values[name], call.written[name] = _read_argument(ctx, node, block, each), (node, ctx.names)
+        elif each.default is not None:
+            call.values[name], call.written[name] = _default(each), (each.default, Names())
+            ctx.run.unread[id(each.default)] = False
+        else:
+            call.values[name] = UNKNOWN
+    return call
+
+
+def _missing(block: Block, argument: Argument) -> Fault:
+    if argument.type == "wire":
+        return Fault("E411", f"block {block.name} needs its input {quote(argument.name)}")
+    return Fault(
+        "E202",
+        f"block {block.name} needs {quote(argument.name)}",
+        expected=f"{argument.name}: {argument.type}",
+        notes=[Note("the argument is declared here", argument.span)],
+    )
+
+
+def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -> Any:
+    match declared.type:
+        case "any":
+            return free_value(ctx, node)
+        case "bool":
+            return argument(ctx, node, FieldKind("flag"))
+        case "int" | "float":
+            return argument(ctx, node, FieldKind("number", whole=declared.type == "int"))
+    if not (isinstance(node, Scalar) and isinstance(node.value, int | float)):
+        return argument(ctx, node, FieldKind("words"))
+    fault = Fault(
+        "E208",
+        f"block {block.name} takes a word as {quote(declared.name)}",
+        found=kind_of(node),
+        notes=[Note("the argument is declared here", declared.span)],
+        hint=f"`{declared.name}: int`, float or bool in `args:` declares another type",  # its default may be misspelt
+    )
+    ctx.report(fault, node.span)
+    return UNKNOWN
+
+
+def _default(argument: Argument) -> Any:
+    """Return a default: plain data, never an expression, which would have no scope."""
+    assert argument.default is not None
+    return plain(argument.default) if argument.sound else UNKNOWN
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> graph.Graph:
+    """Return a block's body for one set of arguments: lowered once, however many layers call it so.
+
+    name: the step's. note: how the block came to be used, for its faults.
+    """
+    run = ctx.run
+    spend(ctx, _effort(run, block) + sum(map(size, call.values.values())))
+    key = (id(block), repr(call.values), *(run.types[value] for value in (call.x, *call.ports.values())))
+    if key in run.bodies:
+        body, steps, height = run.bodies[key]
+        count_steps(ctx, steps, height)
+        return body
+    spend(ctx, 20)
+    inner, entered, ports = _enter(ctx, block, call, name, note)
+    steps, ties, deepest = run.steps, run.ties, run.deepest
+    run.deepest = inner.depth
+    body = lower_steps(inner, block.steps, entered, ports)
+    compute_let(inner, block.let)
+    if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
+        run.maps[id(block)] = read_map(inner, block.checkpoint)
+    body.checkpoint = run.maps[id(block)]
+    if not run.report:
+        run.lowered.append((inner, body))
+        if run.types[call.x]:  # else it is unknown what an unused block will hold
+            run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
+        if run.ties == ties:  # a tie holds the names of the layer that it was made for
+            run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
+    run.deepest = max(run.deepest, deepest)
+    return body
+
+
+def _enter(
+    ctx: Context, block: Block, call: Call, name: str, note: Note
+) -> tuple[Context, int, dict[str, int]]:
+    """Return the context inside a block, its input, and its wire arguments, as values inside."""
+    run = ctx.run
+    outside = file_context(run, block.home)
+    entered = run.value(run.types[call.x], "input")
+    ports = {port: run.value(run.types[value], port) for port, value in call.ports.items()}
+    names = Names(outside.names, call.values)
+    names.written = call.written
+    names.incomplete = block.incomplete
+    body = Body({"input": entered, **ports}, (*ctx.body.path, name))
+    inner = Context(run, block.home, names, body, (*ctx.trail, note), (*ctx.callers, block), ctx.depth + 1)
+    add_let(inner, block.let)
+    return inner, entered, ports
+
+
+def _effort(run: Run, block: Block) -> int:
+    """Return the cost of calling a block once."""
+    if id(block) not in run.efforts:
+        tables = [(5, block.let), (2, block.checkpoint)]
+        run.efforts[id(block)] = len(block.args) + sum(times * effort(table) for times, table in tables if table)
+    return run.efforts[id(block)]

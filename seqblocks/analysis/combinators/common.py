@@ -1,0 +1,58 @@
+"""What every combinator does before its own function: it reads its input and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.names import Names
+from seqblocks.analysis.parameters import report_no_parameters
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import lower_inside, lowers
+from seqblocks.analysis.values import read_arguments
+from seqblocks.analysis.wires import read_port, wire_at
+from seqblocks.combinators import Combinator
+from seqblocks.language.document import Sequence
+from seqblocks.op import Port
+
+Combine = Callable[[Context, Step, Any, int], graph.Node | None]
+
+
+def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
+    """Register the function that makes the node of a combinator from its arguments and the value that it reads."""
+
+    def register(function: Combine) -> Combine:
+        @lowers(cls)
+        def lower(ctx: Context, step: Step, cls: type[Combinator]) -> graph.Node | None:
+            x = _read_input(ctx, step, cls)
+            arguments = read_arguments(ctx, step, cls)
+            if arguments is not None:
+                return function(ctx, step, arguments, x)
+            _check_steps(ctx, step, cls)
+            return None
+
+        return function
+
+    return register
+
+
+def _read_input(ctx: Context, step: Step, cls: type[Combinator]) -> int:
+    """Return the value that a combinator reads; an unknown one where it is of a kind that it does not take."""
+    report_no_parameters(ctx, step, *(("tie",) if cls.takes_init else ("init", "tie")))
+    port = Port("", main=True, kinds=cls.main_kinds)
+    values = read_port(ctx, step, port) or (ctx.run.unknown(),)
+    if ctx.run.types[values[0]] and not wire_at(ctx, step, port, values):
+        return ctx.run.unknown()
+    return values[0]
+
+
+def _check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
+    """Look for faults in the steps of a combinator whose own arguments are UNKNOWN."""
+    names = Names(ctx.names)
+    names.incomplete = cls.open_keys  # the name of the index is unknown too
+    x = ctx.run.unknown()
+    for key, (_, node) in step.fields.items():
+        if isinstance(node, Sequence) and (key == "steps" or key not in cls.model_fields):
+            lower_inside(ctx, node, x, names=names)

@@ -1,0 +1,148 @@
+"""Where the analysis is in a spec, and how it reports a fault from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from seqblocks import graph
+from seqblocks.analysis.names import Names, names_in, needed_names, shown_value
+from seqblocks.analysis.run import Run
+from seqblocks.analysis.step import Step
+from seqblocks.errors import Fault, Note, Span
+from seqblocks.language.document import Node, Scalar
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import Block, SpecFile
+
+MAX_WRITTEN = 4  # notes about where a value was written
+MAX_TRAIL = 8  # notes about the blocks that led to a fault
+MAX_SOURCES = 16  # values that a fault's value is traced back to
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Body:
+    """A list of steps that is being lowered.
+
+    It is incomplete where a step may define wires that could not be read: every wire that it lacks is UNKNOWN.
+    """
+
+    wires: dict[str, int]  # by name, those of the bodies around included
+    path: tuple[str, ...] = ()  # of namespaces
+    outer: Body | None = None
+    incomplete: bool = False
+    steps: list[Step] = field(default_factory=list)
+    current: Step | None = None
+    last: graph.Node | None = None  # the step above the current one
+    value: int = -1  # what the current step reads unless it says otherwise
+    nodes: dict[str, graph.Node] = field(default_factory=dict)  # so far, by namespace
+    numbers: dict[str, int] = field(default_factory=dict)  # by a step's name: the last number that a hint added to it
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Context:
+    """A place in a spec: what is visible there, and how the analysis got there."""
+
+    run: Run
+    file: SpecFile
+    names: Names
+    body: Body
+    trail: tuple[Note, ...] = ()  # the blocks that are open, as notes
+    callers: tuple[Block, ...] = ()  # likewise
+    depth: int = 0  # how many bodies are open
+
+    def report(self, fault: Fault, where: Step | Node | Span | None) -> None:
+        """Report a fault at the argument that it names, with where its value was written and the trail of blocks.
+
+        A fault in a bundled block is reported at the line of the user's own files that led to it.
+        """
+        node: Node | None = None
+        span: Span | None
+        if isinstance(where, Step):
+            node, span = where.value(fault.at), where.value_span(fault.at)
+        elif isinstance(where, Node):
+            node, span = where, where.span
+        else:
+            span = where
+        inner = span if span and span.source.bundled else None
+        own = _own_line(self, inner, node) if inner else span
+        causes = _causes(self, node, own)
+        self.run.report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, any_cause=inner is not None)
+
+
+def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:
+    """Return the innermost place of the user's own files that led to a line of a bundled block.
+
+    It is the argument whose value is at fault, where that is known, else the step that uses the block.
+    """
+    for source, _ in _passed_on(ctx.names, node):
+        if not source.span.source.bundled:
+            if source.span.source.is_override:
+                break
+            return source.span
+    steps = (note.span for note in reversed(ctx.trail) if note.span)
+    return next((span for span in steps if not span.source.bundled), inner)
+
+
+def _passed_on(names: Names, node: Node | None) -> Iterator[tuple[Node, Names]]:
+    """Follow a value that is passed on by name alone (`heads: heads`) to each node that holds it, with its names."""
+    seen: set[int] = set()
+    while isinstance(node, Scalar) and isinstance(node.value, str) and id(node) not in seen:
+        seen.add(id(node))
+        found = names.source(node.text)
+        if found is None:
+            return
+        node, names = found
+        yield node, names
+
+
+def _causes(ctx: Context, node: Node | None, own: Span | None) -> list[Span | None]:
+    """Return the place where a faulty value was written, else the fault's, then those of the values it is made of."""
+    passed_on = list(_passed_on(ctx.names, node))
+    written = [source.span for source, _ in passed_on if not source.span.source.bundled]
+    last, names = passed_on[-1] if passed_on else (node, ctx.names)
+    used = _sources(last, names) if last else []
+    return [written[-1] if written else own, *(node.span for _, node, _ in used if not node.span.source.bundled)]
+
+
+def _sources(node: Node, names: Names) -> list[tuple[str, Node, Names]]:
+    """Return the named values that a value is made of, the nearest first: the name, its node, the names around."""
+    found: list[tuple[str, Node, Names]] = []
+    seen: set[int] = set()
+    waiting = [(name, names) for name in needed_names(node)]
+    while waiting and len(found) < MAX_SOURCES:
+        name, scope = waiting.pop(0)
+        source = scope.source(name)
+        if source is None or id(source[0]) in seen:
+            continue
+        seen.add(id(source[0]))
+        found.append((name, source[0], scope))
+        if isinstance(source[0], Scalar) and isinstance(source[0].value, str):
+            waiting += [(other, source[1]) for other in names_in(source[0].value)]
+    return found
+
+
+def _notes(ctx: Context, node: Node | None, own: Span | None, inner: Span | None) -> list[Note]:
+    """Return where the faulty value was written, the line of a bundled block, and the blocks that led there."""
+    trail = tuple(note for note in ctx.trail[::-1] if not inner or note.span != own)
+    if len(trail) > MAX_TRAIL:
+        between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks between")
+        trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
+    notes = _written(ctx, node)[:MAX_WRITTEN] if node else []
+    if inner and inner != own:
+        line = inner.source.line(inner.line).strip()
+        notes.append(Note(f"the line of the bundled block: `{line[:100]}{'…' if len(line) > 100 else ''}`", inner))
+    return [*notes, *trail]
+
+
+def _written(ctx: Context, node: Node) -> list[Note]:
+    """Return a note for each named value that a value is made of, but for those that a bundled block passes on."""
+    notes = []
+    for name, source, names in _sources(node, ctx.names):
+        value = names[name]
+        bare = isinstance(source, Scalar) and isinstance(source.value, str) and source.value.isidentifier()
+        if value is UNKNOWN or (bare and source.span.source.bundled):
+            continue
+        shown = f"`{name}` is {shown_value(value)}"
+        override = source.span.source.is_override  # not a place in a file
+        notes.append(Note(f"{shown}: {source.span.source.name}") if override else Note(shown, source.span))
+    return notes

@@ -1,0 +1,237 @@
+"""`checkpoint:` maps against the graph: keys that name nothing, entries that cannot apply, axes that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from itertools import chain
+from typing import Any, get_args
+
+from seqblocks import graph
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.translation import HOLE, Translator, index_pattern
+from seqblocks.combinators import Order
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.graph import Entry, Graph
+from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.parameters import Parameter
+from seqblocks.recipes import Name
+
+DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
+MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
+
+
+def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
+    """Report keys that name nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
+
+    `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
+    may name a parameter, a layer or a direction that this one lacks.
+    """
+    parted = not open and any(node.directions for node in graph.walk(body))
+    patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
+    count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
+    if len(patterns) * count > MAX_MATCHES:
+        message = f"{len(patterns):,} patterns are too many for {count:,} steps and parameters"
+        expected = f"at most {MAX_MATCHES // count:,}; a part that is an index alone (blocks.{{layer}}) does not count"
+        ctx.report(Fault("E104", message, expected=expected), table[0].span)
+        return
+    names: dict[str, Any] = {}
+    for item in graph.parameters(body) if parted else ():
+        level = names
+        for part in item.name.split("."):
+            level = level.setdefault(part, {})
+    top, owners = _Places([body], _inside), _Places([names], dict)
+    composed: set[int] = set()
+    sound = True
+    for entry in table:
+        places = top
+        start = 0
+        for part in entry.ours.split("."):
+            found = places.below(part, open)
+            if not found.things:
+                if not (open and any(isinstance(place, graph.Node) and place.op for place in places.things)):
+                    _unknown(ctx, entry, part, start, places)
+                    sound = False
+                break
+            places, start = found, start + len(part) + 1
+        else:
+            _check_axis(ctx, entry, places)
+            _check_layout(ctx, entry, places)
+            if (len(entry.theirs) > 1 or not isinstance(entry.theirs[0], Name)) and places.mapped:
+                composed.add(id(entry))
+            if parted and places.shapes:
+                sound &= _check_owner(ctx, entry, owners)
+    if sound:
+        _check_use(ctx, table, body, open, composed)
+
+
+def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, composed: set[int]) -> None:
+    """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes.
+
+    `composed`: the entries whose recipes or alternatives meet the map of a block.
+    """
+    translator = Translator()
+    tree = translator.tree(table)
+    if not composed and (open or not tree.overlaps()):
+        return
+    instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # what takes what an entry matches too
+    used: set[int] = set()
+    for item in graph.parameters(body):
+        parts = item.name.split(".")
+        found = tree.matches(parts)
+        if not found:
+            continue
+        first = found[0]
+        used.add(id(first.entry))
+        for other in found[1:]:
+            instead[id(other.entry)][id(first.entry)] = first.entry
+        if first.length < len(parts) and id(first.entry) in composed:
+            try:
+                after = translator.after(body, parts, first.length)
+            except Fault:  # of a block's own map, where it is reported
+                continue
+            try:
+                first.followed_by(after)
+            except Fault as fault:
+                fault.found = item.name
+                ctx.report(fault, first.entry.span)
+    for entry in () if open else table:
+        others = instead[id(entry)]
+        if id(entry) not in used and others:
+            what = f"{quote(entry.ours)} never applies: other keys of this map cover everything that it matches"
+            notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
+            ctx.report(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)
+
+
+class _Places:
+    """What the keys of a map that begin alike name so far. What is below is sorted by name once, for all keys."""
+
+    def __init__(self, things: list[Any], inside: Callable[[Any], dict[str, Any]]) -> None:
+        self.things, self.inside = things, inside
+        self._below: dict[str, _Places] = {}
+
+    @cached_property
+    def named(self) -> dict[str, dict[int, Any]]:
+        """Steps, bodies and parameters below, by the next part of their names."""
+        found: dict[str, dict[int, Any]] = {}
+        for thing in self.things:
+            for name, child in self.inside(thing).items():
+                found.setdefault(name, {})[id(child)] = child
+        return found
+
+    @cached_property
+    def layers(self) -> tuple[int, dict[int, Any]]:
+        """The fewest layers of a repeat among these, and all layers of the repeats."""
+        repeats = [thing for thing in self.things if isinstance(thing, graph.Node) and thing.kind == "repeat"]
+        inside = {id(body): body for node in repeats for body in node.bodies.values()}
+        return min((len(node.bodies) for node in repeats), default=10**9), inside
+
+    @cached_property
+    def shapes(self) -> dict[tuple[int, ...], str]:
+        """The shapes of the parameters, each with the name (from here) of the first that has it."""
+        found: dict[tuple[int, ...], str] = {}
+        for thing in self.things:
+            for name, parameter in _parameters(thing):
+                found.setdefault(parameter.shape, name)
+        return found
+
+    @cached_property
+    def mapped(self) -> bool:
+        """Whether a block with a map of its own is here or below."""
+        nodes = [thing for thing in self.things if isinstance(thing, graph.Node)]
+        bodies = [thing for thing in self.things if isinstance(thing, Graph)]
+        bodies += chain.from_iterable(node.bodies.values() for node in nodes)
+        return any(node.checkpoint for node in chain(nodes, chain.from_iterable(map(graph.walk, bodies))))
+
+    @cached_property
+    def matrix(self) -> bool:
+        """Whether one of these is a parameter with two axes."""
+        return any(isinstance(thing, Parameter) and len(thing.shape) == 2 for thing in self.things)
+
+    def below(self, part: str, open: bool = False) -> _Places:
+        """What is called `part` in any of the places."""
+        absent = open and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
+        key = "0+" if absent else HOLE.sub("{}", part)
+        if key not in self._below:
+            found: dict[int, Any] = {}
+            if "{" in part:
+                matches = index_pattern(part).fullmatch
+                for name, things in self.named.items():
+                    found |= things if matches(name) else {}
+            else:
+                found |= self.layers[1] if absent else self.named.get(part, {})
+            if open and part in DIRECTIONS:
+                scans = [t for t in self.things if isinstance(t, graph.Node) and t.kind == "scan"]
+                found |= {id(scan): scan for scan in scans if part not in scan.directions}
+            self._below[key] = _Places(list(found.values()), self.inside)
+        return self._below[key]
+
+    def words(self) -> list[str]:
+        """What may stand here, for a message."""
+        layers = any(isinstance(thing, graph.Node) and thing.kind == "repeat" for thing in self.things)
+        return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
+
+
+def _inside(place: Any) -> dict[str, Any]:
+    """Steps, bodies and parameters by the next part of their names."""
+    if isinstance(place, Graph):
+        return {node.name: node for node in place.nodes}
+    out: dict[str, Any] = {}
+    if isinstance(place, graph.Node):
+        out |= place.parameters
+        for label, body in place.bodies.items():
+            out |= {label: body} if label else _inside(body)
+            out |= dict.fromkeys(place.directions, body)
+    return out
+
+
+def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:
+    """Report a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
+    start = 0
+    for part in entry.ours.split("."):
+        found = owners.below(part)
+        if not found.things:
+            _unknown(ctx, entry, part, start, owners)
+            return False
+        owners, start = found, start + len(part) + 1
+    return True
+
+
+def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places) -> None:
+    before = entry.ours[: max(start - 1, 0)]
+    message = f"there is no {quote(part)} in {before}" if before else f"there is no step {quote(part)} to map"
+    bare = len(entry.ours) == entry.span.end_column - entry.span.column  # not in quotes
+    span = entry.span.within(start, len(part)) if bare else entry.span
+    fault = Fault(
+        "E312",
+        message,
+        expected=lambda: f"one of {listing(places.words())}" if places.named else "nothing more",
+        hint=lambda: did_you_mean(part, places.words()),
+    )
+    ctx.report(fault, span)
+
+
+def _parameters(place: Any) -> list[tuple[str, Parameter]]:
+    """The parameters of a place, by their names in it."""
+    if isinstance(place, Parameter):
+        return [("", place)]
+    below = graph.parameters(place) if isinstance(place, Graph) else graph.node_parameters(place, "")
+    return [(item.name, item.parameter) for item in below]
+
+
+def _check_axis(ctx: Context, entry: Entry, places: _Places) -> None:
+    """Report a recipe that cannot make a tensor of one of our shapes."""
+    for theirs, node in zip(entry.theirs, entry.node, strict=True):
+        for shape, name in () if isinstance(theirs, Name) else places.shapes.items():
+            if fault := theirs.misfit(graph.join(entry.ours, name), shape):
+                ctx.report(fault, node.get(fault.at))
+                return
+
+
+def _check_layout(ctx: Context, entry: Entry, places: _Places) -> None:
+    """A `kernel` of flax or Keras is [in, out] and our matrices are [out, in]: a square one would fit as it is."""
+    for theirs, node in zip(entry.theirs, entry.node, strict=True):
+        if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
+            what = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"
+            hint = f"{{transpose: {theirs.official}}}; or {{reshape: {theirs.official}}}, if it is [out, in] after all"
+            ctx.report(Fault("E314", what, hint=hint), node.span)

@@ -1,0 +1,109 @@
+"""Numbers and words by name: `let:` entries and arguments of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from seqblocks.errors import Fault, listing, quote
+from seqblocks.language.document import Node, Scalar, Sequence
+from seqblocks.language.expressions import UNKNOWN, parse
+
+Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the ring of names that it closes, if it does
+
+
+class Names(Mapping[str, Any]):
+    """The names of one scope and of those around it.
+
+    `let:` entries are computed on demand, so their order does not matter. A scope is incomplete where some of its
+    names could not be read: every name that it lacks is UNKNOWN.
+    """
+
+    def __init__(self, outer: Names | None = None, values: dict[str, Any] | None = None) -> None:
+        self.outer = outer
+        self.known: dict[str, Any] = values or {}
+        self.pending: dict[str, Compute] = {}
+        self.written: dict[str, tuple[Node, Names]] = {}  # where a value was written, and the names in scope there
+        self.incomplete = False
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.pending:
+            self._compute(name)
+        if name in self.known:
+            return self.known[name]
+        if self.outer is not None and name in self.outer:
+            return self.outer[name]
+        if self.incomplete:
+            return UNKNOWN
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.known or name in self.pending or (self.outer is not None and name in self.outer):
+            return True
+        return self.incomplete and isinstance(name, str) and name.isidentifier()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.known, **self.pending, **dict.fromkeys(self.outer or ())})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def source(self, name: str) -> tuple[Node, Names] | None:
+        """Return the node that gave a name its value, and the names in scope there."""
+        scope: Names | None = self
+        while scope is not None:
+            if name in scope.known or name in scope.pending:
+                return scope.written.get(name)
+            scope = scope.outer
+        return None
+
+    def compute_all(self) -> None:
+        """Compute every `let:` entry, so that faults in unused ones are reported too."""
+        for name in list(self.pending):
+            self[name]
+
+    def _compute(self, name: str) -> None:
+        # Entries are computed before those that need them, so that a long chain of entries is no deep recursion.
+        open_entries = {name: iter(needed_names(self.written[name][0]))}
+        while open_entries:
+            last = next(reversed(open_entries))
+            ring: list[str] = []
+            for each in open_entries[last]:
+                if each in open_entries:
+                    names = [*open_entries]
+                    ring = [*names[names.index(each) :], each]
+                elif each in self.pending:
+                    open_entries[each] = iter(needed_names(self.written[each][0]))
+                else:
+                    continue
+                break
+            if ring or next(reversed(open_entries)) == last:
+                compute = self.pending.pop(last)
+                self.known[last] = compute(ring)
+                del open_entries[last]
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as a message shows it."""
+    if isinstance(value, list):
+        return f"[{listing('[…]' if isinstance(each, list) else shown_value(each) for each in value)}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return quote(value) if isinstance(value, str) else str(value)[:60]
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in an expression; none where the text is not an expression."""
+    if text.isidentifier():
+        return [text]
+    try:
+        return [name for name, _ in parse(text).names]
+    except Fault:
+        return []
+
+
+def needed_names(node: Node) -> list[str]:
+    """Return the names that a value may depend on; words may be among them."""
+    if isinstance(node, Sequence):
+        return [name for item in node.items for name in needed_names(item)]
+    return names_in(node.value) if isinstance(node, Scalar) and isinstance(node.value, str) else []

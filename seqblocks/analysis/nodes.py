@@ -1,0 +1,192 @@
+"""Nodes: the name of a step, the wires that it defines, and its outputs."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.values import number
+from seqblocks.errors import Fault, Note, Span, quote
+from seqblocks.language.document import Mapping, Scalar, Sequence, kind_of
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.language.spec import is_name
+from seqblocks.op import ids_are_no_numbers
+from seqblocks.types import Origin, Wire
+
+# A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
+# tests/torch/test_module.py holds the list against the real thing.
+RESERVED_NAMES = frozenset(
+    (
+        "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
+        "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
+        "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
+        "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
+        "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
+        "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
+        "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook",
+        "register_state_dict_pre_hook", "requires_grad_", "set_extra_state", "set_submodule", "share_memory",
+        "spec", "state_dict", "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+    )
+)  # fmt: skip
+
+
+def make_node(
+    ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], type: Wire | None, **more: Any
+) -> graph.Node:
+    """Return the node of a step, with its name and its outputs."""
+    run, body = ctx.run, ctx.body
+    origin = Origin(step.verb, step.span)
+    if type and not type.origin:
+        type = type.made_by(origin)
+    name = _unique_name(ctx, step)
+    outputs = _outputs(ctx, step, type, origin)
+    first = len(run.types)
+    values = tuple(range(first, first + len(outputs.types)))
+    run.types |= zip(values, outputs.types, strict=True)
+    run.labels |= zip(values, outputs.labels, strict=True)
+    run.makers |= dict.fromkeys(values, origin)
+    if "as" in step.common:
+        for label, value in zip(outputs.labels, values, strict=True):
+            body.wires.setdefault(label, value)
+    made = graph.Node(kind, name, step.verb, step.span, inputs, values, type, outputs.split, **more)
+    if name not in body.nodes or body.nodes[name].kind == "unknown":
+        body.nodes[name] = made
+    return made
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def may_be_name(ctx: Context, name: str, span: Span) -> bool:
+    """Return whether a word may be a namespace; report it if not."""
+    if name == "input":
+        ctx.report(Fault("E311", "'input' is what the steps are given", hint="choose another name"), span)
+    elif name in RESERVED_NAMES or name.startswith("_"):
+        ctx.report(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
+    else:
+        return is_name(ctx.run.report, name, span)
+    return False
+
+
+def _unique_name(ctx: Context, step: Step) -> str:
+    """Return the namespace of a step; report one that is not legal, or taken."""
+    name, span = step.name, step.name_span or step.span
+    given = step.common.get("name")
+    if given and not isinstance(given[1], Scalar):
+        ctx.report(Fault("E203", "name is a word", found=kind_of(given[1])), given[1].span)
+    elif given and not may_be_name(ctx, name, span):
+        return f"{step.verb}@{span.line}"
+    clash = ctx.body.nodes.get(name)
+    if clash is None or clash.kind == "unknown":
+        return name
+    hint = f"{_other_name(ctx, step, name)}: parameters are stored under it"
+    notes = [Note("the other one is here", clash.span)]
+    message = f"two steps here would both be called {quote(name)}"
+    ctx.report(Fault("E304", message, hint=hint, notes=notes), step.alias or span)
+    return f"{name}@{span.line}:{span.column}"
+
+
+def _other_name(ctx: Context, step: Step, name: str) -> str:
+    """Return a hint that gives a step a name that no step here has."""
+    numbers = ctx.body.numbers = ctx.body.numbers or dict.fromkeys((each.name for each in ctx.body.steps), 1)
+    number = next(n for n in count(numbers[name] + 1) if f"{name}_{n}" not in numbers)
+    numbers[name] = number  # a third step gets another
+    other = f"name: {name}_{number}"
+    if step.alias:
+        return f"an alias repeats the name too: write the step out, with `{other}`"
+    if "name" in step.common:
+        return f"write `{other}`"
+    return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+class _Outputs(NamedTuple):
+    types: list[Wire | None]
+    labels: list[str]
+    split: tuple[int, ...] = ()  # widths, where the result is split
+
+
+def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Outputs:
+    """Return what a step makes: its result, or the parts that `as:` splits it into."""
+    entry = step.common.get("as")
+    if entry is None:
+        return _Outputs([type], [step.verb])
+    node = entry[1]
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        _define(ctx, node.value, node.span)
+        return _Outputs([type], [node.value])
+    if type and type.kind == "tokens" and isinstance(node, Sequence | Mapping):
+        ctx.report(ids_are_no_numbers(type, "split", "the result"), node.span)
+        type = None
+    if isinstance(node, Mapping) and node.entries:
+        labels, widths = _named_widths(ctx, node, type)
+    elif isinstance(node, Sequence) and len(node.items) > 1 and all(isinstance(item, Scalar) for item in node.items):
+        labels, widths = _equal_parts(ctx, node, type)
+    else:
+        expected = "a name, a list of names (equal parts), or a mapping name: width"
+        ctx.report(Fault("E203", "as names the outputs", expected=expected, found=kind_of(node)), node.span)
+        ctx.body.incomplete = True
+        return _Outputs([None], ["?"])
+    if type is None or widths is None:
+        return _Outputs([None] * len(labels), labels)
+    return _Outputs([type.with_features(width).made_by(origin) for width in widths], labels, tuple(widths))
+
+
+def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:
+    """Return the names in a list, and the width of each part; no widths while they are UNKNOWN."""
+    labels: list[str] = []
+    for item in node.items:
+        assert isinstance(item, Scalar)
+        if item.text in labels:
+            ctx.report(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
+        else:
+            _define(ctx, item.text, item.span)
+        labels.append(item.text)
+    if type is None:
+        return labels, None
+    width, rest = divmod(type.features, len(labels))
+    if rest:
+        message = f"{type.features} features cannot be split into {len(labels)} equal parts"
+        each = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
+        ctx.report(Fault("E405", message, hint=f"give the widths: as: {{{each}}}"), node.span)
+        return labels, None
+    return labels, [width] * len(labels)
+
+
+def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[str], list[int] | None]:
+    """Return the names and widths in a mapping; no widths while they are UNKNOWN."""
+    ctx.body.incomplete |= node.incomplete
+    labels = [_define(ctx, key, span) for key, span, _ in node]
+    widths = [number(ctx, value, whole=True) for _, _, value in node]
+    if type is None or UNKNOWN in widths or node.incomplete:
+        return labels, None
+    total = sum(widths)
+    if total == type.features and min(widths) >= 1:
+        return labels, widths
+    note = type.whence("the result")
+    fault = Fault(
+        "E405",
+        "the widths must add up to the features there are" if total != type.features else "each part needs a feature",
+        expected=str(type.features) if total != type.features else "1 or more each",
+        found=f"{' + '.join(map(str, widths))} = {total}",
+        notes=[note] if note else [],
+    )
+    ctx.report(fault, node.span)
+    return labels, None
+
+
+def _define(ctx: Context, name: str, span: Span) -> str:
+    """Report a wire's name that is not legal, or taken."""
+    if not may_be_name(ctx, name, span):
+        ctx.body.incomplete = True
+    elif name in ctx.body.wires:
+        maker = ctx.run.makers.get(ctx.body.wires[name])
+        notes = [Note("it is made here", maker.span)] if maker else []
+        ctx.report(Fault("E305", f"a wire called {quote(name)} exists already", notes=notes), span)
+    return name

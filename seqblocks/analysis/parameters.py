@@ -1,0 +1,165 @@
+"""`init:` and `tie:`: what a step says about the parameters that it owns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.step import Step
+from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.language.document import Mapping, Node, Scalar, kind_of
+from seqblocks.language.vocabulary import did_you_mean, key_hint
+from seqblocks.parameters import Init, Parameter, read_init
+
+Parameters = dict[str, Parameter]
+
+
+def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
+    """Report keys that are for parameters (E201), of a step that has none of its own."""
+    for key in keys:
+        if key in step.common:
+            message = f"{step.verb} has no parameters of its own to {key}"
+            ctx.report(Fault("E201", message), step.key_span(key))
+
+
+def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: bool) -> Parameters:
+    """Return the parameters with the initialisers of `init:`. known: whether there are no other parameters."""
+    node = step.get("init")
+    if not isinstance(node, Mapping):
+        if node is not None:
+            message, hint = "init is a mapping of parameter: initialiser", "init: {weight: zeros}"
+            ctx.report(Fault("E203", message, found=kind_of(node), hint=hint), node.span)
+        return parameters
+    out = dict(parameters)
+    for key, span, value in node:
+        absent = known and parameters and key not in out
+        init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may hold both
+        if absent:
+            _report_no_parameter(ctx, step, key, span, parameters)
+        elif key in out and init:
+            out[key] = out[key]._replace(init=init)
+    return out
+
+
+def _read_init(ctx: Context, node: Node) -> Init | None:
+    """Return an initialiser; None after a fault or while one of its numbers is UNKNOWN."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        expected = "a name such as zeros, or name(numbers)"
+        ctx.report(Fault("E408", "not an initialiser", expected=expected, found=kind_of(node)), node.span)
+        return None
+    try:
+        return read_init(node.value, ctx.names)
+    except Fault as fault:
+        ctx.report(fault, node.span)
+        return None
+
+
+def _report_no_parameter(ctx: Context, step: Step, key: str, span: Span, parameters: Parameters) -> None:
+    message = f"{step.verb} has no parameter {quote(key)} as it is used here"
+    expected = f"one of {listing(parameters)}"
+    ctx.report(Fault("E201", message, expected=expected, hint=lambda: key_hint(key, parameters)), span)
+
+
+# --- tied parameters --------------------------------------------------------------------------------------------------
+
+
+class _Tie(NamedTuple):
+    ours: str
+    target: str  # step.parameter
+    span: Span
+    of_step: bool  # whether `tie:` names a step, rather than each parameter
+
+
+def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str]:
+    """Return the full names of the parameters that the step's own ones are tied to.
+
+    `tie: embed` ties every parameter to the one of that name there; `tie: {weight: embed.weight}` names them.
+    """
+    found: dict[str, str] = {}
+    for tie in _written_ties(ctx, step, parameters) if parameters else ():
+        try:
+            if target := _find_target(ctx, tie):
+                found[tie.ours] = _checked_shape(step, tie, parameters[tie.ours], target)
+        except Fault as fault:
+            stem = tie.target.removesuffix(".bias")
+            if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
+                fault.hint = f"`bias: false`, or tie the weight alone: `tie: {{weight: {stem}.weight}}`"
+            ctx.report(fault, tie.span)
+    ctx.run.ties += len(found)
+    return found
+
+
+def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie]:
+    node = step.get("tie")
+    assert node is not None
+    if isinstance(node, Mapping):
+        return [tie for key, span, value in node if (tie := _written_tie(ctx, step, key, span, value, parameters))]
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        return [_Tie(key, f"{node.value}.{key}", node.span, True) for key in parameters]
+    fault = Fault("E203", "tie names a step, or maps parameters to step.parameter", found=kind_of(node))
+    ctx.report(fault, node.span)
+    return []
+
+
+def _written_tie(
+    ctx: Context, step: Step, key: str, span: Span, value: Node, parameters: Parameters
+) -> _Tie | None:
+    """Return an entry of `tie: {weight: embed.weight}`; None after a fault."""
+    if key not in parameters:
+        _report_no_parameter(ctx, step, key, span, parameters)
+    elif isinstance(value, Scalar) and isinstance(value.value, str):
+        return _Tie(key, value.value, value.span, False)
+    else:
+        ctx.report(Fault("E203", "tie names a parameter, step.parameter", found=kind_of(value)), value.span)
+    return None
+
+
+def _checked_shape(step: Step, tie: _Tie, ours: Parameter, target: tuple[str, Parameter]) -> str:
+    """Return the target's full name. Raises Fault (E409) where the shapes differ."""
+    name, theirs = target
+    if theirs.shape != ours.shape:
+        message = f"{step.verb}.{tie.ours} cannot be {tie.target}: their shapes differ"
+        raise Fault("E409", message, expected=f"{list(ours.shape)}", found=f"{list(theirs.shape)}")
+    return name
+
+
+def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
+    """Return a tie's target by full name, and its declaration; None while it is UNKNOWN. Raises Fault (E312).
+
+    It is looked up in this body, then in those around it.
+    """
+    first, _, rest = tie.target.partition(".")
+    body: Body | None = ctx.body
+    while body:
+        node = body.nodes.get(first)
+        if node:
+            there = ctx.run.parameters_of(node)
+            if item := there.get(rest):
+                return item.tied or graph.join(*body.path, first, item.name), item.parameter
+            if all(inner.type for inner in graph.walk(graph.Graph(0, [node], 0))):
+                raise _no_target(tie, [graph.join(first, name) for name in there])
+            return None
+        body = body.outer
+    raise Fault("E312", f"there is no step {quote(first)} to tie to", hint=lambda: _step_hint(ctx, first))
+
+
+def _step_hint(ctx: Context, name: str) -> str:
+    body: Body | None = ctx.body
+    known: dict[str, None] = {}
+    while body:
+        known |= dict.fromkeys(body.nodes)
+        body = body.outer
+    return did_you_mean(name, known) or "tie to a step above this one"
+
+
+def _no_target(tie: _Tie, names: list[str]) -> Fault:
+    first = tie.target.partition(".")[0]
+    written = tie.target.rpartition(".")[0] if tie.of_step else tie.target
+
+    def hint() -> str | None:
+        known = dict.fromkeys(name.rpartition(".")[0] if tie.of_step else name for name in names)
+        return did_you_mean(written, [name for name in known if name != written])
+
+    expected = f"one of {listing(names)}" if names else f"{first} has no parameters"
+    return Fault("E312", f"there is no parameter {quote(tie.target)}", expected=expected, hint=hint)

@@ -1,0 +1,117 @@
+"""From a step to the node of an op: its inputs, its arguments, and what the op declares for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.parameters import find_ties, report_no_parameters, with_initialisers
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import files_of_blocks, lowers
+from seqblocks.analysis.values import read_arguments
+from seqblocks.analysis.wires import check_lengths, read_port, wire_at
+from seqblocks.errors import Fault, listing, quote
+from seqblocks.language.expressions import MAX_MAGNITUDE
+from seqblocks.op import Op, Port, check_declared
+from seqblocks.parameters import Parameter, State
+from seqblocks.types import Wire
+
+MAX_STATE = 10**12  # numbers that a step may carry of one sequence
+
+
+@lowers(Op)
+def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
+    """Raise Fault where the op's inputs do not fit its arguments, or where it is too large (E504)."""
+    inputs: dict[str, tuple[int, ...]] = {}
+    wires: list[Wire | None] = []
+    for port in cls.ports:
+        values = read_port(ctx, step, port)
+        if values is None and not port.optional:
+            values = _report_no_input(ctx, step, cls, port)
+        if values is not None:
+            inputs[port.name] = values
+        wires.append(wire_at(ctx, step, port, values))
+    if "from" in step.common and not any(port.main for port in cls.ports):
+        names = listing(port.name for port in cls.ports)
+        fault = Fault("E201", f"{step.verb} has no `from`: its inputs have names", expected=names)
+        ctx.report(fault, step.key_span("from"))
+    agree = check_lengths(ctx, step, cls.ports, wires)
+    known = agree and len(inputs) + wires.count(None) == len(wires)
+    op = read_arguments(ctx, step, cls)
+    declared = _declare(step, op, wires) if op and known else _Declared()
+    parameters = dict(declared.parameters)
+    if declared.type and not parameters and step.common:
+        report_no_parameters(ctx, step, "init", "tie")
+    if "init" in step.common:
+        parameters = with_initialisers(ctx, step, parameters, known=op is not None)
+    ties = find_ties(ctx, step, parameters) if "tie" in step.common else {}
+    return make_node(
+        ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
+        macs=declared.macs, calls=declared.calls, wires=tuple(wires),
+    )  # fmt: skip
+
+
+class _Declared(NamedTuple):
+    """What an op declares for its inputs; nothing while they are UNKNOWN."""
+
+    type: Wire | None = None
+    parameters: Mapping[str, Parameter] = MappingProxyType({})
+    state: Mapping[str, State] = MappingProxyType({})
+    macs: int = 0
+    calls: tuple[str, dict[str, Any]] | None = None
+
+
+def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
+    declared = _Declared(_shape(op, wires), op.parameters(*wires), op.state(*wires), op.macs(*wires))
+    if not op.builtin:
+        check_declared(type(op), *declared[:4])
+    for name, parameter in declared.parameters.items():
+        if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
+            message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
+            raise Fault("E504", message, expected="at most 10^18")
+    for name, state in declared.state.items():
+        if (numbers := math.prod(state.shape)) > MAX_STATE:
+            message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers a sequence"
+            raise Fault("E504", message, expected="at most 10^12")
+    return declared._replace(calls=op.calls(*wires))
+
+
+def _shape(op: Op, wires: list[Wire | None]) -> Wire:
+    """Return the op's output type. A fault has notes on where each width came from."""
+    try:
+        return op.shape(*wires)
+    except Fault as fault:
+        if not fault.notes:
+            names = ["the input" if port.main else f"`{port.name}`" for port in op.ports]
+            seen = (wire.whence(name) for wire, name in zip(wires, names, strict=True) if wire)
+            fault.notes = tuple(note for note in seen if note)[:3]
+        raise
+
+
+# --- missing inputs ---------------------------------------------------------------------------------------------------
+
+
+def _report_no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> tuple[int, ...]:
+    """Report a port without a wire, unless the step is incomplete. Return an unknown value for it."""
+    if not step.incomplete:
+        ctx.report(_no_input(ctx, step, cls, port), step.span)
+    return (ctx.run.unknown(),)
+
+
+def _no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> Fault:
+    needed = [each.name for each in cls.ports if not (each.main or each.optional)]
+    if len(needed) == 1 or any(name in step.fields for name in needed):
+        hint = f"{port.name}: {port.name}" if port.name in ctx.body.wires else f"{port.name}: the wire to read"
+        return Fault("E411", f"{step.verb} needs its input {quote(port.name)}", hint=hint)
+
+    def layer() -> str:
+        use = files_of_blocks().get(f"{step.verb}_layer")
+        names = f"name the wires: {step.verb}: {{{', '.join(f'{name}: …' for name in needed)}}}"
+        return f"`{step.verb}_layer` (`use: [{use}]`) makes them from one wire; or {names}" if use else names
+
+    return Fault("E411", f"{step.verb} needs its inputs {listing(needed)}", hint=layer)

@@ -1,0 +1,152 @@
+"""From a node of the document to a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.step import Entries, Step, Verb, find_verb
+from seqblocks.analysis.values import effort
+from seqblocks.combinators import Combinator
+from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.spec import STEP_KEYS, Block
+from seqblocks.language.vocabulary import key_hint, missing_colon
+
+
+def read_step(ctx: Context, item: Node) -> Step:
+    """Return an item of a list of steps as a step. It is read once, however often its body is lowered."""
+    cache = ctx.run.step_cache
+    if id(item) not in cache:
+        cache[id(item)] = step = _read(ctx, item)
+        _check_keys(ctx, step)
+        step.effort = _effort(step)
+    return cache[id(item)]
+
+
+def _read(ctx: Context, item: Node) -> Step:
+    match item:
+        case Scalar(value=str(verb)):
+            return Step(verb, item.span, {}, {}, found=find_verb(ctx.file, verb))
+        case Mapping(entries=entries) if len(entries) == 1:
+            ((verb, span, node),) = list(item)
+            return _read_arguments(ctx, item, verb, span, node)
+        case Mapping(entries=entries) if entries:
+            _report_several_verbs(ctx, item)
+            return Step("?", item.span, {}, {}, hides_wires=True, unreadable=True)
+        case _:
+            ctx.report(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
+    return Step("?", item.span, {}, {}, unreadable=True)
+
+
+def _report_several_verbs(ctx: Context, item: Mapping) -> None:
+    first, *others = item.entries
+    hint = "one verb a step"
+    if find_verb(ctx.file, first):
+        steps = [other for other in others if find_verb(ctx.file, other)]
+        hint = f"put '- ' before {listing(steps)}: that is a step of its own" if steps else ""
+        hint = hint or f"indent {listing(others)} below `{first}:`"
+    message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
+    ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
+
+
+def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: Node) -> Step:
+    found = find_verb(ctx.file, verb)
+    if isinstance(node, Scalar) and node.value is None:
+        return Step(verb, span, {}, {}, found=found)
+    if not isinstance(node, Mapping):
+        alias = None if item.span.holds(span) else item.span
+        if found is None or not found.is_known:
+            return _without_arguments(ctx, verb, span, node, found)
+        key = _sole_argument(ctx, verb, node, found)
+        fields = {key: (node.span, node)} if key else {}
+        return Step(verb, span, fields, {}, found=found, alias=alias, unreadable=not key)
+    if SOLE in node.entries:  # put there by an override
+        entries = dict(node.entries)
+        where, only = entries.pop(SOLE)
+        sole = _sole_argument(ctx, verb, only, found) if found else None
+        if sole is None:
+            return Step(verb, span, {}, {}, found=found, unreadable=True)
+        node = replace(node, entries={sole: (where, only), **entries})
+    fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
+    common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
+    inside = next((s for _, s, _ in node), node.span)
+    alias = next((outer.span for outer, first in ((item, span), (node, inside)) if not outer.span.holds(first)), None)
+    return Step(verb, span, fields, common, found=found, incomplete=node.incomplete, alias=alias)
+
+
+def _without_arguments(ctx: Context, verb: str, span: Span, node: Node, found: Verb | None) -> Step:
+    """Return a step whose verb is unknown, and so are its arguments. Report a verb that holds an argument too."""
+    first = verb.partition(" ")[0]
+    if first == verb or not find_verb(ctx.file, first):
+        return Step(verb, span, {}, {}, found=found)
+    fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))  # `- embed {features: 64}`
+    ctx.report(fault, span.within(0, len(first)))
+    return Step(verb, span, {}, {}, unreadable=True)
+
+
+def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | None:
+    """Return the argument that `linear: 64` and `residual: [silu]` mean; None after a fault."""
+    colon = missing_colon(node.text, found.keys) if isinstance(node, Scalar) else None
+    if found.steps and isinstance(node, Sequence):
+        return found.steps
+    if len(found.required) == 1 and not found.steps and isinstance(node, Scalar) and not colon:
+        return found.required[0]
+    hint = f"{verb}: {{{', '.join(f'{key}: …' for key in found.required)}}}"
+    if not found.keys:
+        hint = f"write `{verb}` alone: it has no arguments"
+    elif found.steps:
+        hint = f"{verb}: [{node.text if isinstance(node, Scalar) and len(node.text) < 40 else '…'}]"
+    elif not found.required:
+        hint = f"name the argument; {verb} takes {listing(found.own)}"
+    message = f"the arguments of {quote(verb)} must be a mapping"
+    ctx.report(Fault("E203", message, found=kind_of(node), hint=colon or hint), node.span)
+    return None
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _check_keys(ctx: Context, step: Step) -> None:
+    """Report arguments that the verb does not have; they make the step incomplete."""
+    found = step.found
+    if found is None or not found.is_known or _takes_words(found):
+        return
+    unknown: Entries = {key: entry for key, entry in step.fields.items() if key not in (*found.own, *found.wires)}
+    for key, (span, _) in unknown.items():
+        ctx.report(_unknown_key(step, found, key), span)
+        step.incomplete = True
+    step.hides_wires = "as" not in step.common and any(map(_may_name_wires, unknown.items()))
+
+
+def _takes_words(found: Verb) -> bool:
+    """Whether the user's own words may be keys, which the op or the combinator checks itself."""
+    return isinstance(found.meaning, type) and found.meaning.open_keys
+
+
+def _unknown_key(step: Step, found: Verb, key: str) -> Fault:
+    words = list(dict.fromkeys((*found.own, *found.wires, *found.common)))
+    message, notes = f"unknown key {quote(key)} in {step.verb}", []
+    if isinstance(found.meaning, Block):
+        message = f"block {step.verb} has no argument {quote(key)}"
+        notes = [Note("the block is defined here", found.meaning.span)]
+    expected = f"one of {listing(words, 16)}"
+    return Fault("E201", message, expected=expected, hint=partial(key_hint, key, words), notes=notes)
+
+
+def _may_name_wires(entry: tuple[str, tuple[Span, Node]]) -> bool:
+    """Whether an unknown key with its value may be meant as `as:`."""
+    key, (_, node) = entry
+    return " " in key or not isinstance(node, Scalar) or isinstance(node.value, str)
+
+
+def _effort(step: Step) -> int:
+    """Return the cost of reading the arguments of a step once; the steps in it count by themselves."""
+    meaning = step.found.meaning if step.found else None
+    cls = meaning if isinstance(meaning, type) and issubclass(meaning, Combinator) else None
+    total = 1
+    for key, (_, node) in (*step.fields.items(), *step.common.items()):
+        steps = cls and (key in cls.holds or (cls.open_keys and key in step.fields and key not in cls.model_fields))
+        total += 1 + (len(node.items) if isinstance(node, Sequence) else 0) if steps else effort(node)
+    return total

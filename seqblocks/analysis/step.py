@@ -1,0 +1,117 @@
+"""A step: a verb with its arguments, sorted by who reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from seqblocks.combinators import COMBINATORS, Combinator
+from seqblocks.errors import Span
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence
+from seqblocks.language.spec import STEP_KEYS, Block, SpecFile
+from seqblocks.op import Op, field_infos, fields_of, find_primitive
+
+
+class Verb(NamedTuple):
+    """What a verb stands for, and the arguments that it takes."""
+
+    meaning: type[Op] | type[Combinator] | Block
+    required: tuple[str, ...]
+    own: tuple[str, ...]
+    """Its own arguments, without those that every step has."""
+    wires: tuple[str, ...] = ()
+    """Those of its arguments that are names of wires."""
+    steps: str | None = None
+    """The argument that is given where a list stands in place of the arguments."""
+    common: tuple[str, ...] = STEP_KEYS
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that the verb accepts; none where it has no arguments at all."""
+        return (*self.own, *self.common) if self.own else ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its arguments are known: those of a block may not have been read."""
+        return not (isinstance(self.meaning, Block) and self.meaning.incomplete)
+
+
+def find_verb(file: SpecFile, verb: str) -> Verb | None:
+    """Return what a verb stands for in a file; None if there is no such verb."""
+    if verb in COMBINATORS:
+        combinator = COMBINATORS[verb]
+        return Verb(combinator, (), tuple(fields_of(combinator)), steps=combinator.holds[0])
+    if verb in file.visible:
+        return _block_verb(file.visible[verb])
+    op = find_primitive(verb)
+    if op is None:
+        return None
+    fields = field_infos(op)
+    ports = tuple(port.name for port in op.ports)
+    required = (port.name for port in op.ports if not (port.main or port.optional))
+    own = (*(port.name for port in op.ports if not port.main), *fields)
+    return Verb(op, (*required, *(key for key, info in fields.items() if info.is_required())), own, ports)
+
+
+def _block_verb(block: Block) -> Verb:
+    required = (name for name, argument in block.args.items() if argument.default is None)
+    wires = (name for name, argument in block.args.items() if argument.type == "wire")
+    return Verb(block, tuple(required), tuple(block.args), tuple(wires), common=("from", "as", "name"))
+
+
+Entries = dict[str, tuple[Span, Node]]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Step:
+    """One step. Nothing that an incomplete step lacks is reported as missing."""
+
+    verb: str
+    span: Span  # of the verb
+    fields: Entries  # the verb's own arguments
+    common: Entries  # those that every step has
+    name: str = ""  # its namespace: `name:`, else a single `as:`, else the verb
+    name_span: Span | None = None
+    found: Verb | None = None  # None if there is no such verb
+    incomplete: bool = False
+    hides_wires: bool = False  # whether it may define wires that could not be read
+    unreadable: bool = False  # whether it cannot be lowered, which is reported
+    alias: Span | None = None  # where it is repeated with `*anchor`, if it is
+    effort: int = 1  # of reading its arguments once, see `values.effort`
+
+    def __post_init__(self) -> None:
+        given = next((self.common[key] for key in ("name", "as") if _is_scalar(self.common.get(key))), None)
+        self.name, self.name_span = (given[1].text, given[1].span) if given else (self.verb, self.span)  # type: ignore[attr-defined]
+
+    def get(self, key: str) -> Node | None:
+        entry = self.fields.get(key) or self.common.get(key)
+        return entry[1] if entry else None
+
+    def key_span(self, key: str) -> Span:
+        entry = self.fields.get(key) or self.common.get(key)
+        return entry[0] if entry else self.span
+
+    def value_span(self, key: str | None) -> Span:
+        node = self.get(key) if key else None
+        return node.span if node else self.span
+
+    def value(self, key: str | None) -> Node | None:
+        """Return the value of one of the verb's own arguments, unless it names a wire."""
+        if key not in self.fields or (self.found and key in self.found.wires):
+            return None
+        return self.fields[key][1]
+
+    def defined_wires(self) -> list[str]:
+        """Return the names that `as:` defines."""
+        match self.get("as"):
+            case Scalar(text=name):
+                return [name]
+            case Sequence(items=items):
+                return [item.text for item in items if isinstance(item, Scalar)]
+            case Mapping(entries=entries):
+                return list(entries)
+        return []
+
+
+def _is_scalar(entry: tuple[Span, Node] | None) -> bool:
+    return entry is not None and isinstance(entry[1], Scalar)

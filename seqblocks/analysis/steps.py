@@ -1,0 +1,224 @@
+"""From steps to nodes: a list of steps becomes a body, and each step is lowered by what its verb stands for.
+
+How ops, blocks and each combinator are lowered is registered here (`@lowers`). A step that cannot be lowered becomes an
+unknown node, whose outputs have no type: nothing that depends on it reports anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any, TypeVar
+
+from seqblocks import graph
+from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.names import Names
+from seqblocks.analysis.reading import read_step
+from seqblocks.analysis.step import Step
+from seqblocks.combinators import COMBINATORS
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.language.spec import Block, bundled
+from seqblocks.language.vocabulary import instead_of, key_hint, nearest
+from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
+
+MAX_STEPS = 50_000
+MAX_EFFORT = 600_000  # in all layers, see `values.effort`
+MAX_NESTING = 64  # bodies in bodies: torch's calls nest as deeply, and Python bounds them
+
+NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
+
+Lowering = Callable[[Context, Step, Any], graph.Node | None]
+LOWERINGS: dict[type, Lowering] = {}
+L = TypeVar("L", bound=Lowering)
+
+
+def lowers(meaning: type) -> Callable[[L], L]:
+    """Register the function that makes the node of a step whose verb is an Op, a Block or a certain combinator.
+
+    The function is given the context, the step and what the verb stands for. It raises Fault, or returns None after a
+    fault that it has reported or while something is UNKNOWN.
+    """
+
+    def register(function: L) -> L:
+        LOWERINGS[meaning] = function
+        return function
+
+    return register
+
+
+# --- lists of steps ---------------------------------------------------------------------------------------------------
+
+
+def lower_inside(
+    ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None
+) -> graph.Graph:
+    """Lower the steps that a combinator holds, which read value `x`. The wires around them stay visible.
+
+    labels: parts of the names of parameters, after that of the combinator. names: those of the body, if it has its own.
+    """
+    outer = ctx.body
+    spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps costs too
+    assert outer.current
+    path = (*outer.path, outer.current.name, *labels)
+    body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
+    return lower_steps(replace(ctx, names=names or ctx.names, body=body, depth=ctx.depth + 1), steps, x)
+
+
+def lower_steps(
+    ctx: Context, steps: Node | None, x: int, ports: dict[str, int] | None = None
+) -> graph.Graph:
+    """Lower a list of steps in `ctx.body`. ports: values inside, by the names of a block's wire arguments."""
+    body, run = ctx.body, ctx.run
+    first = len(run.types)
+    out = graph.Graph(x, [], x, ports=ports or {})
+    if run.full or not isinstance(steps, Sequence):
+        if steps is not None and not run.full:
+            _report_no_list(ctx, steps)
+        out.result = run.unknown()
+        return out
+    body.value = x
+    body.steps = [read_step(ctx, item) for item in steps.items]
+    for step in body.steps:
+        body.current, body.incomplete = step, body.incomplete or step.hides_wires
+        body.last = lower_step(ctx, step)
+        body.value = body.last.outputs[0]
+        out.nodes.append(body.last)
+    out.result = body.value
+    if body.last and len(body.last.outputs) > 1:
+        message = f"the last step has {len(body.last.outputs)} outputs, and the steps must end in one"
+        ctx.report(Fault("E313", message), body.last.span)
+        out.result = run.unknown()
+    out.captures = _captures(out, first, {x, *(ports or {}).values()})
+    return out
+
+
+def _report_no_list(ctx: Context, steps: Node) -> None:
+    hint = "- silu"
+    if isinstance(steps, Mapping) and steps.entries:
+        hint = f"each step is an item of a list: put '- ' before {listing(steps.entries)}"
+    ctx.report(Fault("E203", "steps must be a list", found=kind_of(steps), hint=hint), steps.span)
+
+
+def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
+    """Return the values that a body reads and does not make: those numbered before its first value."""
+    made = set(own)
+    seen: dict[int, None] = {}
+    for node in body.nodes:
+        read = chain(*node.inputs.values(), *(inner.captures for inner in node.bodies.values()))
+        seen |= dict.fromkeys(v for v in read if v < first and v not in made)
+        made.update(node.outputs)
+    if body.result < first and body.result not in made:
+        seen[body.result] = None
+    return tuple(seen)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def lower_step(ctx: Context, step: Step) -> graph.Node:
+    """Return the node of a step: an unknown one after a fault, or where it depends on what is UNKNOWN."""
+    try:
+        if not (step.unreadable or ctx.run.full):
+            count_steps(ctx, 1)
+            spend(ctx, step.effort)
+            if step.found is None:
+                _report_no_verb(ctx, step)
+            else:
+                meaning = step.found.meaning
+                kind = Block if isinstance(meaning, Block) else Op if issubclass(meaning, Op) else meaning
+                if node := LOWERINGS[kind](ctx, step, meaning):
+                    return node
+    except Fault as fault:
+        ctx.report(fault, step)
+    return _unknown_node(ctx, step)
+
+
+def _unknown_node(ctx: Context, step: Step) -> graph.Node:
+    """Return the node of a step that cannot be lowered, and define its wires."""
+    names = step.defined_wires()
+    outputs = tuple(ctx.run.unknown() for _ in names or [""])
+    for name, value in zip(names, outputs, strict=False):
+        ctx.body.wires.setdefault(name, value)
+    node = graph.Node("unknown", step.name, step.verb, step.span, {}, outputs, None)
+    ctx.body.nodes.setdefault(step.name, node)
+    return node
+
+
+def _report_no_verb(ctx: Context, step: Step) -> None:
+    """Report an unknown verb, unless the file may define it where it could not be read."""
+    if ctx.file.incomplete:
+        return
+    failed = tuple(Note(text) for text in load_plugins())
+    message = f"there is no verb {quote(step.verb)}"
+    ctx.report(Fault("E301", message, hint=lambda: _verb_hint(ctx, step.verb), notes=failed), step)
+
+
+def _verb_hint(ctx: Context, verb: str) -> str:
+    """Return what may be meant by an unknown verb."""
+    verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
+    found = _offered(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
+    return found or _near_bundled(verb) or NO_VERB
+
+
+def _offered(verb: str, visible: Container[str]) -> str | None:
+    """Return what a bundled file of this name, or with a block of this name, offers."""
+    files = files_of_blocks()
+    if verb in files:
+        return f"`use: [{files[verb]}]` brings it in"
+    path = bundled().get(verb)
+    if path is None:
+        return None
+    if path.parent.name == "models":
+        return f"{verb} is a whole model: `seqblocks build {verb}`"
+    blocks = [block for block, file in files.items() if file == verb]
+    there = "is in use, and its blocks are" if all(block in visible for block in blocks) else "brings in"
+    return f"`use: [{verb}]` {there} {listing(blocks)}"
+
+
+def _near_bundled(verb: str) -> str | None:
+    """Return the bundled block that is meant."""
+    files = files_of_blocks()
+    meant = nearest(verb, files)
+    return meant and f"did you mean '{meant}'? `use: [{files[meant]}]` brings it in"
+
+
+@lru_cache(maxsize=1)
+def files_of_blocks() -> dict[str, str]:
+    """Return the bundled blocks, each with the name of its file."""
+    paths = {name: path for name, path in bundled().items() if path.parent.name == "blocks"}
+    texts = ((name, path.read_text(encoding="utf-8")) for name, path in paths.items())
+    return {block: name for name, text in texts for block in re.findall(r"^  (\w+):$", text, re.MULTILINE)}
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
+    """Count steps, nested in `height` bodies below this one.
+
+    Raises Fault (E104) where there are too many, after which nothing is lowered.
+    """
+    run = ctx.run
+    if run.full:  # which is reported
+        return
+    run.steps += steps
+    run.deepest = max(run.deepest, ctx.depth + height)
+    if run.deepest > MAX_NESTING:
+        run.full = True
+        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} in one another")
+    if run.steps > MAX_STEPS:
+        run.full = True
+        raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
+
+
+def spend(ctx: Context, effort: int) -> None:
+    """Count the effort of reading arguments. Raises Fault (E104) as `count_steps` does."""
+    run = ctx.run
+    run.effort += effort
+    if run.effort > MAX_EFFORT and not run.full:
+        run.full = True
+        raise Fault("E104", "the layers of the model have too many arguments", expected=f"at most {MAX_EFFORT:,}")

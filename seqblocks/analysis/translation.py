@@ -1,0 +1,166 @@
+"""From our names of parameters to the official ones, by the `checkpoint:` maps of a model and its blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from seqblocks import graph
+from seqblocks.errors import Fault, RunError
+from seqblocks.graph import Entry, Graph, ModelSpec
+from seqblocks.language.expressions import parse
+from seqblocks.recipes import Name, Recipe
+
+MAX_ALTERNATIVES = 16
+HOLE = re.compile(r"\{([^}]*)\}")  # an index in a name, {layer}
+
+
+@lru_cache(maxsize=1024)
+def index_pattern(ours: str) -> re.Pattern[str]:
+    """A key, or a part of one, with its indices as named groups."""
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
+
+
+def official_name(model: ModelSpec, name: str) -> Any:
+    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
+
+    Where the map gives alternatives, the first. Raises RunError where an index has no name.
+    """
+    return Translator().official(model, name)[0].as_data()
+
+
+class _Match(NamedTuple):
+    """An entry that matches the first `length` parts of a name."""
+
+    length: int
+    fixed: tuple[bool, ...]
+    entry: Entry
+    values: dict[str, int]
+
+    def followed_by(self, after: list[Recipe]) -> list[Recipe]:
+        """The entry's alternatives, each followed by each of these. Raises Fault."""
+        pairs = list(product(self.entry.theirs, after))
+        if len(pairs) > MAX_ALTERNATIVES:
+            raise Fault("E314", f"a parameter has more than {MAX_ALTERNATIVES} alternative names")
+        return [_placed(theirs, self.values, rest) for theirs, rest in pairs]
+
+
+class _Tree:
+    """A map's entries by the parts of their keys."""
+
+    def __init__(self) -> None:
+        self.fixed: dict[str, _Tree] = {}
+        self.patterns: dict[str, _Tree] = {}
+        self.entry: Entry | None = None
+
+    @classmethod
+    def of(cls, table: Iterable[Entry]) -> _Tree:
+        root = cls()
+        for entry in table:
+            at = root
+            for part in entry.ours.split("."):
+                at = (at.patterns if "{" in part else at.fixed).setdefault(part, cls())
+            at.entry = entry
+        return root
+
+    def overlaps(self) -> bool:
+        """Whether two entries may match one name."""
+        below = [*self.fixed.values(), *self.patterns.values()]
+        here = (self.entry and below) or (self.patterns and len(below) > 1)
+        return bool(here) or any(each.overlaps() for each in below)
+
+    def matches(self, parts: list[str]) -> list[_Match]:
+        """The entries that match the beginning of a name, the one that counts first.
+
+        That is the longest; of two, the one with a fixed part where the other has an index.
+        """
+        found: list[_Match] = []
+        self._match(parts, 0, (), {}, found)
+        return sorted(found, key=lambda match: (match.length, match.fixed, match.entry.ours), reverse=True)
+
+    def _match(
+        self, parts: list[str], at: int, fixed: tuple[bool, ...], values: dict[str, int], found: list[_Match]
+    ) -> None:
+        if self.entry:
+            found.append(_Match(at, fixed, self.entry, values))
+        if at == len(parts):
+            return
+        if part := self.fixed.get(parts[at]):
+            part._match(parts, at + 1, (*fixed, True), values, found)
+        for key, below in self.patterns.items():
+            if match := index_pattern(key).fullmatch(parts[at]):
+                more = {index: int(text) for index, text in match.groupdict().items()}
+                below._match(parts, at + 1, (*fixed, False), values | more, found)
+
+
+class Translator:
+    """Translates our names. Keeps what it learns of maps and bodies, so one serves all names of a model."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, _Tree] = {}
+        self._nodes: dict[int, dict[str, graph.Node]] = {}
+
+    def official(self, model: ModelSpec, name: str) -> list[Recipe]:
+        """The alternatives for a parameter. Raises RunError."""
+        try:
+            return self._translated(model.graph, name.split("."), model.checkpoint)
+        except Fault as fault:  # an expression that has no value for these indices
+            raise RunError(f"the checkpoint map has no name for {name}: {fault.message}") from None
+
+    def tree(self, table: tuple[Entry, ...]) -> _Tree:
+        if id(table) not in self._trees:
+            self._trees[id(table)] = _Tree.of(table)
+        return self._trees[id(table)]
+
+    def _translated(self, body: Graph, parts: list[str], table: tuple[Entry, ...]) -> list[Recipe]:
+        found = self.tree(table).matches(parts)
+        if not found:
+            return self.after(body, parts, 0)
+        return found[0].followed_by(self.after(body, parts, found[0].length))
+
+    def after(self, body: Graph, parts: list[str], count: int) -> list[Recipe]:
+        """What follows the first `count` parts of a name: as it is, up to the next block, whose map has the rest."""
+        node, end = self._block(body, parts, count)
+        if node is None:
+            return [Name(".".join(parts[count:]))]
+        inside = self._translated(node.bodies[""], parts[end:], node.checkpoint)
+        return [_placed(Name(".".join(parts[count:end])), {}, rest) for rest in inside]
+
+    def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
+        """The first block on a name's way whose own name ends at or after part `count`, and where it ends."""
+        at = 0
+        while at < len(parts):
+            if id(body) not in self._nodes:
+                self._nodes[id(body)] = {node.name: node for node in body.nodes}
+            node = self._nodes[id(body)].get(parts[at])
+            at += 1
+            if node is None or not node.bodies or at == len(parts):
+                return None, at
+            if node.kind == "block" and at >= count:
+                return node, at
+            if parts[at] in node.directions:
+                at += 1
+            if "" in node.bodies:
+                body = node.bodies[""]
+            elif at < len(parts) and parts[at] in node.bodies:
+                body = node.bodies[parts[at]]
+                at += 1
+            else:
+                return None, at
+        return None, at
+
+
+def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
+    """The official side with its indices filled in and the rest of the name appended. Raises Fault."""
+
+    def fill(text: str, tail: str) -> str:
+        return graph.join(HOLE.sub(lambda m: str(parse(m[1]).evaluate(values)), text), tail)
+
+    if isinstance(rest, Name):
+        return theirs.renamed(lambda text: fill(text, rest.official))
+    if not isinstance(theirs, Name):
+        raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for a parameter")
+    return rest.renamed(lambda text: fill(theirs.official, text))

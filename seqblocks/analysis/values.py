@@ -1,0 +1,301 @@
+"""From the text of an argument to its value.
+
+Whether a text is an expression, a word or a flag is decided by the argument's type, never by how it looks. A value that
+cannot be read is reported and UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.names import Compute, shown_value
+from seqblocks.analysis.step import Step
+from seqblocks.errors import Fault, Span, listing, quote
+from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
+from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse
+from seqblocks.language.spec import is_name
+from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.op import FieldKind, Op, field_infos, fields_of
+
+MAX_VALUES = 100_000  # in a list, with those of the lists in it
+_TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
+
+
+# --- all arguments of a step ------------------------------------------------------------------------------------------
+
+
+def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
+    """Return the arguments of a step as a model, or None after a fault or while a value is UNKNOWN."""
+    fields = fields_of(cls)
+    values: dict[str, Any] = {}
+    for key, (_, node) in step.fields.items():
+        if key in fields:
+            value = argument(ctx, node, fields[key])
+            values[key] = plain(node) if value is node and issubclass(cls, Op) else value
+        elif issubclass(cls, Op) and cls.open_keys and step.value(key):
+            values[key] = number(ctx, node, whole=True)
+    for key in _inheriting(cls, ctx.run.input_kind):
+        values.setdefault(key, ctx.run.input_features)
+    for value in values.values():
+        if value is UNKNOWN or (isinstance(value, list) and UNKNOWN in value):
+            return None
+    try:
+        made = cls.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors():
+            _report_invalid(ctx, step, cls, item)
+        return None
+    return None if step.incomplete else made
+
+
+@lru_cache(maxsize=1024)
+def _inheriting(cls: type[BaseModel], kind: str) -> list[str]:
+    """Return the arguments that default to the width of a model's input of this kind."""
+    extras = ((key, info.json_schema_extra) for key, info in field_infos(cls).items())
+    return [key for key, extra in extras if isinstance(extra, dict) and extra.get("inherit") == kind]
+
+
+def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -> None:
+    """Report an error that pydantic found, unless the step is incomplete and an argument is missing."""
+    key = str(item["loc"][0]) if item["loc"] else None
+    if item["type"] == "missing":
+        info = field_infos(cls).get(key or "")
+        hint = f"{key}: {info.description if info else None}"
+        if not step.incomplete:
+            ctx.report(Fault("E202", f"{step.verb} needs {quote(key or '?')}", hint=hint), step.span)
+        return
+    message = item["msg"][0].lower() + item["msg"][1:]
+    code = "E203" if "type" in item["type"] or "parsing" in item["type"] else "E209"
+    message = message.removeprefix("input should be ").removeprefix("value error, ")
+    found = str(item["input"])[:60]
+    ctx.report(Fault(code, f"{key} of {step.verb} must be {message}", at=key, found=found), step)
+
+
+# --- one argument -----------------------------------------------------------------------------------------------------
+
+
+def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    """Return the value of an argument whose field is of `kind`; the node itself where the field takes any value."""
+    match kind.kind:
+        case "number":
+            return number(ctx, node, kind.whole, kind.optional)
+        case "flag":
+            return _flag(ctx, node, kind)
+        case "word":
+            return _word(ctx, node, kind)
+        case "words":
+            return _words(ctx, node, kind)
+    return node
+
+
+def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False) -> Any:
+    """Return a number, or the value of an expression."""
+    value: Any = UNKNOWN
+    fault = None
+    match node:
+        case Scalar(value=None) if optional:
+            return None
+        case Scalar(value=str(text)):
+            value = evaluate(ctx, text, node)
+            if value is UNKNOWN or (value is None and optional):
+                return value
+            found = f"{quote(text)}, which is {shown_value(value)}"
+            fault = Fault("E203", "a number is needed here", found=found)
+        case Scalar():
+            value = node.value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        needed = "a number or an expression is needed here"
+        ctx.report(fault or Fault("E203", needed, found=kind_of(node)), node if fault else node.span)
+        return UNKNOWN
+    return value if isinstance(value, int) and abs(value) <= MAX_MAGNITUDE else _in_range(ctx, node, value, whole)
+
+
+def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
+    """Return a number, whole if it must be; report it where it is too large or has a fraction."""
+    if isinstance(value, float) and not math.isfinite(value):
+        fault = Fault("E203", "a finite number is needed here", found=f"{value:g}")
+    elif abs(value) > MAX_MAGNITUDE:
+        fault = Fault("E504", "the number is too large", expected="at most 10^18")
+    elif whole and value != int(value):
+        hint = "use ceil(…), floor(…) or // for a whole number"
+        fault = Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint)
+    else:
+        return int(value) if whole else value
+    ctx.report(fault, node)
+    return UNKNOWN
+
+
+def evaluate(ctx: Context, text: str, node: Scalar) -> Any:
+    """Return the value of an expression. A bare name may be of any kind of value."""
+    try:
+        if text.isidentifier() and text in ctx.names:
+            return ctx.names[text]
+        return parse(text).evaluate(ctx.names)
+    except NameFault as fault:
+        ctx.report(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
+    except Fault as fault:
+        ctx.report(fault, node)
+    return UNKNOWN
+
+
+def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    if isinstance(node, Scalar):
+        if isinstance(node.value, bool) or (node.value is None and kind.optional):
+            return node.value
+        if isinstance(node.value, str):
+            word = node.text.lower()
+            found, hint = kind_of(node), None
+            if word in _TRUTHS:
+                hint = f"YAML 1.2 knows only true and false: write {_TRUTHS[word]}"
+            elif word in ("true", "false"):
+                found, hint = "text in quotes", f"leave the quotes out: {word}"
+            if hint and node.text not in ctx.names:
+                ctx.report(Fault("E203", "true or false is needed here", found=found, hint=hint), node.span)
+                return UNKNOWN
+            value = evaluate(ctx, node.text, node)
+            if isinstance(value, bool) or value is UNKNOWN:
+                return value
+    ctx.report(Fault("E203", "true or false is needed here", found=kind_of(node)), node)
+    return UNKNOWN
+
+
+def _words(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    """Return a word, or a list of words."""
+    if not isinstance(node, Sequence):
+        return _word(ctx, node, kind)
+    each = kind._replace(choices=()) if kind.free else kind
+    items = [_word(ctx, item, each) for item in node.items]
+    return UNKNOWN if UNKNOWN in items else items
+
+
+def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
+    """Return a legal word, or the value of a name."""
+    if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
+        ctx.report(Fault("E203", "a word is needed here", expected=_choices(kind), found=kind_of(node)), node.span)
+        return UNKNOWN
+    text = node.text
+    if node.value is None or text in kind.choices:
+        return None if node.value is None else text
+    if text in ctx.names:
+        return _named_word(ctx, node, kind)
+    if not kind.choices and isinstance(node.value, str):
+        return text
+    hint = partial(_word_hint, text, kind, ctx.names)
+    fault = Fault("E208", f"{quote(text)} is not a legal word here", expected=_choices(kind), hint=hint)
+    ctx.report(fault, node.span)
+    return UNKNOWN
+
+
+def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
+    value = ctx.names[node.text]
+    if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
+        return value
+    if isinstance(value, list) and kind.kind == "words":
+        return value
+    message = f"{shown_value(value)} is not a legal word for {node.text}"
+    hint = partial(_word_hint, value, kind) if isinstance(value, str) else None
+    ctx.report(Fault("E208", message, expected=_choices(kind), hint=hint), node)
+    return UNKNOWN
+
+
+def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | None:
+    """Return what may be meant by a word that is not legal."""
+    if word.lower() in ("bidirectional", "bidirection", "bidir", "bi", "both") and "reverse" in kind.choices:
+        return "[forward, reverse] runs both ways"
+    return did_you_mean(word, [*kind.choices, *names])
+
+
+def _choices(kind: FieldKind) -> str:
+    return f"one of {listing(kind.choices)}" if kind.choices else "a word"
+
+
+# --- values without a declared type -----------------------------------------------------------------------------------
+
+
+class Values(list[Any]):
+    """A list in `let:` or an argument, with how many values it has (those of inner lists included)."""
+
+    __slots__ = ("depth", "size")
+    size: int
+    depth: int
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self.size = 1 + sum(value.size if isinstance(value, Values) else 1 for value in self)
+        self.depth = 1 + max((value.depth for value in self if isinstance(value, Values)), default=0)
+
+
+def free_value(ctx: Context, node: Node) -> Any:
+    """Return the value of a `let:` entry or a default: a number, word, flag, list or mapping."""
+    if isinstance(node, Sequence):
+        values = Values(free_value(ctx, item) for item in node.items)
+        if values.size > MAX_VALUES or values.depth > MAX_DEPTH:
+            expected = f"at most {MAX_VALUES:,} values, {MAX_DEPTH} lists in one another"
+            ctx.report(Fault("E104", "the list is too large", expected=expected), node.span)
+            return UNKNOWN
+        return values
+    if isinstance(node, Mapping):
+        return plain(node)
+    assert isinstance(node, Scalar)
+    if not isinstance(node.value, str):
+        return node.value
+    if node.text.isidentifier() and node.text not in ctx.names:
+        return node.text  # a word
+    return evaluate(ctx, node.text, node)
+
+
+def add_let(ctx: Context, let: Mapping | None) -> None:
+    """Add the entries of `let:` to the names in scope."""
+    if let is None:
+        return
+    ctx.names.incomplete |= let.incomplete
+    for key, span, value in let:
+        if is_name(ctx.run.report, key, span, key=True):
+            ctx.names.pending[key] = _computed(ctx, span, value)
+            ctx.names.written[key] = (value, ctx.names)
+        else:
+            ctx.names.incomplete = True
+
+
+def _computed(ctx: Context, span: Span, node: Node) -> Compute:
+    def compute(ring: list[str]) -> Any:
+        if not ring:
+            return free_value(ctx, node)
+        ctx.report(Fault("E505", f"let entries need each other: {' -> '.join(ring)}"), span)
+        return UNKNOWN
+
+    return compute
+
+
+def compute_let(ctx: Context, let: Mapping | None) -> None:
+    """After all steps of a scope: note which entries of `let:` no step used, and compute those too."""
+    for key, _, node in let or ():
+        unused = key in ctx.names.pending
+        ctx.run.unread[id(node)] = ctx.run.unread.get(id(node), True) and unused
+    ctx.names.compute_all()
+
+
+# --- what reading costs -----------------------------------------------------------------------------------------------
+
+
+def effort(node: Node) -> int:
+    """Return the cost of reading a value, in units of about 5 us: long expressions count for several."""
+    match node:
+        case Scalar():
+            return 1 + len(node.text) // 8
+        case Sequence():
+            return 1 + sum(map(effort, node.items))
+        case Mapping():
+            return 1 + sum(effort(value) for _, _, value in node)
+    return 1
+
+
+def size(value: Any) -> int:
+    """Return the cost of comparing a value, in the units of `effort`."""
+    return value.size if isinstance(value, Values) else len(value) // 16 if isinstance(value, str) else 0

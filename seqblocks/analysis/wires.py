@@ -1,0 +1,192 @@
+"""Wires: what a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.step import Step
+from seqblocks.errors import Fault, Note, listing, quote
+from seqblocks.language.document import Node, Scalar, Sequence, kind_of
+from seqblocks.language.vocabulary import did_you_mean
+from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive, ids_are_no_numbers
+from seqblocks.types import Wire, show_axes
+
+Values = tuple[int, ...]  # numbers of values: several where a port joins wires
+
+
+def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
+    """Return the values that a port reads; None where it is optional, or missing, and no wire is given."""
+    entry = step.fields.get(port.name)
+    given = step.common.get("from") if port.main else None
+    if entry and given:
+        raise Fault("E210", f"the input is given twice: as `from` and as `{port.name}`", at=port.name)
+    entry = entry or given
+    if entry:
+        return read_wires(ctx, entry[1], port.joins)
+    if not port.main:
+        return None
+    last = ctx.body.last
+    if last and len(last.outputs) > 1:
+        labels = listing(ctx.run.labels[value] for value in last.outputs)
+        message = f"the step above has {len(last.outputs)} outputs: name the one that this step reads"
+        raise Fault("E313", message, expected=f"from: one of {labels}")
+    return (ctx.body.value,)
+
+
+def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
+    """Return the values of the wires that a node names; an unknown one after a fault."""
+    if not isinstance(node, Sequence):
+        return (_wire(ctx, node),)
+    if joins and node.items:
+        return tuple(_wire(ctx, item) for item in node.items)
+    fault = Fault("E411", "the list of wires is empty")
+    if not joins:
+        names = listing(item.text for item in node.items if isinstance(item, Scalar))
+        hint = f"join them in a step above, `linear: {{from: [{names}], features: …}}`, and read its output"
+        fault = Fault("E410", "this input takes one wire, not a list", hint=hint)
+    ctx.report(fault, node.span)
+    return (ctx.run.unknown(),)
+
+
+def _wire(ctx: Context, node: Node) -> int:
+    """Return the value of a wire; an unknown one after a fault."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        ctx.report(Fault("E203", "the name of a wire is needed here", found=kind_of(node)), node.span)
+    elif node.value in ctx.body.wires:
+        return ctx.body.wires[node.value]
+    elif not ctx.body.incomplete:
+        ctx.report(_no_wire(ctx, node.value), node.span)
+    return ctx.run.unknown()
+
+
+def _no_wire(ctx: Context, name: str) -> Fault:
+    known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
+    expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
+    message = f"there is no wire {quote(name)} at this point"
+    return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
+
+
+def _wire_hint(ctx: Context, name: str) -> str:
+    if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
+        return "it is an output of this step, and a step reads only outputs of steps above it"
+    if any(name in step.defined_wires() for step in ctx.body.steps):
+        return "it is defined further down, and a step reads only outputs of steps above it"
+    if name in builtin_verbs() or name in ctx.file.visible:
+        return _verb_as_wire(name, ctx.body.current)
+    return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
+
+
+def _open_steps(body: Body | None) -> Iterator[Step]:
+    """Yield the step that is being lowered, and those around it."""
+    while body:
+        if body.current:
+            yield body.current
+        body = body.outer
+
+
+def _verb_as_wire(name: str, step: Step | None) -> str:
+    """Return a hint where the name of a verb is written in place of a wire."""
+    op = find_primitive(step.verb) if step else None
+    activation = fields_of(op).get("activation") if op else None
+    if step and activation and name in activation.choices:
+        keys = (key for key, (_, node) in step.fields.items() if isinstance(node, Scalar) and node.text == name)
+        key = next(keys, "from")
+        return f"an activation has a key of its own: `{step.verb}: {{{key}: …, activation: {name}}}`"
+    return f"'{name}' is a verb: name its output, `- {name}: {{as: a}}`, and read `a`"
+
+
+# --- the types of what is read ----------------------------------------------------------------------------------------
+
+
+def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire | None:
+    """Return the type that arrives at a port; None while it is UNKNOWN, or where nothing is read."""
+    if values is None:
+        return None
+    for value in values:
+        wire = ctx.run.types[value]
+        if wire and wire.kind not in port.kinds:
+            _report_kind(ctx, step, port, value, wire)
+            return None
+    return wire if len(values) == 1 else _joined(ctx, step, values)
+
+
+def _report_kind(ctx: Context, step: Step, port: Port, value: int, wire: Wire) -> None:
+    maker = ctx.run.makers.get(value)
+    made = f"made by {maker.verb}" if maker else "the model's input"
+    span = maker.span if maker else wire.origin.span if wire.origin else None
+    fault = Fault(
+        "E403",
+        f"{step.verb} cannot read {_a(wire.kind)}",
+        at=port.name if port.name in step.fields else "from",
+        expected=" or ".join(_a(kind) for kind in port.kinds),
+        found=f"{wire}",
+        notes=[Note(f"`{ctx.run.labels[value]}` is {wire}: {made}", span)],
+        hint=_KIND_HINTS.get((wire.kind, port.kinds[0])),
+    )
+    ctx.report(fault, step)
+
+
+def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
+    """Return the type of wires that are joined along their features; None while one of them is UNKNOWN."""
+    known = [wire for value in values if (wire := ctx.run.types[value])]
+    if len(known) < len(values):
+        return None
+    fault = None
+    if known[0].kind == "tokens":
+        fault = ids_are_no_numbers(known[0], "joined", ctx.run.labels[values[0]])
+    elif len({(wire.kind, wire.places) for wire in known}) > 1:
+        found = listing(f"{ctx.run.labels[value]} {wire}" for value, wire in zip(values, known, strict=True))
+        fault = Fault("E406", "joined wires must agree in everything but features", found=found)
+    if fault:
+        ctx.report(fault, step)
+        return None
+    return known[0].with_features(sum(wire.features for wire in known))
+
+
+def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
+    """Return whether the inputs of a step are of one kind and have as many tokens; report it if not."""
+    last, like = "", None
+    for port, wire in zip(ports, wires, strict=True):
+        if wire is None:
+            continue
+        same = like is None or (wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid)
+        if like and not same and (wire.kind, wire.places) != (like.kind, like.places):
+            ctx.report(_other_length(step, port.name, wire, last, like), step)
+            return False
+        last, like = port.name, wire
+    return True
+
+
+def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
+    size = "the size of" if like.kind == "image" else "as many tokens as"
+    same = f" of {size} {first}" if like.places else ""
+    return Fault(
+        "E406",
+        f"{name} must be {_a(like.kind)}{same}",
+        at=name if name in step.fields else None,
+        expected=show_axes(like.with_features(wire.features).axes),
+        found=f"{wire}",
+    )
+
+
+def _a(kind: str) -> str:
+    return {"image": "an image", "tokens": "token numbers", "sequence": "a sequence", "vector": "a vector"}[kind]
+
+
+_KIND_HINTS = {
+    ("image", "sequence"): "cut the image into tokens first, with patch_embed",
+    ("tokens", "sequence"): "look the tokens up first, with embed",
+    ("sequence", "vector"): "pool the sequence first, with pool",
+    ("vector", "sequence"): "the sequence was pooled before; move this step above the pooling",
+    **dict.fromkeys(
+        (("sequence", "tokens"), ("vector", "tokens"), ("image", "tokens")),
+        "only `input: {tokens: vocabulary}` gives token numbers: leave this step out where the input has features",
+    ),
+    **dict.fromkeys(
+        (("sequence", "image"), ("vector", "image"), ("tokens", "image")),
+        "only `input: {image: {size: 224, channels: 3}}` gives an image, and to_image makes one of its tokens",
+    ),
+    ("tokens", "vector"): "look the tokens up with embed and pool them with pool first",
+}
