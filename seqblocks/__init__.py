@@ -1,6 +1,6 @@
-"""seqblocks: a YAML spec says what a sequence model is; seqblocks proves it adds up, then builds it.
+"""Describe a sequence model in YAML; seqblocks checks it, then builds it as a PyTorch module.
 
-Importing this does not import torch, `build` does; and `seqblocks.kernels` needs torch alone.
+Importing this does not import torch; `build` does. `seqblocks.kernels` needs nothing but torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.runtime.builder import build, build_model, build_text
 
-# imported on first use: the first need torch, all need pydantic, and `check` is as fast as its imports
+# Imported on first use: some need torch, all need pydantic, and most of the time of `check` is imports.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
 _LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")

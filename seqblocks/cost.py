@@ -8,13 +8,13 @@ from seqblocks.graph import Graph, ModelSpec
 from seqblocks.language.vocabulary import did_you_mean
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
-DTYPES = tuple(name for name in BYTES if name != "int64")  # that a model may have
+DTYPES = tuple(name for name in BYTES if name != "int64")  # of a model
 SHORT = {"f32": "float32", "fp32": "float32", "f16": "float16", "fp16": "float16", "half": "float16"}
 SHORT |= {"bf16": "bfloat16", "f64": "float64", "fp64": "float64", "double": "float64", "float": "float32"}
 
 
 def dtype_named(text: str, what: str) -> str:
-    """A model's dtype by any of its usual names, or as torch prints it. UsageError, which says `what` is wrong."""
+    """Return a model's dtype by any of its usual names, torch's included. `what` begins the message of a UsageError."""
     name = text.removeprefix("torch.")
     name = SHORT.get(name, name)
     if name not in DTYPES:
@@ -24,68 +24,71 @@ def dtype_named(text: str, what: str) -> str:
 
 
 def state_bytes(body: Graph, dtype: str) -> int:
-    """Bytes of the state of one sequence, for a model of `dtype`."""
-    total = 0
-    for node in graph.walk(body):
-        total += sum(s.numel * BYTES[dtype if s.dtype == "model" else s.dtype] for s in node.state.values())
-    return total
+    """Return the bytes of the state of one sequence, for a model of `dtype`."""
+    states = (state for node in graph.walk(body) for state in node.state.values())
+    return sum(s.numel * BYTES[dtype if s.dtype == "model" else s.dtype] for s in states)
 
 
 def params_bytes(body: Graph, dtype: str) -> int:
-    """Bytes of the parameters, tied ones once."""
-    every = (item.parameter for item in graph.parameters(body) if item.tied is None)
-    return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in every)
+    """Return the bytes of the parameters, tied ones once."""
+    parameters = (item.parameter for item in graph.parameters(body) if item.tied is None)
+    return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in parameters)
 
 
 def macs(body: Graph, tokens: int | None) -> float | None:
-    """Multiply-accumulates per token of the sequence; a step behind a pooling is shared by all `tokens`."""
-    total = 0.0
-    for node in body.nodes:
-        here = node_macs(node, tokens)
-        if here is None:
-            return None
-        total += here
-    return total
+    """Return multiply-accumulates per token of the sequence. A step after a pooling is shared by all `tokens`."""
+    return _sum([node_macs(node, tokens) for node in body.nodes])
 
 
 def node_macs(node: graph.Node, tokens: int | None) -> float | None:
-    """Of one node, per token."""
+    """Return multiply-accumulates per token of one node; None where they depend on an open number of tokens."""
     if node.bodies:
-        inside = [macs(body, tokens) for body in node.bodies.values()]
-        if any(m is None for m in inside):
-            return None
-        return sum(m for m in inside if m is not None) * max(1, len(node.directions))
-    here = node.macs_at(tokens)
-    if node.type and node.type.kind == "vector" and here:
-        return here / tokens if tokens else None
-    return here / node.type.every if node.type else float(here)
+        return _inside(node, [macs(body, tokens) for body in node.bodies.values()])
+    own = node.macs_at(tokens)
+    if node.type and node.type.kind == "vector" and own:
+        return own / tokens if tokens else None
+    return own / node.type.every if node.type else float(own)
 
 
 def input_macs(body: Graph, tokens: int | None) -> float | None:
-    """Multiply-accumulates for one whole input, each step at the number of tokens that it has itself."""
-    each = [node_input_macs(node, tokens) for node in body.nodes]
-    return None if None in each else sum(m for m in each if m is not None)
+    """Return multiply-accumulates of one whole input, each step at its own number of tokens."""
+    return _sum([node_input_macs(node, tokens) for node in body.nodes])
 
 
 def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
-    """Of one node, for one whole input."""
+    """Return multiply-accumulates of one node for one whole input; None where the number of tokens is open."""
     if node.bodies:
-        inside = [input_macs(body, tokens) for body in node.bodies.values()]
-        return None if None in inside else sum(m for m in inside if m is not None) * max(1, len(node.directions))
-    here = node.macs_at(tokens)
-    if not here or not node.type or node.type.kind == "vector":
-        return float(here)
+        return _inside(node, [input_macs(body, tokens) for body in node.bodies.values()])
+    own = node.macs_at(tokens)
+    if not own or not node.type or node.type.kind == "vector":
+        return float(own)
     if isinstance(node.type.length, int):
-        return float(here * node.type.length)
-    return here * tokens / node.type.every if tokens else None
+        return float(own * node.type.length)
+    return own * tokens / node.type.every if tokens else None
+
+
+def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:
+    total = _sum(bodies)
+    return None if total is None else total * max(1, len(node.directions))
+
+
+def _sum(parts: list[float | None]) -> float | None:
+    """Add up; None if a part is unknown."""
+    total = 0.0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total
 
 
 def count_state(body: Graph) -> int:
-    return sum(s.numel for node in graph.walk(body) for s in node.state.values())
+    """Return the numbers of the state of one sequence."""
+    return sum(state.numel for node in graph.walk(body) for state in node.state.values())
 
 
 def tokens_of(model: ModelSpec) -> int | None:
-    """Tokens of one input: the longest sequence's length, where it is known."""
+    """Return the tokens of one input: the longest sequence's length, where it is known."""
     wires = [model.input, *(node.type for node in graph.walk(model.graph))]
     lengths = [w.length for w in wires if w and isinstance(w.length, int)]
     return max(lengths, default=None)

@@ -1,6 +1,6 @@
-"""What an op owns and what it carries: declarations that are counted before anything is allocated.
+"""Declarations of parameters and states, and initialisers.
 
-The validator sums these tables and the builder allocates from them, so the analytic count is the built count.
+The analysis counts these tables and the builder allocates from them, so the two counts agree.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, Expression, parse, syntax_tree
+from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree
 from seqblocks.language.vocabulary import did_you_mean
 
-SMALLEST, LARGEST = 1e-18, 1e18  # of an initialiser's numbers that are not 0: draws are then finite in float32
+SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that draws are finite in float32
 
 
 class Init(NamedTuple):
@@ -31,8 +31,8 @@ class Init(NamedTuple):
 class Parameter(NamedTuple):
     """One learned tensor of an op.
 
-    `fan_in` is what the initialisers that scale with it use (default: the product of all axes but the first).
-    `decay` says whether weight decay is customary for it. `full_precision` keeps it float32 in a half-precision model.
+    fan_in: for the initialisers that scale with it (default: the product of all axes but the first). decay: whether
+    weight decay is customary. full_precision: whether it is float32 in a half-precision model.
     """
 
     shape: tuple[int, ...]
@@ -47,9 +47,9 @@ class Parameter(NamedTuple):
 
 
 class State(NamedTuple):
-    """One tensor that an op carries along the sequence: shape without the batch axis.
+    """One tensor that an op carries along the sequence; the shape is without the batch axis.
 
-    dtype "float32" stays so whatever the model's dtype is (stabilisers, accumulators); "model" follows the model.
+    dtype: "model" is the model's; "float32" does not follow it (stabilisers, accumulators), except to float64.
     """
 
     shape: tuple[int, ...]
@@ -62,9 +62,9 @@ class State(NamedTuple):
 
 
 class Initialiser(NamedTuple):
-    """What `init:` may name: parameter names with defaults (None: must be given), and one line of explanation.
+    """What `init:` may name. arguments: names with defaults, None where there is none; about: a line for the docs.
 
-    `holds` is what must be true of the numbers, as an expression over their names.
+    holds: what must be true of the numbers, as expressions over their names.
     """
 
     arguments: tuple[tuple[str, float | None], ...]
@@ -79,7 +79,7 @@ INITIALISERS: dict[str, Initialiser] = {
     "normal": Initialiser((("mean", 0.0), ("std", 1.0)), "normal distribution", ("std >= 0",)),
     "uniform": Initialiser((("low", None), ("high", None)), "uniform between low and high", ("low <= high",)),
     "trunc_normal": Initialiser(
-        (("std", 0.02),), "normal(0, std), redrawn beyond two absolute units", ("std > 0", "std <= 1e6")
+        (("std", 0.02),), "normal(0, std), redrawn outside [-2, 2]", ("std > 0", "std <= 1e6")
     ),
     "linspace": Initialiser((("first", None), ("last", None)), "evenly spaced from first to last over the last axis"),
     "fan_in_uniform": Initialiser((), "uniform within 1/sqrt(fan in): torch's default for Linear and Conv"),
@@ -91,7 +91,7 @@ INITIALISERS: dict[str, Initialiser] = {
     "log_range": Initialiser((), "log(1), log(2), … over the last axis (the decay rates of S4D-real)"),
     "inverse_softplus": Initialiser(
         (("low", 1e-3), ("high", 0.1), ("floor", 1e-4)),
-        "what a softplus turns into steps between low and high, evenly in their logarithm, at least floor",
+        "softplus of it is log-uniform between low and high, and at least floor",
         ("low > 0", "low <= high", "floor > 0"),
     ),
     "powerlaw": Initialiser(
@@ -106,7 +106,7 @@ INITIALISERS: dict[str, Initialiser] = {
 
 
 def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
-    """`normal(0, 0.1)` or `normal(std=0.1)` as an Init; arguments may be expressions. None while a name is UNKNOWN.
+    """Return `normal(0, 0.1)` or `normal(std=0.1)` as an Init; numbers may be expressions. None if one is UNKNOWN.
 
     Raises Fault (E408, E209, and what expressions raise).
     """
@@ -119,34 +119,18 @@ def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
             expected=f"one of {listing(INITIALISERS, 20)}",
             hint=did_you_mean(name, INITIALISERS),
         )
-    wanted = dict(known.arguments)
-    in_order = sum(key is None for key, _ in numbers)
-    said = [*list(wanted)[:in_order], *(key for key, _ in numbers if key)]
-    count = len(numbers)
-    unknown = next((each for each in said if each not in wanted), None)
-    if unknown or len(set(said)) < count or any(default is None and a not in said for a, default in wanted.items()):
-        signature = f"{name}({', '.join(a if d is None else f'{a}={d:g}' for a, d in wanted.items())})"
-        what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
-        raise Fault("E408", f"{name} does not {what}", expected=signature)
-    values: dict[str, Any] = {**wanted}
-    for key, (_, number) in zip(said, numbers, strict=True):
-        values[key] = _evaluate(number, names)
+    values: dict[str, Any] = dict(known.arguments)
+    for key, number in _by_name(name, known, numbers).items():
+        values[key] = parse(number).evaluate(names)
     if any(value is UNKNOWN for value in values.values()):
         return None
-    for key, value in values.items():
-        if value and not SMALLEST <= abs(value) <= LARGEST:
-            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
-            raise Fault("E209", f"{key} of {name} is out of range", expected=expected, found=f"{value:g}")
-    for law in known.holds:
-        if not parse(law).evaluate(values):
-            found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
-            raise Fault("E209", f"{quote(text)} cannot be drawn from", expected=law, found=found)
+    _check_values(text, name, known, values)
     return Init(name, tuple(float(value) for value in values.values()))
 
 
 @lru_cache(maxsize=1024)
 def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
-    """What an initialiser's text calls, and its numbers: each with its name, None where it stands in order."""
+    """Return the name of an initialiser and its numbers, each with its keyword or None."""
     if len(text) > MAX_LENGTH:
         raise Fault("E504", "the initialiser is too long", expected=f"at most {MAX_LENGTH} characters")
     match syntax_tree(text):
@@ -159,6 +143,27 @@ def _call(text: str) -> tuple[str, list[tuple[str | None, str]]]:
             raise Fault("E408", f"{quote(text)} is not an initialiser", expected="a name, or name(numbers)")
 
 
-def _evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    expression: Expression = parse(text)
-    return expression.evaluate(names)
+def _by_name(name: str, known: Initialiser, numbers: list[tuple[str | None, str]]) -> dict[str, str]:
+    """Return the numbers by parameter name. Raise Fault E408 for an unknown one, too many or too few."""
+    defaults, count = dict(known.arguments), len(numbers)
+    in_order = list(defaults)[: sum(key is None for key, _ in numbers)]
+    keys = [*in_order, *(key for key, _ in numbers if key)]
+    unknown = next((key for key in keys if key not in defaults), None)
+    missing = any(default is None and key not in keys for key, default in defaults.items())
+    if unknown or missing or len(set(keys)) < count:
+        signature = f"{name}({', '.join(key if d is None else f'{key}={d:g}' for key, d in defaults.items())})"
+        what = f"know {quote(unknown)}" if unknown else f"take {count} number{'s' if count != 1 else ''}"
+        raise Fault("E408", f"{name} does not {what}", expected=signature)
+    return {key: number for key, (_, number) in zip(keys, numbers, strict=True)}
+
+
+def _check_values(text: str, name: str, known: Initialiser, values: Mapping[str, Any]) -> None:
+    """Raise Fault E209 for numbers that cannot be drawn from."""
+    for key, value in values.items():
+        if value and not SMALLEST <= abs(value) <= LARGEST:
+            expected = f"0, or a number between {SMALLEST:g} and {LARGEST:g} in magnitude"
+            raise Fault("E209", f"{key} of {name} is out of range", expected=expected, found=f"{value:g}")
+    for law in known.holds:
+        if not parse(law).evaluate(values):
+            found = ", ".join(f"{key}: {value:g}" for key, value in values.items())
+            raise Fault("E209", f"{quote(text)} cannot be drawn from", expected=law, found=found)

@@ -176,14 +176,14 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
 
 
 def _assert_state(name: str, state: Any, expected: States, batch: int) -> None:
-    assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is no dict"
+    assert isinstance(state, dict), f"{name}: state: {type(state).__name__} is not a dict"
     assert set(state) == set(expected), f"{name}: state: {sorted(state)} is not {sorted(expected)}, as declared"
     for key, item in expected.items():
         _assert_shape(f"{name}: state {key}", state[key], [batch, *item.shape])
 
 
 def _assert_shape(what: str, found: Any, expected: list[int]) -> None:
-    assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is no tensor"
+    assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is not a tensor"
     assert list(found.shape) == expected, f"{what}: {list(found.shape)} is not {expected}, as declared"
 
 

@@ -36,7 +36,7 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
 def _check_argument(tensors: Any) -> None:
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
-        raise UsageError(f"load_official wants the official state dict (torch.load or safetensors read it), not {kind}")
+        raise UsageError(f"load_official needs the official state dict (torch.load or safetensors read it), not {kind}")
     if not any(isinstance(value, Tensor) for value in tensors.values()):
         for key, value in tensors.items():
             if isinstance(value, Mapping) and any(isinstance(inner, Tensor) for inner in value.values()):

@@ -1,4 +1,4 @@
-"""What a saved file says besides its tensors, and its checksums."""
+"""The record of a saved file: its spec and its checksums, besides the tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqblocks.errors import UnavailableError
 
 FORMAT = 2
 
-# The types of its entries; a pair says those of the keys and values of a mapping.
+# The types of its entries; a pair is those of the keys and values of a mapping.
 ENTRIES: dict[str, type | tuple[type, type]] = {
     "format": int,
     "name": str,

@@ -53,8 +53,8 @@ def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
 def check_writable(model: SequenceModel) -> None:
     """Raise RunError unless the parameters of the spec are there and can be filled. There may be other tensors."""
     shapes = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
-    every: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    tensors = {name: every[name] for name in shapes if name in every}
+    found: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tensors = {name: found[name] for name in shapes if name in found}
     _check_own(tensors, shapes)
     for name, tensor in tensors.items():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

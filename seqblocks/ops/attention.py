@@ -24,16 +24,16 @@ class Attention(Op):
     reads = "past"
     heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
     kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
-    window: int = argument(0, "tokens that are seen, oneself included (0: all)", ge=0)
+    window: int = argument(0, "tokens that are seen, its own included (0: all)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
-    scale: float = argument(0.0, "what scores are multiplied by (0: 1 / sqrt(D))", ge=0)
+    scale: float = argument(0.0, "factor of the scores (0: 1 / sqrt(D))", ge=0)
     causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
-    cache: int = argument(2048, "tokens that a stream may hold where there is no window", ge=1)
+    cache: int = argument(2048, "most tokens of a stream, where there is no window", ge=1)
     source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
 
     @property
     def shared(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
@@ -60,7 +60,7 @@ class Attention(Op):
         return v.with_features(v.features // self.shared * self.heads)
 
     def held(self) -> int:
-        """Tokens in the state."""
+        """Return the number of tokens in the state."""
         return self.window - 1 if self.window else self.cache
 
     def state(self, q: Wire, k: Wire, v: Wire) -> dict[str, State]:
@@ -81,17 +81,17 @@ class Attention(Op):
         return (self.window - 1) * q.every if self.window else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
-        """Of a token, by the mean number of those it sees; where the length is open, a full window or half a cache."""
+        """Count those of a token that sees the mean number; for an open length, a full window or half a cache."""
         width = q.features + v.features // self.shared * self.heads
         if not isinstance(q.length, int):
             return (self.window or self.cache // 2) * width
         return self.seen(q.length) * width // q.length
 
     def seen(self, tokens: int) -> int:
-        """Pairs of a query and a key that it sees, in a sequence of so many tokens."""
+        """Return the pairs of a query and a key that it sees, in a sequence of `tokens`."""
         most = min(self.window or tokens, tokens)
-        behind = most * tokens - most * (most - 1) // 2  # oneself included; the first tokens see fewer
-        return behind if self.causal else 2 * behind - tokens
+        causal = most * tokens - most * (most - 1) // 2  # the first tokens see fewer
+        return causal if self.causal else 2 * causal - tokens
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": self.window or None}
@@ -126,11 +126,11 @@ class Attention(Op):
         return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
 
     def must_hold(self, length: Any, compiling: bool) -> None:
-        """RunError where the cache does not hold a sequence; in a compiled model the RuntimeError of an assertion."""
+        """Raise RunError where the cache is too small for a sequence; in a compiled model an assertion fails."""
         import torch
 
-        said = f"tokens and its cache holds {self.cache}; give the step a larger `cache:` or a `window:`"
+        advice = f"tokens and its cache holds {self.cache}; give the step a larger `cache:` or a `window:`"
         if compiling:
-            torch._assert_async((length <= self.cache).all(), f"attention has seen more {said}")
+            torch._assert_async((length <= self.cache).all(), f"attention has seen more {advice}")
         elif length.numel() and int(length.max()) > self.cache:
-            raise RunError(f"attention has seen {int(length.max())} {said}")
+            raise RunError(f"attention has seen {int(length.max())} {advice}")

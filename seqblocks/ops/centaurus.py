@@ -13,12 +13,12 @@ from seqblocks.types import Wire
 
 @primitive("centaurus")
 class Centaurus(Op):
-    """A time-invariant state space whose channels are joined to the features as a convolution's are.
+    """A time-invariant state space with the channel layouts of a convolution.
 
-    With p = exp(dt A): s' = p s + dt B x, y = C sum_m E Re s'. The mode says what B and C join:
+    With p = exp(dt A): s' = p s + dt B x, y = C sum_m E Re s'. The mode is the shape of B and C:
 
     neck: dense B [N, H] and C [G, N]; E [N, M] mixes the sub-states of a channel.
-    pointwise (or s5): every sub-state is a channel: B [N M, H], C [G, N M], no E.
+    pointwise (or s5): each sub-state is a channel: B [N M, H], C [G, N M], no E.
     dws: a channel per feature, B and C [H]. full: a channel per pair of features, B and C [G H].
 
     A = -softplus(A_real) + i A_imag, [N, M]; dt = exp(log_dt), [N], from 0.001 to 0.1. State per sequence
@@ -27,14 +27,14 @@ class Centaurus(Op):
 
     reads = "past"
     reversible = True
-    mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "what joins channels and features")
+    mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "how channels are connected to features")
     state_size: int | None = argument(
         None, "state channels, N (default: the width of x; given by the widths in dws and full)", ge=1, alias="state"
     )
     sub_states: int = argument(8, "complex sub-states of a channel, M", ge=1)
     features: int | None = argument(None, "width of the output, G (default: the width of x)", ge=1)
-    hold: Literal["euler", "zoh"] = argument("euler", "a token enters by dt, or as if it held for dt (exact)")
-    stable: bool = argument(True, "whether A's real part is kept negative: -softplus(A_real), else A_real itself")
+    hold: Literal["euler", "zoh"] = argument("euler", "how a token enters: times dt, or by exact integration of an input that is constant during dt")
+    stable: bool = argument(True, "whether A's real part is negative by construction: -softplus(A_real); else it is A_real")
     source = "Centaurus (ICLR 2025, openreview PkpNRmBZ32)"
 
     @property
@@ -42,7 +42,7 @@ class Centaurus(Op):
         return self.mode in ("neck", "pointwise", "s5")
 
     def sizes(self, x: Wire) -> tuple[int, int, int]:
-        """Outputs G, rows of A, and channels that B and C join."""
+        """Return the outputs G, the rows of A, and the channels."""
         out = self.features or x.features
         rows = {"dws": x.features, "full": x.features * out}.get(self.mode, self.state_size or x.features)
         return out, rows, rows * self.sub_states if self.mode in ("pointwise", "s5") else rows
@@ -52,11 +52,11 @@ class Centaurus(Op):
         if self.mode == "dws" and out != x.features:
             raise Fault(
                 "E402",
-                "in mode dws features do not mix, so the width stays",
+                "mode dws does not mix features, so the width must stay",
                 at="features",
                 expected=str(x.features),
                 found=str(out),
-                hint="a linear step behind it mixes them",
+                hint="mix them with a linear step after it",
             )
         if not self.dense and self.state_size not in (None, rows):
             raise Fault(
@@ -65,7 +65,7 @@ class Centaurus(Op):
                 at="state",
                 expected=str(rows),
                 found=str(self.state_size),
-                hint=f"leave `state` out, or say {rows}",
+                hint=f"leave `state` out, or write {rows}",
             )
         return x.with_features(out)
 
@@ -97,7 +97,7 @@ class Centaurus(Op):
         return {"s": State((channels, rows * self.sub_states // channels, 2))}
 
     def macs(self, x: Wire) -> int:
-        """Of the recurrent form: into the channels, a complex product and a reading per sub-state, out of them."""
+        """Count those of the recurrence: into the channels, a complex product and a read-out per sub-state, out of them."""
         out, rows, channels = self.sizes(x)
         around = channels * (x.features + out) if self.dense else 2 * channels
         return around + 6 * rows * self.sub_states

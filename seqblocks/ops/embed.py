@@ -39,7 +39,7 @@ class PatchEmbed(Op):
                 near = self.patch + max(0, side - self.patch) // step * step
                 raise Fault(
                     "E401",
-                    f"patches of {self.patch} at every {step} do not tile an image of {sizes}",
+                    f"patches of {self.patch} at a stride of {step} do not tile an image of {sizes}",
                     at="patch",
                     hint=f"sides that work: {near}, {near + step}",
                 )
@@ -79,7 +79,7 @@ class PatchEmbed(Op):
 class PositionEmbed(Op):
     """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
 
-    An image of another size gets the grid interpolated (bicubic), and so does one of `rows` and `columns` of its own.
+    For an image of another size the grid is interpolated (bicubic), also where `rows` and `columns` are given.
     """
 
     reads = "past"  # the number of tokens before a token
@@ -92,12 +92,12 @@ class PositionEmbed(Op):
         if x.grid and self.length is None:
             return (self.rows or x.grid[0], self.columns or x.grid[1])
         if self.rows or self.columns:
-            found = f"{x} without rows and columns" if x.grid is None else f"length {self.length} beside them"
+            found = f"{x} without rows and columns" if x.grid is None else f"length {self.length} as well"
             raise Fault("E407", "rows and columns of positions are for the tokens of an image", found=found)
         length = self.length or x.length
         if not isinstance(length, int):
             hint = "length: 2048, here or in the model's input"
-            raise Fault("E202", "position_embed must know how many positions there are", hint=hint)
+            raise Fault("E202", "position_embed needs the number of positions", hint=hint)
         if isinstance(x.length, int) and x.length > length:
             raise Fault("E412", "fewer positions than tokens", at="length", expected=str(x.length), found=str(length))
         return (length,)
@@ -117,7 +117,7 @@ class PositionEmbed(Op):
         return len(self.positions(x)) == 2
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return "it has a place for every row and column of an image" if len(self.positions(x)) == 2 else None
+        return "it has a place for each row and column of an image" if len(self.positions(x)) == 2 else None
 
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
@@ -135,15 +135,15 @@ class PositionEmbed(Op):
         count = weight.shape[1]
         if call.grid and call.grid.size and self.length is None and x.shape[1] != count and not call.streaming:
             raise RunError(
-                f"position_embed has places for {count} tokens of an image, and here are {x.shape[1]}; "
-                "before class_token it has a grid, which fits itself to images of other sizes"
+                f"position_embed has places for {count} tokens of an image, and this one has {x.shape[1]}; "
+                "before class_token it has a grid, which is interpolated for images of other sizes"
             )
         if before is None and x.shape[1] > count and call.resets is None:
-            raise RunError(f"position {count} is beyond the {count} of position_embed")
+            raise RunError(f"position {count} is past the {count} of position_embed")
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        # elsewhere than on a CPU this would wait for the device, whose own check of the index is enough
+        # Only on a CPU: elsewhere this would wait for the device, which checks the index itself.
         if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
-            raise RunError(f"position {int(index.max())} is beyond the {count} of position_embed")
+            raise RunError(f"position {int(index.max())} is past the {count} of position_embed")
         return x + weight[0][index], {"position": after}
 
 
@@ -189,7 +189,7 @@ class ClassToken(Op):
 
 @primitive("embed")
 class Embed(Op):
-    """Look up a learned vector for each token number. Weight [V, D]; no weight decay by custom."""
+    """Look up a learned vector for each token number. Weight [V, D]; customarily not decayed."""
 
     ports = (Port("x", "token numbers", main=True, kinds=("tokens",)),)
     features: int = argument(..., "width of a token, D", ge=1)
@@ -207,13 +207,13 @@ class Embed(Op):
 
         try:
             return embedding(x if x.dtype in (torch.int64, torch.int32) else x.long(), p["weight"])
-        except IndexError:  # a CPU says so; other devices stop with an assertion of their own
+        except IndexError:  # raised on a CPU; other devices stop with an assertion of their own
             raise RunError(f"a token is outside the vocabulary of {p['weight'].shape[0]}") from None
 
 
 @primitive("unembed")
 class Unembed(Op):
-    """Scores for every token number: logits = W x + b, W [V, D]. `tie: embed` shares the embedding's weight."""
+    """Scores for each token number: logits = W x + b, W [V, D]. `tie: embed` shares the embedding's weight."""
 
     vocabulary: int | None = argument(None, "number of tokens, V (default: the model's input)", ge=1, inherit="tokens")
     bias: bool = argument(True, "whether a bias is added")
@@ -221,7 +221,7 @@ class Unembed(Op):
     def shape(self, x: Wire) -> Wire:
         if self.vocabulary is None:
             hint = "vocabulary: 50304"
-            raise Fault("E202", "unembed must know the vocabulary: the model's input is not tokens", hint=hint)
+            raise Fault("E202", "unembed needs `vocabulary`: the model's input is not tokens", hint=hint)
         return x.with_features(self.vocabulary)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:

@@ -13,7 +13,7 @@ ActivationName = Literal["silu", "gelu", "relu", "squared_relu", "selu", "sigmoi
 
 
 def activate(name: str, x: Any) -> Any:
-    """Apply an activation by name (gelu is the exact, erf form)."""
+    """Apply an activation by name. gelu is the exact one, by erf."""
     from torch.nn import functional
 
     if name == "squared_relu":
@@ -54,7 +54,7 @@ class SquaredRelu(Activation):
 
 @primitive("selu")
 class Selu(Activation):
-    """1.0507 x, and below 0 1.7581 (exp(x) - 1): what keeps mean 0 and variance 1."""
+    """1.0507 x, for negative x 1.7581 (exp(x) - 1); preserves mean 0 and variance 1."""
 
     source = "Klambauer et al. 2017 (arXiv:1706.02515)"
 
@@ -97,7 +97,7 @@ class Gate(Op):
 
 @primitive("soft_cap")
 class SoftCap(Op):
-    """Keep values within (-cap, cap) smoothly: cap * tanh(x / cap)."""
+    """Limit values smoothly to (-cap, cap): cap * tanh(x / cap)."""
 
     ports = (ANY,)
     cap: float = argument(..., "the bound", ge=1e-6)

@@ -75,7 +75,7 @@ class ProjDown(Linear):
     """Projection back to the model's width. Weight wang(O, blocks), bias 0."""
 
     bias: bool = argument(False, "whether a bias is added")
-    blocks: int = argument(1, "how many residual branches the model has; its depth damps the initial weights", ge=1)
+    blocks: int = argument(1, "residual branches of the model: the more, the smaller the initial weights", ge=1)
     source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
 
     def weight_init(self, x: Wire) -> Init:

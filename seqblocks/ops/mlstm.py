@@ -29,9 +29,9 @@ class MLSTM(Op):
     reversible = True
     heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
     input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
-    normalize: bool = argument(True, "whether h is divided by the normaliser; need not be for a sigmoid gate")
+    normalize: bool = argument(True, "whether h is divided by the normaliser; optional for a sigmoid gate only")
     eps: float = argument(1e-6, "added to the normaliser", ge=0)
-    sigmoid: ClassVar[bool] = True  # whether the input gate may be one
+    sigmoid: ClassVar[bool] = True  # whether the input gate may be a sigmoid
     source = "xLSTM (arXiv:2405.04517), eq. 19-27"
 
     def shape(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> Wire:
@@ -50,7 +50,7 @@ class MLSTM(Op):
         return {"C": State((self.heads, dk, dv)), "n": State((self.heads, dk)), "m": State((self.heads,))}
 
     def macs(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> int:
-        """Of the recurrent form: update and read C and n."""
+        """Count those of the recurrence: to update and read C and n."""
         dk, dv = q.features // self.heads, v.features // self.heads
         return self.heads * (2 * dk * dv + 2 * dk)
 

@@ -26,7 +26,7 @@ class _Rate(Op):
 class Downsample(_Rate):
     """One token for `factor` of them: their mean, or the last. A stream then takes frames of whole windows."""
 
-    method: Literal["mean", "last"] = argument("mean", "what stands for the tokens")
+    method: Literal["mean", "last"] = argument("mean", "how a window becomes one token")
 
     def shape(self, x: Wire) -> Wire:
         if isinstance(x.length, int) and x.length % self.factor:
@@ -64,7 +64,7 @@ class Upsample(_Rate):
         return x.at_rate(x.every // self.factor)
 
     def looks_ahead(self, x: Wire) -> int:
-        return 0  # a repeated token stands no earlier than the token it repeats
+        return 0  # a copy is no earlier than the token that it copies
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x.repeat_interleave(self.factor, 1)

@@ -1,4 +1,4 @@
-"""The selective state space: a diagonal state per channel, steered by the token.   E channels, N states, G groups."""
+"""The selective state space: a diagonal state per channel, controlled by the token.   E channels, N states, G groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from seqblocks.types import Wire
 class SSM(Op):
     """Selective scan: h = exp(dt A) h + dt B x, y = C h + D x, then y * silu(z) if there is a gate.
 
-    x and dt are [batch, seq, E], B and C [batch, seq, G * N]; where B or C is not given, it is a constant of its own,
-    [E, N]. A = -exp(A_log), A_log [E, N] from log(1..N); D [E] from 1. State per sequence: h [E, N], float32.
+    x and dt are [batch, seq, E], B and C [batch, seq, G * N]; where B or C is left out, the step has a constant
+    parameter [E, N]. A = -exp(A_log), A_log [E, N] from log(1..N); D [E] from 1. State per sequence: h [E, N], float32.
     """
 
     ports = (
@@ -62,7 +62,7 @@ class SSM(Op):
         return {"h": State((x.features, self.state_size))}
 
     def macs(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> int:
-        """Decay, input and reading of every state."""
+        """Count those of decay, input and read-out of each state."""
         return x.features * (4 * self.state_size + int(self.skip) + int(z is not None))
 
     def calls(
@@ -102,9 +102,9 @@ class SSM(Op):
 
 @primitive("layer_scale")
 class LayerScale(Op):
-    """Multiply every feature by a learned gain that starts small."""
+    """Multiply each feature by a learned gain that starts small."""
 
-    start: float = argument(1e-5, "what the gains start at")
+    start: float = argument(1e-5, "initial value of the gains")
     source = "CaiT (arXiv:2103.17239)"
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:

@@ -1,4 +1,4 @@
-"""A body of steps as a module: it calls its children in order and hands each the values that it reads."""
+"""A body of steps as a module: it calls its children in order, each with the values that it reads."""
 
 from __future__ import annotations
 

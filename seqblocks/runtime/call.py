@@ -26,7 +26,7 @@ class Grid:
 
 @dataclass(slots=True)
 class Call:
-    """What an op may know of a call besides its parameters and inputs.
+    """The context of a call: all that an op reads besides its parameters and inputs.
 
     state: the op's own state, None before the first token; return_state: whether a new state is wanted.
     resets [batch, seq]: True where a token is the first of a new sequence, in the order that is scanned.
@@ -72,6 +72,6 @@ class Call:
             raise RunError(
                 f"the {x.shape[1]} tokens are not a grid"
                 + (f" of {size[0]} x {size[1]}" if size else "")
-                + "; say grid=(rows, columns) in the call"
+                + "; pass grid=(rows, columns) in the call"
             )
         return found

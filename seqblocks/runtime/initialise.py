@@ -1,4 +1,4 @@
-"""Drawing parameters. Each has a generator of its own, seeded by its name: inserting a step changes no other weight."""
+"""Drawing parameters, each by a generator that is seeded by its name: inserting a step changes no other weight."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from seqblocks.parameters import Init, Parameter
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
-# said in every call that makes a tensor: torch's default dtype and device, which a caller may have set, change nothing
+# Passed wherever a tensor is made, because a caller may have changed torch's default dtype and device.
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
-    """Fill `target` in place.
+    """Fill `target` in place, with numbers that are drawn in float32 on the CPU.
 
-    Numbers are drawn in float32 on the CPU, whatever the target's device and dtype and torch's defaults. UsageError
-    where float16 cannot hold them.
+    The device and dtype of the target and torch's defaults change nothing. UsageError where float16 cannot hold them.
     """
     if target.device.type == "meta":
         return
@@ -33,7 +32,7 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
     fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
     target.copy_(DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator))
     if target.dtype == torch.float16 and not torch.isfinite(target).all():
-        raise UsageError(f"{parameter.init} gives {name} numbers that float16 does not hold; build in another dtype")
+        raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, g: torch.Generator) -> Tensor:

@@ -51,7 +51,7 @@ class Primitive(StepModule):
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:
             what = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward"
-            raise UsageError(f"{what} must give (output, state), as the op declares a state, not {type(out).__name__}")
+            raise UsageError(f"{what} must return (output, state), as the op declares a state, not {type(out).__name__}")
         y, state = out
         if call.return_state and isinstance(state, dict):
             state = {name: compact(x) for name, x in state.items()}

@@ -73,12 +73,12 @@ def test_each_step_sees_the_grid_of_its_own_tokens() -> None:
     assert model(torch.randn(2, 2, 8, 6, dtype=torch.float64)).shape == (2, 3)
 
 
-# --- what has a place for every row and column does not stream
+# --- what has a place for each row and column does not stream
 
 
 def test_positions_over_a_grid_do_not_stream() -> None:
     model = built("position_embed", input="{features: 4, grid: [2, 3]}")
-    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a place for every row"):
+    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a place for each row"):
         model.init_state(1)
     flat = built("{position_embed: {length: 6}}", input="{features: 4, grid: [2, 3]}")
     check_law(flat, seq=6)

@@ -59,7 +59,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small().init_state(1, dtype="x"), "dtype x is not a dtype of a model"),
         (lambda: small().parameter_groups("x"), "a weight decay is a number from 0 on, not 'x'"),
         (lambda: small().parameter_groups(-1), "not -1"),
-        (lambda: checkpoint.load_official(small(), "x.pt"), "load_official wants the official state dict"),
+        (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs the official state dict"),
     ],
 )
 def test_building(call: Callable[[], Any], told: str) -> None:
@@ -242,7 +242,7 @@ class OwnState(Own):
         ("own", "x", None),
         ("own", "x[:, :3]", r"own: output: \[2, 3, 4\] is not \[2, 23, 4\], as declared"),
         ("own", "x[..., :3]", r"own: output: \[2, 23, 3\] is not \[2, 23, 4\], as declared"),
-        ("own", "None", "own: output: NoneType is no tensor"),
+        ("own", "None", "own: output: NoneType is not a tensor"),
         ("own_state", "(x, {'s': x[:, 0, :2]})", None),
         ("own_state", "(x, {'s': x[:, 0]})", r"own_state: state s: \[2, 4\] is not \[2, 2\], as declared"),
         ("own_state", "(x, {})", r"own_state: state: \[\] is not \['s'\], as declared"),

@@ -470,7 +470,7 @@ model: {input: {features: 4}, steps: [{position_embed: {length: 8}}]}
     torch.testing.assert_close(y[0], table[[0, 1, 2, 3, 0, 1]])
     torch.testing.assert_close(y[1], table[:6])
     torch.testing.assert_close(model.step(x[:, 0], state)[0], table[[2, 6]])
-    with pytest.raises(seqblocks.RunError, match="position 8 is beyond the 8"):
+    with pytest.raises(seqblocks.RunError, match="position 8 is past the 8"):
         model(torch.zeros(1, 9, 4, dtype=torch.float64))
 
 

@@ -40,7 +40,7 @@ MIXERS = {
     "conv2d": (IMAGE, "conv2d: {kernel: 3}", "it reads a token's neighbours in an image"),
     "class_token": ("{features: 4, length: 6}", "class_token", "it inserts one token into the whole sequence"),
     "to_image": (IMAGE, "to_image", "it reads the whole sequence"),
-    "position_embed": (IMAGE, "position_embed", "it has a place for every row and column of an image"),
+    "position_embed": (IMAGE, "position_embed", "it has a place for each row and column of an image"),
     "scan": (IMAGE, "scan: {order: columns, steps: [silu]}", "it reads the sequence in the order columns"),
     "downsample": ("{features: 4}", "downsample: {factor: 2}", "a window of tokens may hold two sequences"),
     **{
