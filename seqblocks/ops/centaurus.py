@@ -33,8 +33,8 @@ class Centaurus(Op):
     )
     sub_states: int = argument(8, "complex sub-states of a channel, M", ge=1)
     features: int | None = argument(None, "width of the output, G (default: the width of x)", ge=1)
-    hold: Literal["euler", "zoh"] = argument("euler", "how a token enters: times dt, or by exact integration of an input that is constant during dt")
-    stable: bool = argument(True, "whether A's real part is negative by construction: -softplus(A_real); else it is A_real")
+    hold: Literal["euler", "zoh"] = argument("euler", "how a token enters: times dt, or integrated exactly over dt")
+    stable: bool = argument(True, "whether A's real part is always negative: -softplus(A_real), else A_real")
     source = "Centaurus (ICLR 2025, openreview PkpNRmBZ32)"
 
     @property
@@ -97,7 +97,7 @@ class Centaurus(Op):
         return {"s": State((channels, rows * self.sub_states // channels, 2))}
 
     def macs(self, x: Wire) -> int:
-        """Count those of the recurrence: into the channels, a complex product and a read-out per sub-state, out of them."""
+        """Count those of the recurrence: into the channels, a complex product and a read-out per sub-state, and out."""
         out, rows, channels = self.sizes(x)
         around = channels * (x.features + out) if self.dense else 2 * channels
         return around + 6 * rows * self.sub_states

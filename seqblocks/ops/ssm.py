@@ -1,4 +1,4 @@
-"""The selective state space: a diagonal state per channel, controlled by the token.   E channels, N states, G groups."""
+"""The selective state space: a diagonal state per channel, set by the token.   E channels, N states, G groups."""
 
 from __future__ import annotations
 

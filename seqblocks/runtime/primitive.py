@@ -50,8 +50,8 @@ class Primitive(StepModule):
         if not self._stateful:
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:
-            what = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward"
-            raise UsageError(f"{what} must return (output, state), as the op declares a state, not {type(out).__name__}")
+            what, found = f"{type(self.op).__module__}.{type(self.op).__qualname__}.forward", type(out).__name__
+            raise UsageError(f"{what} must return (output, state), as the op declares a state, not {found}")
         y, state = out
         if call.return_state and isinstance(state, dict):
             state = {name: compact(x) for name, x in state.items()}

@@ -246,7 +246,7 @@ class OwnState(Own):
         ("own_state", "(x, {'s': x[:, 0, :2]})", None),
         ("own_state", "(x, {'s': x[:, 0]})", r"own_state: state s: \[2, 4\] is not \[2, 2\], as declared"),
         ("own_state", "(x, {})", r"own_state: state: \[\] is not \['s'\], as declared"),
-        ("own_state", "x", r"OwnState.forward must give \(output, state\), as the op declares a state, not Tensor"),
+        ("own_state", "x", r"OwnState.forward must return \(output, state\), as the op declares a state, not Tensor"),
         ("own_state", "None", "not NoneType"),
     ],
 )
