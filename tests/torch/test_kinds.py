@@ -193,6 +193,6 @@ def test_every_initialiser_that_is_accepted_draws_finite_numbers() -> None:
 def test_what_float16_does_not_hold_is_an_error() -> None:
     large = "{linear: {features: 2, init: {weight: constant(1e6)}}}"
     text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{large}]}}"
-    with pytest.raises(seqblocks.UsageError, match=r"constant\(1e\+06\) gives linear.weight numbers that float16"):
+    with pytest.raises(seqblocks.UsageError, match=r"constant\(1e\+06\) draws numbers for linear.weight that float16"):
         seqblocks.build_text(text, dtype=torch.float16)
     assert torch.isfinite(seqblocks.build_text(text, dtype=torch.bfloat16).linear.weight).all()
