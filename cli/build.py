@@ -21,14 +21,7 @@ from seqblocks.report.summary import summarise
 def run(options: argparse.Namespace) -> int:
     """Build on the requested device, and compare the counted parameters with those of the module."""
     dtype = dtype_named(options.dtype, "--dtype")
-    image = _image_size(options)
-    try:
-        file, found = load(options.spec, options, image)
-    except SpecError as error:
-        if image and any(d.code == "E310" and "'image'" in d.message for d in error.diagnostics):
-            raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none") from None
-        raise
-    model = require_model(file, found)
+    model = _model(options)
     summary = summarise(model, dtype, options.length, options.depth)
     _must_fit(model, dtype, options.device)
     built = _built(model, dtype, options)
@@ -46,6 +39,16 @@ def run(options: argparse.Namespace) -> int:
         size = output.bytes_of(summary.params_bytes)
         output.write(f"{visible(model.name)}: built, {built:,} parameters, {dtype} on {options.device}, {size}")
     return 0
+
+
+def _model(options: argparse.Namespace) -> ModelSpec:
+    image = _image_size(options)
+    try:
+        return require_model(*load(options.spec, options, image))
+    except SpecError as error:
+        if image and any(d.code == "E310" and "'image'" in d.message for d in error.diagnostics):
+            raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none") from None
+        raise
 
 
 def _image_size(options: argparse.Namespace) -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from seqblocks import graph, op
 from seqblocks._version import __version__
@@ -14,6 +15,9 @@ from seqblocks.graph import ModelSpec
 from seqblocks.language.overrides import as_text
 from seqblocks.language.spec import Block, SpecFile, bundled, looks_like_path
 from seqblocks.language.vocabulary import did_you_mean
+
+if TYPE_CHECKING:
+    from seqblocks.report.reference import Verb
 
 
 def list(options: argparse.Namespace) -> int:
@@ -48,28 +52,32 @@ def ops(options: argparse.Namespace) -> int:
     verbs = reference.verbs()
     output.notes([*op.load_plugins()], options)
     if options.name is None:
-        if options.format == "json":
-            output.dump({name: reference.facts(verb) for name, verb in verbs.items()})
-            return 0
-        width = max(map(len, verbs))
-        for name, verb in verbs.items():
-            output.write(f"  {name:<{width}}  {reference.facts(verb)['about'].partition(chr(10))[0]}".rstrip())
-        return 0
-    bundle = None if options.name in verbs else _bundle(options.name)
-    if bundle:
+        _list_verbs(verbs, options)
+    elif options.name in verbs:
+        verb = verbs[options.name]
+        output.dump(reference.facts(verb)) if options.format == "json" else output.write(reference.text(verb))
+    elif bundle := _bundle(options.name):
         _show_block(check.load(bundle)[0].blocks[options.name], bundle, options)
-        return 0
-    if options.name not in verbs:
-        blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
-        lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
-        hint = did_you_mean(options.name, [*verbs, *blocks]) or lists
-        raise UsageError(f"there is no verb {quote(options.name)}: {hint}")
-    verb = verbs[options.name]
-    if options.format == "json":
-        output.dump(reference.facts(verb))
     else:
-        output.write(reference.text(verb))
+        raise _unknown_verb(options.name, verbs)
     return 0
+
+
+def _list_verbs(verbs: dict[str, Verb], options: argparse.Namespace) -> None:
+    from seqblocks.report import reference
+
+    if options.format == "json":
+        output.dump({name: reference.facts(verb) for name, verb in verbs.items()})
+        return
+    width = max(map(len, verbs))
+    for name, verb in verbs.items():
+        output.write(f"  {name:<{width}}  {reference.about(verb).partition(chr(10))[0]}".rstrip())
+
+
+def _unknown_verb(name: str, verbs: Iterable[str]) -> UsageError:
+    blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
+    lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
+    return UsageError(f"there is no verb {quote(name)}: {did_you_mean(name, [*verbs, *blocks]) or lists}")
 
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:

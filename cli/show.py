@@ -47,6 +47,7 @@ def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
 
 
 NARROWEST = 60  # columns: in a narrower terminal wrapped lines show more than truncated cells
+STYLES = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
 LABEL = 12  # columns of the labels under the table
 
 # The columns that a narrow terminal drops, step by step; verb, output and parameters stay. Without the column "verb"
@@ -60,8 +61,27 @@ LAYOUTS = (
 def _table(found: Summary, width: int, plain: bool) -> Table:
     """Lay the table out as wide as fits, dropping columns where all of them would be too narrow to read."""
     rows = list(_flat(found.rows, 0))
-    columns = _columns(rows, found.counted_per, plain)
     titles = {"in": f"in {_arrow(plain)} out", "MACs": f"MACs/{found.counted_per}"}
+    columns, widths = _fitting(rows, _columns(rows, found.counted_per, plain), titles, width, plain)
+    table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for title in columns:
+        table.add_column(
+            titles.get(title, title),
+            style=STYLES.get(title),
+            justify="right" if title in ("params", "MACs", "state") else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=widths[title] if title != "step" else None,
+        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(_text, cells))
+    return table
+
+
+def _fitting(
+    rows: list[tuple[Row, int]], columns: dict[str, list[str]], titles: dict[str, str], width: int, plain: bool
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Return the columns of the first layout that fits, and their widths."""
     for dropped in LAYOUTS:
         kept = {title: cells for title, cells in columns.items() if title not in dropped}
         if "in" in kept:
@@ -71,26 +91,9 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
         widths = {title: max(map(len, (titles.get(title, title), *cells))) for title, cells in kept.items()}
         spare = width - sum(widths.values()) - 3 * (len(kept) - 1)  # a space, a rule and a space between columns
         if spare >= 0:
-            break
-    if spare < 0:
-        room = max(widths["step"] + spare, 0)
-        kept["step"] = [_step(row, depth, room, plain) for row, depth in rows]
-    table = Table(box=box.ASCII2 if plain else box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    styles = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
-    for title in kept:
-        number = title in ("params", "MACs", "state")
-        shown = titles.get(title, title)
-        table.add_column(
-            shown,
-            style=styles.get(title),
-            justify="right" if number else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=widths[title] if title != "step" else None,
-        )
-    for cells in zip(*kept.values(), strict=True):
-        table.add_row(*map(_text, cells))
-    return table
+            return kept, widths
+    room = max(widths["step"] + spare, 0)
+    return kept | {"step": [_step(row, depth, room, plain) for row, depth in rows]}, widths
 
 
 def _step(row: Row, depth: int, room: int = 10**9, plain: bool = False) -> str:
@@ -124,20 +127,7 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
 def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     size = output.bytes_of(found.params_bytes)
     yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
-    tokens = found.tokens or options.length
-    if found.counted_per != "token" and found.input_macs is not None:
-        one, all = output.short(found.input_macs, "MACs"), output.short(options.batch * found.input_macs, "MACs")
-        flops = output.short(2 * found.input_macs, "FLOPs")
-        each = f"{one} = {flops} per {found.counted_per} ({tokens:,} tokens)"
-        yield "cost", each + (f"; {all} for {options.batch}" if options.batch > 1 else "")
-    elif found.macs_per_token is None:
-        yield "cost", "MACs per token depend on the length of the sequence: give --length"
-    else:
-        each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
-        if tokens and found.input_macs is not None:
-            all = output.short(options.batch * found.input_macs, "MACs")
-            each += f"; {all} for {options.batch} x {tokens:,} tokens"
-        yield "cost", each
+    yield "cost", _cost(found, options)
     if found.state and found.streams is None:
         total = options.batch * found.state_bytes
         many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""
@@ -149,6 +139,20 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
     yield "streaming", f"yes, {how}" if found.streams is None else f"no: {found.streams}"
     for note in found.notes:
         yield "note", note
+
+
+def _cost(found: Summary, options: argparse.Namespace) -> str:
+    """Return the cost per token, or per input where a model is counted by inputs, and that of the batch."""
+    tokens = found.tokens or options.length
+    batch = "" if found.input_macs is None else output.short(options.batch * found.input_macs, "MACs")
+    if found.counted_per != "token" and found.input_macs is not None:
+        one, flops = output.short(found.input_macs, "MACs"), output.short(2 * found.input_macs, "FLOPs")
+        each = f"{one} = {flops} per {found.counted_per} ({tokens:,} tokens)"
+        return each + (f"; {batch} for {options.batch}" if options.batch > 1 else "")
+    if found.macs_per_token is None:
+        return "MACs per token depend on the length of the sequence: give --length"
+    each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
+    return each + (f"; {batch} for {options.batch} x {tokens:,} tokens" if tokens and batch else "")
 
 
 def _tokens(count: int | str) -> str:

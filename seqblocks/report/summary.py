@@ -6,9 +6,9 @@ becomes a vector, or a token (`Summary.counted_per`). State is counted per seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis import lookahead
@@ -23,7 +23,8 @@ from seqblocks.cost import (
     tokens_of,
 )
 from seqblocks.errors import UsageError
-from seqblocks.graph import Graph, ModelSpec
+from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.types import Wire
 
 
 @dataclass(slots=True)
@@ -87,40 +88,42 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     `length` is used where the spec leaves the sequence length open, `depth` limits the levels of steps. Raises
     UsageError for anything that is not a model.
     """
-    model = getattr(model, "spec", model) if not isinstance(model, ModelSpec) else model
-    if not isinstance(model, ModelSpec):
-        raise UsageError(f"summarise wants a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
+    spec = model if isinstance(model, ModelSpec) else getattr(model, "spec", None)
+    if not isinstance(spec, ModelSpec):
+        raise UsageError(f"summarise takes a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
+    tokens = _tokens(spec, length)
+    obstacle = graph.stream_obstacle(spec)
+    ahead, future = _lookahead(spec)
+    return Summary(
+        name=spec.name,
+        input=str(spec.input),
+        output=str(spec.output),
+        params=graph.count(spec.graph),
+        params_bytes=params_bytes(spec.graph, dtype),
+        macs_per_token=macs(spec.graph, tokens),
+        tokens=tokens,
+        state=count_state(spec.graph),
+        state_bytes=state_bytes(spec.graph, dtype),
+        dtype=dtype,
+        rows=list(_rows(_Table(spec.types, tokens), spec.graph, depth)),
+        streams=": ".join(obstacle) if obstacle else None,
+        frame_size=graph.frame_size(spec.graph),
+        lookahead=ahead,
+        future=future,
+        input_macs=input_macs(spec.graph, tokens),
+        counted_per=_counted_per(spec, tokens),
+        notes=_remarks(spec),
+    )
+
+
+def _tokens(model: ModelSpec, length: int | None) -> int | None:
+    """Return the tokens of one input, from the spec or else `length`; None if neither says."""
     fixed, size = tokens_of(model), graph.frame_size(model.graph)
     if length and fixed and length != fixed:
-        raise UsageError(f"an input has {fixed:,} tokens, says the spec; a length is for one that leaves that open")
+        raise UsageError(f"the spec fixes the input at {fixed:,} tokens; a length is for a spec that leaves it open")
     if length and length % size:
         raise UsageError(f"the model takes a multiple of {size} tokens, not {length:,}")
-    tokens = fixed or length
-    obstacle = graph.stream_obstacle(model)
-    streams = ": ".join(obstacle) if obstacle else None
-    rows = list(_rows(model, model.graph, tokens, depth, ""))
-    notes = []
-    if model.overridden and model.expect:
-        notes.append(f"expect: not checked, since the spec is changed by {', '.join(model.overridden)}")
-    return Summary(
-        model.name,
-        str(model.input),
-        str(model.output),
-        graph.count(model.graph),
-        params_bytes(model.graph, dtype),
-        macs(model.graph, tokens),
-        tokens,
-        count_state(model.graph),
-        state_bytes(model.graph, dtype),
-        dtype,
-        rows,
-        streams,
-        graph.frame_size(model.graph),
-        *_lookahead(model),
-        input_macs(model.graph, tokens),
-        _counted_per(model, tokens),
-        notes,
-    )
+    return fixed or length
 
 
 def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
@@ -132,78 +135,96 @@ def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
 
 
 def _counted_per(model: ModelSpec, tokens: int | None) -> str:
-    """Return what costs are counted by: a classifier has one answer for all tokens, and an image hides its tokens."""
+    """Return what costs are counted by: a classifier has one answer for all tokens, an image is one input."""
     if tokens and model.input.kind == "image":
         return "image"
     return "sequence" if tokens and model.output and model.output.kind == "vector" else "token"
 
 
-def _rows(model: ModelSpec, body: Graph, tokens: int | None, depth: int | None, path: str) -> Iterator[Row]:
+def _remarks(model: ModelSpec) -> list[str]:
+    if not (model.overridden and model.expect):
+        return []
+    return [f"expect: not checked, since the spec is changed by {', '.join(model.overridden)}"]
+
+
+# --- the table: one row a step --------------------------------------------------------------------------------------
+
+
+class _Table(NamedTuple):
+    """What all rows need: the types of the values, and the tokens of one input, if known."""
+
+    types: dict[int, Wire | None]
+    tokens: int | None
+
+
+def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
+    """Yield a row for each step of a body, with `depth` levels (None: all)."""
     for node in body.nodes:
-        name = graph.join(path, node.name)
         row = Row(
-            [node.name],
-            node.verb,
-            node.kind,
-            _shown(model, node),
-            str(node.type),
-            graph.count_node(node),
-            node_macs(node, tokens),
-            sum(s.numel for s in node.state.values()) + sum(count_state(b) for b in node.bodies.values()),
-            node_input_macs(node, tokens),
-            dict(node.ties),
-            _notes(node),
+            names=[node.name],
+            verb=node.verb,
+            kind=node.kind,
+            input=_first_input(table, node),
+            output=str(node.type),
+            params=graph.count_node(node),
+            macs=node_macs(node, table.tokens),
+            state=sum(s.numel for s in node.state.values()) + sum(count_state(b) for b in node.bodies.values()),
+            input_macs=node_input_macs(node, table.tokens),
+            tied=dict(node.ties),
+            notes=_notes(node),
         )
         if depth is None or depth > 1:
-            inner = None if depth is None else depth - 1
-            row.rows = _inside(model, node, tokens, inner, name)
+            row.rows = _inside(table, node, None if depth is None else depth - 1)
         yield row
 
 
-def _inside(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
     if node.directions:
-        return _directions(model, node, tokens, depth, name)
+        return _directions(table, node, depth)
     if list(node.bodies) == [""]:
-        return list(_rows(model, node.bodies[""], tokens, depth, name))
+        return list(_rows(table, node.bodies[""], depth))
+    if node.kind != "repeat":
+        return [_whole(table, body, [label], "branch", depth) for label, body in node.bodies.items()]
+    return _collapsed(_whole(table, body, [label], "layer", depth) for label, body in node.bodies.items())
+
+
+def _collapsed(layers: Iterable[Row]) -> list[Row]:
+    """Merge layers that would print the same."""
     groups: list[Row] = []
-    for label, body in node.bodies.items():
-        kind = "layer" if node.kind == "repeat" else "branch"
-        row = _whole(model, body, [label], kind, tokens, depth, graph.join(name, label))
-        same = next((g for g in groups if node.kind == "repeat" and _alike(g, row)), None)
+    for layer in layers:
+        same = next((group for group in groups if _alike(group, layer)), None)
         if same:
-            same.names.append(label)
+            same.names += layer.names
         else:
-            groups.append(row)
+            groups.append(layer)
     return groups
 
 
-def _directions(model: ModelSpec, node: graph.Node, tokens: int | None, depth: int | None, name: str) -> list[Row]:
+def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
     """Return the orders of a scan: one line if each owns everything, else one each, shared parameters in the first."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
-    owns_all = len(node.owned) == len(inside)
+    if len(node.owned) == len(inside):
+        return [_whole(table, body, list(node.directions), "direction", depth)]
     owned = sum(item.parameter.numel for item in inside if item.name in node.owned and item.tied is None)
-    names = list(node.directions) if owns_all else [node.directions[0]]
-    first = _whole(model, body, names, "direction", tokens, depth, name)
-    others = [] if owns_all else node.directions[1:]
+    first = _whole(table, body, [node.directions[0]], "direction", depth)
+    others = node.directions[1:]
     return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
 
 
-def _whole(
-    model: ModelSpec, body: graph.Graph, names: list[str], kind: str, tokens: int | None, depth: int | None, name: str
-) -> Row:
-    """Return a body as one line, with the lines of its steps below."""
+def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int | None) -> Row:
+    """Return a body as one row, with the rows of its steps below."""
     return Row(
-        names,
-        "",
-        kind,
-        str(model.types[body.input]),
-        str(model.types[body.result]),
-        graph.count(body),
-        macs(body, tokens),
-        count_state(body),
-        input_macs(body, tokens),
-        rows=list(_rows(model, body, tokens, depth, name)),
+        names=names,
+        verb="",
+        kind=kind,
+        input=str(table.types[body.input]),
+        output=str(table.types[body.result]),
+        params=graph.count(body),
+        macs=macs(body, table.tokens),
+        state=count_state(body),
+        input_macs=input_macs(body, table.tokens),
+        rows=list(_rows(table, body, depth)),
     )
 
 
@@ -219,31 +240,29 @@ def _children_alike(a: list[Row], b: list[Row]) -> bool:
     )
 
 
-def _shown(model: ModelSpec, node: graph.Node) -> str:
-    wires = [model.types[v] for values in node.inputs.values() for v in values]
-    first = wires[0] if wires else None
-    return str(first) if first else ""
+def _first_input(table: _Table, node: Node) -> str:
+    wires = [table.types[value] for values in node.inputs.values() for value in values]
+    return str(wires[0]) if wires and wires[0] else ""
 
 
-def _notes(node: graph.Node) -> list[str]:
-    notes = []
+def _notes(node: Node) -> list[str]:
+    notes: list[str] = []
     if node.kind == "scan":
-        orders = node.arguments.orders
-        if orders != ("forward",):
-            notes.append(" + ".join(orders))
-        if len(orders) > 1:
-            body = node.bodies[""]
-            total = sum(1 for _ in graph.parameters(body))
-            shared = total - len(node.owned)
-            notes.append(
-                "all owned"
-                if not shared
-                else "all shared"
-                if not node.owned
-                else f"{len(node.owned)} owned, {shared} shared"
-            )
-            notes.append(node.arguments.merge)
+        notes += _scan_notes(node)
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
-    notes += [f"{name} tied to {target}" for name, target in node.ties.items()]
-    return notes
+    return notes + [f"{name} tied to {target}" for name, target in node.ties.items()]
+
+
+def _scan_notes(node: Node) -> list[str]:
+    """Return the orders of a scan, and for several who owns the parameters and how results are merged."""
+    orders = node.arguments.orders
+    notes = [" + ".join(orders)] if orders != ("forward",) else []
+    if len(orders) == 1:
+        return notes
+    shared = sum(1 for _ in graph.parameters(node.bodies[""])) - len(node.owned)
+    if not shared:
+        ownership = "all owned"
+    else:
+        ownership = f"{len(node.owned)} owned, {shared} shared" if node.owned else "all shared"
+    return [*notes, ownership, node.arguments.merge]

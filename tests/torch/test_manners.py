@@ -46,7 +46,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build(b"x.yaml"), "a spec is a path or a bundled name, not bytes"),
         (lambda: seqblocks.build_text({}), "a spec's text is a str, not dict"),
         (lambda: seqblocks.build_model(seqblocks.load("mlstm_small")), "build_model takes what load_model returns"),
-        (lambda: seqblocks.summarise("mlstm_small"), "summarise wants a model, not str"),
+        (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save writes what build made, not Linear"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
         (lambda: checkpoint.save(small(), "."), r"\. is a folder, and save writes one file"),

@@ -1,0 +1,48 @@
+"""Functions and files stay short enough to read at once."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("seqblocks", "kernels", "cli", "tests", "benchmarks", "examples", "docs")
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(parent.is_symlink() for parent in path.parents)
+)
+LIBRARY = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("seqblocks", "kernels", "cli")]
+MOST_LINES = 700
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def lengths(paths: list[Path]) -> list[int]:
+    """Lines of every function, nested ones and methods included, in ascending order."""
+    trees = (ast.parse(path.read_text("utf-8")) for path in paths)
+    functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+
+
+def test_functions_are_short() -> None:
+    """Outside Triton, where splitting a kernel into functions has a cost."""
+    found = lengths([path for path in LIBRARY if "triton" not in ids(path)])
+    assert len(found) > 1000
+    assert statistics.median(found) <= 8
+    assert statistics.quantiles(found, n=10)[-1] <= 25
+
+
+def test_functions_with_triton_are_short_in_the_median() -> None:
+    assert statistics.median(lengths(LIBRARY)) <= 8
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES, "split it"
