@@ -10,6 +10,7 @@ from seqblocks.kernels.centaurus import centaurus
 from seqblocks.kernels.dispatch import BACKENDS, Verdict, fallbacks, same_backend, use_backend, why
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
+from seqblocks.kernels.linear_attention import linear_attention
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
 from seqblocks.kernels.mlstm.memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
 from seqblocks.kernels.positions import packed_resets, rotary
@@ -31,6 +32,7 @@ __all__ = [
     "fallbacks",
     "head_norm",
     "headwise_linear",
+    "linear_attention",
     "mlstm",
     "mlstm_algebra",
     "mlstm_init_state",

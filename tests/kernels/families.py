@@ -12,6 +12,7 @@ from seqblocks import kernels
 from seqblocks.kernels.mlstm.reference import MLSTMState, cell, log_input_gate
 from seqblocks.kernels.resets import along
 from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
+from tests.kernels.linear_attention import LINEAR_ATTENTION
 
 # ------------------------------------------------------------------------------------------------ mLSTM
 
@@ -666,5 +667,5 @@ MLSTM_MEMOROID = Kernel(
 
 KERNELS = (
     MLSTM, SLSTM, SELECTIVE_SCAN, CAUSAL_CONV, MIXING_CONV, CENTAURUS, HEAD_NORM, HEADWISE_LINEAR, ATTENTION,
-    ASSOCIATIVE_SCAN, MLSTM_MEMOROID,
+    ASSOCIATIVE_SCAN, MLSTM_MEMOROID, LINEAR_ATTENTION,
 )

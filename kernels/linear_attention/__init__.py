@@ -1,0 +1,5 @@
+"""Linear attention, delta rules and their gated forms: one recurrence on a matrix state."""
+
+from seqblocks.kernels.linear_attention.interface import linear_attention
+
+__all__ = ["linear_attention"]

@@ -1,0 +1,94 @@
+"""Linear attention as defined: one token after the other.
+
+B batch, S sequence, H heads of q and k, HV heads of values, K and V their widths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, along, contained
+
+KINDS = (TOKENS,) * 7 + (SHARED, STATE)  # of q, k, v, decay, beta, a, b, bonus, state
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
+    bonus: Tensor | None, state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One token: q (scaled), k, a, b [B, HV, K], v [B, HV, V], decay [B, HV (, K)], beta [B, HV], bonus [HV, K].
+
+    Returns o [B, HV, V] and the new state [B, HV, K, V].
+    """
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x.unsqueeze(-1) * y.unsqueeze(-2)
+
+    def read(x: Tensor, state: Tensor) -> Tensor:
+        return (x.unsqueeze(-1) * state).sum(-2)
+
+    before = state
+    if decay is not None:
+        state = (decay if decay.dim() == 3 else decay.unsqueeze(-1)).exp().unsqueeze(-1) * state
+    if a is not None and b is not None:
+        state = state + outer(b, read(a, before)) + outer(k, v)
+    elif beta is not None:
+        state = state + outer(k, beta.unsqueeze(-1) * (v - read(k, state)))
+    else:
+        state = state + outer(k, v)
+    if bonus is not None:
+        return read(q, before) + (q * bonus * k).sum(-1, keepdim=True) * v, state
+    return read(q, state), state
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
+    bonus: Tensor | None, state: Tensor, resets: Tensor | None, reverse: bool, scale: float, normalize: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The shapes of `linear_attention`, all of one dtype; with `normalize` v and the state have a last column for z.
+
+    Returns o [B, S, HV, V] and the last state.
+    """
+    tensors = (q, k, v, decay, beta, a, b, bonus, state)
+
+    def whole(*x: Tensor | None) -> tuple[Tensor, Tensor]:
+        return read_out(scan(x, resets, reverse, scale), normalize)
+
+    y, last = contained(whole, tensors, KINDS, resets, reverse)
+    return y, last
+
+
+def read_out(result: tuple[Tensor, Tensor], normalize: bool) -> tuple[Tensor, Tensor]:
+    """The output, divided by its last column where that is the normaliser, and the state."""
+    y, last = result
+    return (y[..., :-1] / (y[..., -1:] + 1e-10) if normalize else y), last
+
+
+def scan(
+    tensors: tuple[Any, ...], resets: Tensor | None, reverse: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The bare recurrence. `run` also keeps what is not finite out of gradients that a reset separates from it."""
+    q, k, v, *others, bonus, state = tensors
+    groups, S = v.shape[2] // q.shape[2], q.shape[1]
+    if S == 0:
+        return nothing(v, *tensors[:-1]), state
+    with without_autocast(q.device.type):
+        q, k = (x.repeat_interleave(groups, 2) for x in (scale * q, k))
+        bonus = None if bonus is None else bonus.repeat_interleave(groups, 0)
+        outputs = []
+        for t in reversed(range(S)) if reverse else range(S):
+            if resets is not None:
+                state = state.masked_fill(along(resets[:, t], state), 0.0)
+            now = (None if x is None else x[:, t] for x in others)
+            y, state = step(q[:, t], k[:, t], v[:, t], *now, bonus, state)
+            outputs.append(y)
+    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+
+
+register("linear_attention", "reference", run, always("the recurrent definition runs wherever torch does"))
