@@ -294,6 +294,33 @@ class Composer:
             extra = {"input_gate": "sigmoid", "normalize": self.maybe(0.5)}
         self.add(body, verb, replace(now, width=v), **wires, heads=heads, **extra)
 
+    def matrix_memory(self, body: Body) -> None:
+        """Linear attention by any rule, with a decay of any kind. Decays and beta go through what bounds them."""
+        now, source = body.now, self.named(body)
+        heads, groups = self.chance.randint(1, 2), self.chance.randint(1, 2)
+        K, V, of_values = self.chance.randint(1, 3), self.chance.randint(1, 3), heads * groups
+        rule = self.chance.choice(["add", "delta", "dplr"])
+        wires = {name: self.project(body, source, now, width)
+                 for name, width in {"q": heads * K, "k": heads * K, "v": of_values * V}.items()}
+        widths = {"decay": self.chance.choice([0, of_values, of_values * K])}
+        widths |= {"beta": of_values} if rule == "delta" else {}
+        widths |= {"a": of_values * K, "b": of_values * K} if rule == "dplr" else {}
+        for name, width in widths.items():
+            if width:
+                self.project(body, source, now, width)
+                self.add(body, "sigmoid", replace(now, width=width))
+                self.add(body, "scale", replace(now, width=width), by=1 if name == "beta" else -0.5)
+                wires[name] = self.named(body)
+        extra: dict[str, Any] = {"qk_norm": "l2" if rule == "delta" and K > 1 else "none"}
+        if rule == "add" and self.maybe(0.3):
+            extra["bonus"] = True
+        if not widths["decay"] and self.maybe(0.5):
+            extra["fixed_decay"] = "retention"
+        self.add(
+            body, "linear_attention", replace(now, width=of_values * V), **wires, heads=heads,
+            value_heads=of_values if groups > 1 else None, rule=rule, **extra,
+        )  # fmt: skip
+
     def slstm(self, body: Body) -> None:
         now, source = body.now, self.named(body)
         heads = self.chance.randint(1, 2)
@@ -525,8 +552,8 @@ class Composer:
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested])
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv,
-            self.earlier, self.centaurus, self.ssm, self.memory, self.slstm, self.attention, self.positions,
-            *nested, *nested[:2],
+            self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.slstm, self.attention,
+            self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
         moves += [self.down, self.up] if body.now.every < 12 else [self.up]

@@ -1,0 +1,139 @@
+"""Linear attention and delta rules.   H heads of queries and keys, HV of values, K and V their widths."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+Rule = Literal["add", "delta", "dplr"]
+OF_RULES: dict[str, tuple[str, ...]] = {"add": (), "delta": ("beta",), "dplr": ("a", "b")}
+
+
+@primitive("linear_attention")
+class LinearAttention(Op):
+    """Matrix memory S [K, V] per head of values, written by keys and read by queries: o = scale q^T S.
+
+    add: S = e^g S + k v^T. delta: S = e^g S + beta k (v - (e^g S)^T k)^T, for keys of length 1 and beta of 0 to 2.
+    dplr: S = (Diag(e^g) + b a^T) S + k v^T. The wire `decay` is the log decay g, at most 0: [batch, seq, HV] has one
+    per head, [batch, seq, HV * K] one per key feature; without it nothing decays. Value head j uses key head
+    j * H // HV.
+    State per sequence: S [HV, K, V] float32, with `normalize` [HV, K, V + 1].
+    """
+
+    ports = (
+        Port("q", "queries, H * K wide"),
+        Port("k", "keys, as wide as q"),
+        Port("v", "values, HV * V wide"),
+        Port("decay", "log decay, HV or HV * K wide", optional=True),
+        Port("beta", "rule delta: how much is corrected, HV wide", optional=True),
+        Port("a", "rule dplr: what reads the state before the decay, HV * K wide", optional=True),
+        Port("b", "rule dplr: where that is written, HV * K wide", optional=True),
+    )
+    reads = "past"
+    reversible = True
+    heads: int = argument(..., "heads of queries and keys, H; must divide their width", ge=1)
+    value_heads: int = argument(0, "heads of values, HV; a multiple of heads (0: as many as heads)", ge=0)
+    rule: Rule = argument("add", "how the state is written")
+    fixed_decay: Literal["none", "retention"] = argument(
+        "none", "a decay without a wire; retention: ln(1 - 2^(-5 - h)) for head h"
+    )
+    qk_norm: Literal["none", "l2"] = argument("none", "l2: queries and keys are divided by their length")
+    scale: float = argument(0.0, "what scores are multiplied by (0: 1 / sqrt(K))", ge=0)
+    bonus: bool = argument(False, "rule add: read before the write; a weight u [H, K] weighs the current token")
+    normalize: bool = argument(False, "rule add: divide by the scores' sum")
+    source = "arXiv:2006.16236, 2307.08621 (retention), 2312.06635 (GLA), 2406.06484 (delta), 2503.14456 (dplr)"
+
+    @property
+    def of_values(self) -> int:
+        """Heads of values."""
+        return self.value_heads or self.heads
+
+    def shape(self, q: Wire, k: Wire, v: Wire, *others: Wire | None) -> Wire:
+        width = must_divide(self.heads, q.features, "heads", "the width of q")
+        must_match("k", k, q.features, "the width of q")
+        must_divide(self.heads, self.of_values, "heads", "value_heads", at="value_heads")
+        what = "value_heads" if self.value_heads else "heads"
+        must_divide(self.of_values, v.features, what, "the width of v", at="v")
+        wires = dict(zip(("decay", "beta", "a", "b"), others, strict=True))
+        self.check_ports(wires)
+        decay = wires["decay"]
+        if decay and decay.features not in (self.of_values, self.of_values * width):
+            expected = f"{self.of_values} (one per head) or {self.of_values * width} (one per key feature)"
+            raise Fault("E402", "decay has another width", at="decay", expected=expected, found=f"{decay.features}")
+        if beta := wires["beta"]:
+            must_match("beta", beta, self.of_values, "one for each head of values")
+        for name in ("a", "b"):
+            if wire := wires[name]:
+                must_match(name, wire, self.of_values * width, "heads of values times the width of a key")
+        return v
+
+    def check_ports(self, wires: dict[str, Wire | None]) -> None:
+        """Fault unless the rule has its wires, and no other's."""
+        needed = OF_RULES[self.rule]
+        for name in ("beta", "a", "b"):
+            if wires[name] and name not in needed:
+                rule = next(rule for rule, names in OF_RULES.items() if name in names)
+                raise Fault("E411", f"the rule {self.rule} does not read `{name}`", at=name, hint=f"rule: {rule}")
+            if name in needed and not wires[name]:
+                hint = f"{name}: the wire to read"
+                raise Fault("E411", f"the rule {self.rule} needs its input '{name}'", at="rule", hint=hint)
+        if wires["decay"] and self.fixed_decay != "none":
+            raise Fault("E210", "the decay is given twice: by a wire and by `fixed_decay`", at="fixed_decay")
+        if self.rule != "add" and (self.bonus or self.normalize):
+            key = "bonus" if self.bonus else "normalize"
+            raise Fault("E209", f"{key} is for the rule add", at=key, found=f"rule: {self.rule}")
+        if self.bonus and self.normalize:
+            raise Fault("E209", "bonus and normalize do not go together", at="normalize", hint="leave one of them out")
+
+    def parameters(self, q: Wire, *others: Any) -> dict[str, Parameter]:
+        if not self.bonus:
+            return {}
+        return {"u": Parameter((self.heads, q.features // self.heads), Init("zeros"), decay=False)}
+
+    def state(self, q: Wire, k: Wire, v: Wire, *others: Any) -> dict[str, State]:
+        columns = v.features // self.of_values + self.normalize
+        return {"S": State((self.of_values, q.features // self.heads, columns))}
+
+    def macs(self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any) -> int:
+        """Of the recurrence: decay, correction, write and read of S."""
+        decays = decay is not None or self.fixed_decay != "none"
+        products = {"add": 2, "delta": 3, "dplr": 4}[self.rule] + decays
+        return products * (q.features // self.heads) * v.features
+
+    def calls(self, q: Wire, k: Wire, v: Wire, *others: Any) -> tuple[str, dict[str, Any]]:
+        return "linear_attention", {"rule": self.rule}
+
+    def forward(
+        self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
+        b: Any = None,
+    ) -> Any:
+        from seqblocks.kernels import linear_attention
+
+        q, k = (self.normed(x.unflatten(-1, (self.heads, -1))) for x in (q, k))
+        v = v.unflatten(-1, (self.of_values, -1))
+        a, b = (None if x is None else x.unflatten(-1, (self.of_values, -1)) for x in (a, b))
+        if self.fixed_decay != "none":
+            decay = q.new_tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.of_values)]).expand(v.shape[:3])
+        elif decay is not None and decay.shape[-1] != self.of_values:
+            decay = decay.unflatten(-1, (self.of_values, -1))
+        out: Any = linear_attention(
+            q, k, v, decay=decay, beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
+            normalize=self.normalize, state=call.state["S"] if call.state else None, return_state=call.return_state,
+            resets=call.resets, reverse=call.reverse,
+        )  # fmt: skip
+        o, last = out if call.return_state else (out, None)
+        return o.flatten(-2), {} if last is None else {"S": last}
+
+    def normed(self, x: Any) -> Any:
+        """Queries or keys [B, S, H, K], divided by their length if that is wanted, in float32 at least."""
+        import torch
+
+        if self.qk_norm == "none":
+            return x
+        exact = x if x.dtype == torch.float64 else x.float()
+        return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)

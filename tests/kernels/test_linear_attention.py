@@ -1,0 +1,143 @@
+"""Linear attention against the naive functions of flash-linear-attention, run in float64: all outputs and gradients.
+
+The law, resets, dtypes and layouts are the conformance suite's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import linear_attention
+from seqblocks.kernels.linear_attention import torch as chunkwise
+
+FOLDER = Path(__file__).parents[1] / "golden" / "linear_attention"
+CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+def load(case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with np.load(FOLDER / f"{case}.npz") as file:
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files if name != "cfg"}
+        return json.loads(str(file["cfg"])), arrays
+
+
+def output(*x: Tensor, **options: Any) -> Tensor:
+    o = linear_attention(*x, **options)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def with_state(*x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out = linear_attention(*x, **options, return_state=True)
+    assert isinstance(out, tuple)
+    return out
+
+
+def per_token(op: str, x: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments besides q, k, v and the state, by the conventions of each function."""
+    if op == "gdn2":  # an erase gate per key, and a write gate that is part of v
+        return {"decay": x["g"], "a": -x["g"].exp() * x["b"] * x["k"], "b": x["k"]}
+    out: dict[str, Any] = {"decay": x.get("g"), "beta": x.get("beta"), "a": x.get("a"), "b": x.get("b")}
+    if "g_gamma" in x:
+        out["decay"] = x["g_gamma"].expand(x["q"].shape[:3])
+    return {**out, "bonus": x.get("u"), "resets": x.get("resets")}
+
+
+def steps_of_products(x: dict[str, Tensor], steps: int) -> tuple[dict[str, Tensor], slice]:
+    """DeltaProduct as a delta rule: `steps` tokens each, of which the first decays and the last is read."""
+    q = torch.zeros_like(x["k"])
+    q[:, steps - 1 :: steps] = x["q"]
+    g = x["g"].new_zeros(*x["k"].shape[:3])
+    g[:, ::steps] = x["g"]
+    return {**x, "q": q, "g": g}, slice(steps - 1, None, steps)
+
+
+def run(case: str, backend: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients, found and wanted."""
+    cfg, stored = load(case)
+    x = {n[3:]: t.to(dtype).requires_grad_() if t.is_floating_point() else t
+         for n, t in stored.items() if n.startswith("in/")}
+    given, read = x, slice(None)
+    if cfg["op"] == "delta_product":
+        given, read = steps_of_products(x, cfg["options"]["num_householder"])
+    v = given["w"] * given["v"] if cfg["op"] == "gdn2" else given["v"]
+    normalize = bool(cfg["options"].get("normalize"))
+    state = given.get("initial_state")
+    if normalize:
+        state = torch.cat([given["initial_state"], given["initial_z"][:, 0].unsqueeze(-1)], -1)
+    o, last = with_state(
+        given["q"], given["k"], v, **per_token(cfg["op"], given), scale=cfg["scale"] or 1.0, normalize=normalize,
+        state=state, backend=backend,
+    )
+    found = {"out/o": o[:, read], "out/final_state": last[..., :-1] if normalize else last}
+    if normalize:
+        found["out/final_z"] = last[..., -1].unsqueeze(1)
+    loss = torch.stack([(y.double() * stored[n.replace("out", "cot")].double()).sum() for n, y in found.items()]).sum()
+    names = [n for n in x if f"grad/{n}" in stored]
+    grads = torch.autograd.grad(loss, [x[n] for n in names], allow_unused=True, materialize_grads=True)
+    found |= {f"grad/{n}": g for n, g in zip(names, grads, strict=True)}
+    return found, {n: stored[n] for n in found}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_naive_functions(case: str, backend: str) -> None:
+    found, wanted = run(case, backend, torch.float64)
+    for name, expected in wanted.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_float32_loses_what_the_naive_functions_lose(case: str, backend: str) -> None:
+    """Ten times what they lose in float32, and 1e-6 of the largest number; ten times that where beta is close to 2.
+
+    Substitution over a chunk then loses a digit to the recurrence: keys may be reflected over and over.
+    """
+    cfg, _ = load(case)
+    measured = cfg["measured"]
+    lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
+    lost |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
+    factor = 10 if cfg.get("beta") == "two" and backend == "torch" else 1
+    for name, (found, expected) in zip(lost, _pairs(case, backend, lost), strict=True):
+        error = (found.double() - expected).abs().max().item()
+        assert error <= factor * (10 * lost[name] + 1e-6 * max(1.0, expected.abs().max().item())), name
+
+
+def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tensor, Tensor]]:
+    found, wanted = run(case, backend, torch.float32)
+    return [(found[name], wanted[name]) for name in names]
+
+
+def test_a_decay_per_key_of_any_strength() -> None:
+    """Blocks are as long as exponents of both signs are safe for; by themselves none is, and all agree."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, decay = (torch.randn(1, 150, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    lengths = []
+    for strength in (0.1, 1.0, 2.0, 20.0):
+        g = -strength * decay.abs()
+        lengths.append(chunkwise._safe_block(g, False, 64))
+        wanted = output(q, k, v, decay=g, backend="reference")
+        found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 64
+    assert lengths[-1] == 0
+
+
+def test_what_follows_a_strong_decay_keeps_its_digits() -> None:
+    """Sums of log decays over a chunk are relative: after -1000 a decay of 0.001 still counts."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 64, 1, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    for shape in ((1, 64, 1), (1, 64, 1, 4)):
+        g = torch.full(shape, -0.001, dtype=torch.float64)
+        g[:, :8] = -1000.0
+        wanted = output(q, k, v, decay=g, backend="reference")
+        found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
