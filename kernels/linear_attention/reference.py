@@ -85,8 +85,8 @@ def scan(
         for t in reversed(range(S)) if reverse else range(S):
             if resets is not None:
                 state = state.masked_fill(along(resets[:, t], state), 0.0)
-            now = (None if x is None else x[:, t] for x in others)
-            y, state = step(q[:, t], k[:, t], v[:, t], *now, bonus, state)
+            decay, beta, a, b = (None if x is None else x[:, t] for x in others)
+            y, state = step(q[:, t], k[:, t], v[:, t], decay, beta, a, b, bonus, state)
             outputs.append(y)
     return torch.stack(outputs[::-1] if reverse else outputs, 1), state
 

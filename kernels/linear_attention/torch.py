@@ -129,7 +129,8 @@ def _safe_block(decay: Optional, reverse: bool, chunk_size: int) -> int:
     sums = (decay.flip(1) if reverse else decay).abs()
     tokens, found = 1, 0
     while tokens < chunk_size and chunk_size % (step := 2 if tokens > 1 else BLOCK) == 0:
-        sums = pad(sums, (0, 0, 0, 0, 0, -sums.shape[1] % step)).unflatten(1, (-1, step)).sum(2)
+        sums = pad(sums, (0, 0, 0, 0, 0, -sums.shape[1] % step))
+        sums = sums.reshape(sums.shape[0], -1, step, *sums.shape[2:]).sum(2)
         tokens *= step
         if chunk_size % tokens or not sums.max() < RANGE:  # NaN too
             break
@@ -186,11 +187,12 @@ def _chunked(
     if resets is not None:
         state = state.masked_fill(along(resets[:, 0], state), 0.0)  # also where a product with 0 would be NaN
         resets = pad(resets, (0, -S % L)).reshape(resets.shape[0], -1, L)
-    q, k, v, decay, *others = _each(lambda x: _chunks(x, H, L), *sequences)
+    q, k, v, decay, beta, a, b = _each(lambda x: _chunks(x, H, L), *sequences)
     masks = None if resets is None else _masks(resets)
     seen = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
-    pairs = (seen, seen.tril(-1)) if masks is None else (seen & masks.pairs, seen.tril(-1) & masks.pairs)
-    x = _Inputs(scale * q, k, v, *others, _decays(decay, decay is not None and decay.dim() == 6), masks, *pairs, block)
+    seen = seen if masks is None else seen & masks.pairs
+    g = _decays(decay, decay is not None and decay.dim() == 6)
+    x = _Inputs(scale * q, k, v, beta, a, b, g, masks, seen, seen.tril(-1), block)
 
     reads = x.g.upto if bonus is None else x.g.before
     weights = x.pairs(x.q, k, reads, x.seen if bonus is None else x.earlier)
