@@ -111,7 +111,7 @@ def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Path) -> list[dict[str, float]]:
-    """Train with AdamW and a one-cycle rate; the model is saved after every epoch. Ctrl-C ends early."""
+    """Train with AdamW and a one-cycle rate; the model is saved after each epoch. Ctrl-C ends early."""
     images, labels = train
     steps = -(-len(labels) // options.batch)
     optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.05), lr=options.rate)
@@ -146,7 +146,7 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
 
 
 def shifted(images: Tensor) -> Tensor:
-    """Each image moved by up to one pixel: a digit does not depend on where it stands."""
+    """Move each image by up to one pixel: a digit does not depend on its place."""
     padded = nn.functional.pad(images, (1, 1, 1, 1))
     moves = torch.randint(3, (len(images), 2)).tolist()
     return torch.stack([image[:, dy : dy + 8, dx : dx + 8] for image, (dy, dx) in zip(padded, moves, strict=True)])

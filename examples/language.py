@@ -127,7 +127,7 @@ def fit(
     optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.1), lr=options.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.1)
     streams = train[: len(train) // options.batch * options.batch].view(options.batch, -1)
-    every = max(1, options.steps // 12)
+    interval = max(1, options.steps // 12)
     at, tokens, state = 0, 0, None
     for step in range(1, options.steps + 1):
         if at + 1 >= streams.shape[1]:
@@ -144,7 +144,7 @@ def fit(
         state = detach(state)
         at += options.seq
         tokens += piece[:, 1:].numel()
-        if step % every == 0 or step == options.steps:
+        if step % interval == 0 or step == options.steps:
             bits = bits_per_byte(model, held_out)
             save(model, options.out / f"{spec}.pt")
             history.append((tokens, bits))

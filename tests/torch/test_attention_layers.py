@@ -108,8 +108,8 @@ def test_the_reverse_order(given: str) -> None:
     forward.load_state_dict({k.removeprefix("scan."): v for k, v in backward.state_dict().items()})
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
     found = backward(x, cu_seqlens=torch.tensor([0, 4, 5, 12]))
-    wanted = torch.cat([forward(x[:, a:b].flip(1)).flip(1) for a, b in ((0, 4), (4, 5), (5, 12))], 1)
-    near(*([y, *torch.autograd.grad(y.square().sum(), x)] for y in (found, wanted)))
+    expected = torch.cat([forward(x[:, a:b].flip(1)).flip(1) for a, b in ((0, 4), (4, 5), (5, 12))], 1)
+    near(*([y, *torch.autograd.grad(y.square().sum(), x)] for y in (found, expected)))
 
 
 def test_the_scale_is_what_is_given() -> None:
@@ -146,8 +146,8 @@ def test_a_block_against_plain_torch() -> None:
     y = x + by_hand(q, k, v, True, None, 10_000.0, None).flatten(-2) @ w["attention.residual.out.weight"].t()
     u = normed(y, w["mlp.residual.norm.weight"])
     gate, up, down = (w[f"mlp.residual.swiglu.{name}_weight"] for name in ("gate", "up", "down"))
-    wanted = y + (torch.nn.functional.silu(u @ gate.t()) * (u @ up.t())) @ down.t()
-    near([model(x)], [wanted])
+    expected = y + (torch.nn.functional.silu(u @ gate.t()) * (u @ up.t())) @ down.t()
+    near([model(x)], [expected])
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -167,8 +167,8 @@ def test_gated_rms_norm(gate: str, groups: int) -> None:
     opening = z * torch.sigmoid(z)
     a = a * opening if gate == "before" else a
     parts = [part / torch.sqrt(part.square().mean(-1, keepdim=True) + 1e-6) for part in a.chunk(groups, -1)]
-    wanted = torch.cat(parts, -1) * model.rms_norm.weight + model.rms_norm.bias
-    near([model(x)], [wanted * opening if gate == "after" else wanted])
+    expected = torch.cat(parts, -1) * model.rms_norm.weight + model.rms_norm.bias
+    near([model(x)], [expected * opening if gate == "after" else expected])
 
 
 def test_the_gelu_network() -> None:
@@ -176,5 +176,5 @@ def test_the_gelu_network() -> None:
     w = {k.removeprefix("gelu_mlp."): p for k, p in model.named_parameters()}
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     u = x @ w["up.weight"].t() + w["up.bias"]
-    wanted = (u * 0.5 * (1 + torch.erf(u / math.sqrt(2)))) @ w["down.weight"].t() + w["down.bias"]
-    near([model(x)], [wanted])
+    expected = (u * 0.5 * (1 + torch.erf(u / math.sqrt(2)))) @ w["down.weight"].t() + w["down.bias"]
+    near([model(x)], [expected])

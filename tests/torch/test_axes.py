@@ -33,9 +33,9 @@ def checked(model: SequenceModel) -> list[object]:
     return list(output.axes[1:])
 
 
-def agrees(model: SequenceModel, x: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(model(x), wanted, rtol=0, atol=1e-15)
-    assert checked(model) == list(wanted.shape[1:])
+def agrees(model: SequenceModel, x: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-15)
+    assert checked(model) == list(expected.shape[1:])
 
 
 @pytest.mark.parametrize(

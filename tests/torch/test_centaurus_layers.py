@@ -22,12 +22,12 @@ def build(steps: str, features: int = 4) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"), [("neck", 9_792), ("pointwise", 66_624), ("dws", 1_728), ("full", 110_592)]
+    ("mode", "expected"), [("neck", 9_792), ("pointwise", 66_624), ("dws", 1_728), ("full", 110_592)]
 )
-def test_counts_of_the_reference(mode: str, wanted: int) -> None:
+def test_counts_of_the_reference(mode: str, expected: int) -> None:
     """64 features, 64 channels (full: 4,096), 8 sub-states: a complex number counts as the two reals it is."""
     model = build(f"    - centaurus: {{mode: {mode}, sub_states: 8}}\n", 64)
-    assert sum(p.numel() for p in model.parameters()) == wanted
+    assert sum(p.numel() for p in model.parameters()) == expected
 
 
 def test_the_published_start() -> None:

@@ -43,7 +43,7 @@ def test_a_saved_model_comes_back_whole(tmp_path: Path, ending: str) -> None:
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
     assert again.unembed.weight is again.embed.weight
     assert restore(path, dtype=torch.float32)(x).dtype == torch.float32
-    assert list(tmp_path.iterdir()) == [path], "nothing half-written is left behind"
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written is left"
 
 
 def test_what_owns_no_weights_can_be_restored_otherwise(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def _other_shape(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_parametrized, r"no longer what its spec says: 1 is missing \(own\.residual\.down\.weight\); 2 are not known"),
         (_sharded, r"own\.residual\.down\.weight is a Sharded.*: gather the weights"),
@@ -170,10 +170,10 @@ def _other_shape(model: nn.Module) -> None:
         (lambda model: model.to("meta"), r"embed\.weight is on meta, where no numbers are"),
     ],
 )
-def test_what_could_not_be_restored_is_not_saved(change: Any, told: str, tmp_path: Path) -> None:
+def test_what_could_not_be_restored_is_not_saved(change: Any, message: str, tmp_path: Path) -> None:
     model = seqblocks.build_text(TEXT)
     change(model)
-    with pytest.raises(seqblocks.RunError, match=told):
+    with pytest.raises(seqblocks.RunError, match=message):
         save(model, tmp_path / "m.pt")
     assert not list(tmp_path.iterdir())
 
@@ -287,7 +287,7 @@ model:
          {"split": "layers.0.a.c.fused", "parts": 2, "part": 1}),
     ],
 )  # fmt: skip
-def test_a_nested_map_applies_wherever_its_block_stands(name: str, table: str, official: Any) -> None:
+def test_a_nested_map_applies_wherever_its_block_is(name: str, table: str, official: Any) -> None:
     model = seqblocks.build_text(f"{NESTED}checkpoint: {{{table}}}")
     assert name in model.state_dict()
     assert official_name(model.spec, name) == official
@@ -318,8 +318,8 @@ checkpoint: {pair: [old, new.pair]}
         assert torch.equal(model.pair.one.weight, one)
         assert torch.equal(model.pair.two.weight, two)
     assert official_name(model.spec, "pair.one.weight") == "old.w1.weight", "the first alternative"
-    told = r"have no old\.w2\.weight or old\.fused or new\.pair\.w2\.weight or new\.pair\.fused, which pair\.two\."
-    with pytest.raises(seqblocks.RunError, match=told):
+    message = r"have no old\.w2\.weight or old\.fused or new\.pair\.w2\.weight or new\.pair\.fused, which pair\.two\."
+    with pytest.raises(seqblocks.RunError, match=message):
         load_official(model, {"old.w1.weight": one})
     with pytest.raises(seqblocks.RunError, match=r"hold more than the spec maps: new\.pair\.first\.weight"):
         load_official(model, {**files[0], "new.pair.first.weight": one})
@@ -335,7 +335,7 @@ def mamba_weights() -> dict[str | None, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         # the right layer under another prefix, not another layer under the same
         ({"layers.1.mamba_block.mixer.D": "model.layers.1.mixer.D"},
@@ -349,11 +349,11 @@ def mamba_weights() -> dict[str | None, Tensor]:
          r"no layers\.1\.mamba_block\.norm\.weight, .* \(9 more parameters miss their tensors\)\."),
     ],
 )  # fmt: skip
-def test_a_missing_tensor_gets_the_hint_it_deserves(change: dict[str, str | None], told: str) -> None:
+def test_a_missing_tensor_gets_the_hint_it_deserves(change: dict[str, str | None], message: str) -> None:
     model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
     weights = {change.get(name, name): tensor for name, tensor in mamba_weights().items()}
     weights.pop(None, None)
-    with pytest.raises(seqblocks.RunError, match=told):
+    with pytest.raises(seqblocks.RunError, match=message):
         load_official(model, weights)
     load_official(model, mamba_weights())
 
@@ -363,8 +363,8 @@ def test_positions_of_another_grid_name_what_sets_them() -> None:
     text = f"seqblocks: 1\nmodel: {{input: {{image: {{size: 16}}}}, steps: [{steps}]}}"
     coarse = seqblocks.build_text(text.replace("STRIDE ", ""))
     fine = seqblocks.build_text(text.replace("STRIDE", "stride: 2,"))
-    told = r"position_embed\.weight is \[1, 4, 4, 8\], and \[1, 7, 7, 8\] here \(position_embed, <text>:2:\d+\)"
-    with pytest.raises(seqblocks.RunError, match=told + r"\. `position_embed: \{rows: 4, columns: 4\}` takes these"):
+    message = r"position_embed\.weight is \[1, 4, 4, 8\], and \[1, 7, 7, 8\] here \(position_embed, <text>:2:\d+\)"
+    with pytest.raises(seqblocks.RunError, match=message + r"\. `position_embed: \{rows: 4, columns: 4\}` takes these"):
         load_official(fine, coarse.state_dict())
     fits = seqblocks.build_text(
         text.replace("STRIDE", "stride: 2,").replace("position_embed]", "position_embed: {rows: 4, columns: 4}]")
@@ -408,7 +408,7 @@ def test_mamba_releases_hold_their_tied_head_too() -> None:
     assert official_name(check.load_model("mamba_130m"), "unembed.weight") == "lm_head.weight"
 
 
-def test_a_part_that_cannot_be_taken_is_told() -> None:
+def test_a_part_that_does_not_fit_is_reported() -> None:
     text = "seqblocks: 1\nmodel: {input: {features: 2}, steps: [linear: {features: 2, bias: false}]}\ncheckpoint: "
     for recipe, words in {
         "{real: v}": "be complex",
@@ -417,8 +417,8 @@ def test_a_part_that_cannot_be_taken_is_told() -> None:
         "{transpose: v}": r"be \[2, 2\]",
         "{reshape: v}": "hold 2 x 2 numbers",
     }.items():
-        told = rf"for linear\.weight the official v must {words}, and is \[4, 2\] of torch\.float32"
-        with pytest.raises(seqblocks.RunError, match=told):
+        message = rf"for linear\.weight the official v must {words}, and is \[4, 2\] of torch\.float32"
+        with pytest.raises(seqblocks.RunError, match=message):
             load_official(seqblocks.build_text(f"{text}{{linear.weight: {recipe}}}"), {"v": torch.ones(4, 2)})
 
 
@@ -454,7 +454,7 @@ def test_missing_and_spare_tensors_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "message"),
     [
         ("{concat: [o, p]}", r"head.weight \[8, 6\] cannot be the concat of \[6, 8\], \[7\]: "),
         ("{slice: p, axis: 1}", r"cannot be the slice of \[7\]: "),
@@ -462,36 +462,36 @@ def test_missing_and_spare_tensors_are_named() -> None:
         ("q", "q of the official weights is not a tensor, but list"),
     ],
 )
-def test_what_only_the_tensors_can_tell(recipe: str, told: str) -> None:
+def test_what_only_the_tensors_can_tell(recipe: str, message: str) -> None:
     steps = "[{linear: {features: 8, bias: false, name: head}}]"
     model = seqblocks.build_text(
         f"seqblocks: 1\nmodel: {{input: {{features: 6}}, steps: {steps}}}\ncheckpoint: {{head.weight: {recipe}}}"
     )
-    with pytest.raises(seqblocks.RunError, match=told):
+    with pytest.raises(seqblocks.RunError, match=message):
         load_official(model, {"o": torch.ones(6, 8), "p": torch.ones(7), "q": [1.0]})
 
 
 @pytest.mark.parametrize(
-    ("tensor", "told"),
+    ("tensor", "message"),
     [
         (torch.ones(4, 5), r"layers\.3\.qkv\.out\.weight is \[5, 4\], and \[4, 8\] here"),
         (torch.ones(8, 4, dtype=torch.complex64), r"for layers\.3\.qkv\.out\.weight are complex.*\{real: …\}"),
         (torch.ones(8, 4, device="meta"), r"pairs\.1\.1\.final of the official weights is on meta"),
     ],
 )
-def test_a_load_that_fails_changes_nothing(tensor: Tensor, told: str) -> None:
+def test_a_load_that_fails_changes_nothing(tensor: Tensor, message: str) -> None:
     text = MAPPED.replace("out.weight: {transpose: final}", "out.weight: final")
     model, tensors = seqblocks.build_text(text), official()
     tensors = {name: t.T if name.endswith("final") else t for name, t in tensors.items()}
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(seqblocks.RunError, match=told):
+    with pytest.raises(seqblocks.RunError, match=message):
         load_official(model, {**tensors, "pairs.1.1.final": tensor.T})
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     load_official(model, tensors)
     assert not torch.equal(model.layers[3].qkv.out.weight, before["layers.3.qkv.out.weight"])
 
 
-def test_weights_that_are_wrapped_are_told() -> None:
+def test_wrapped_weights_are_reported() -> None:
     model, tensors = seqblocks.build_text(MAPPED), official()
     for key in ("state_dict", "model"):
         with pytest.raises(seqblocks.UsageError, match=rf"one level down: load_official\(model, tensors\['{key}'\]\)"):
@@ -499,9 +499,9 @@ def test_weights_that_are_wrapped_are_told() -> None:
     wrapped: dict[Any, Tensor] = {f"module.{name}": tensor for name, tensor in tensors.items()}
     with pytest.raises(seqblocks.RunError, match=r"begin with 'module\.': take it off, name\.removeprefix"):
         load_official(model, wrapped)
-    with pytest.raises(seqblocks.RunError) as told:
+    with pytest.raises(seqblocks.RunError) as error:
         load_official(model, {3: torch.ones(1), "more": torch.ones(1), **wrapped})
-    assert "take it off" not in str(told.value), "it would not help"
+    assert "take it off" not in str(error.value), "it would not help"
 
 
 def test_only_a_model_that_can_be_filled_is_loaded() -> None:
@@ -511,7 +511,7 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
         load_official(nn.Linear(2, 2), official())  # type: ignore[arg-type]
     model = seqblocks.build_text(MAPPED)
     model.more = nn.Linear(2, 2)
-    load_official(model, official())  # what stands beside the spec's own steps is let be
+    load_official(model, official())  # tensors besides the spec's own are ignored
     model.layers[3].qkv.q.weight = nn.Parameter(torch.ones(4, 1))
     with pytest.raises(seqblocks.RunError, match=r"layers\.3\.qkv\.q\.weight is \[4, 1\], and \[4, 4\] there"):
         load_official(model, official())
@@ -538,7 +538,7 @@ def test_an_index_may_have_no_name() -> None:
         load_official(model, official())
 
 
-def test_weights_for_other_layers_are_told_by_number_and_name(tmp_path: Path) -> None:
+def test_weights_for_other_layers_are_reported_by_number_and_name(tmp_path: Path) -> None:
     steps = "[{repeat: {times: n, steps: [linear: {features: 4}]}}]"
     text = f"seqblocks: 1\nlet: {{n: 2}}\nmodel: {{input: {{features: 4}}, steps: {steps}}}"
     save(seqblocks.build_text(text), tmp_path / "model.pt")

@@ -80,8 +80,8 @@ def test_whose_parameters_a_scan_of_two_orders_counts(
     (tmp_path / "two.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{scan}}}]}}\n")
     data = json.loads(run_here("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
     (found,) = data["steps"]
-    told = [(", ".join(row["names"]), row["params"]) for row in found["steps"]]
-    assert told == [(name.removesuffix(" (2 x)"), params) for name, params in rows]
+    shown = [(", ".join(row["names"]), row["params"]) for row in found["steps"]]
+    assert shown == [(name.removesuffix(" (2 x)"), params) for name, params in rows]
     assert found["params"] == sum(row["params"] * len(row["names"]) for row in found["steps"])
     assert found["macs"] == sum(row["macs"] * len(row["names"]) for row in found["steps"]) == 2 * 4 * 7
     table = run_here("build", "two.yaml", "--summary", cwd=tmp_path).stdout
@@ -138,8 +138,8 @@ def test_torch_without_numpy_does_not_speak_first(run_cli: Run, root: Path, tmp_
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
     bare = [sys.executable, "-c", "import torch"]
-    told = subprocess.run(bare, env={**os.environ, **env}, capture_output=True, text=True, check=True).stderr
-    assert "Failed to initialize NumPy" in told  # else there is nothing to test
+    errors = subprocess.run(bare, env={**os.environ, **env}, capture_output=True, text=True, check=True).stderr
+    assert "Failed to initialize NumPy" in errors  # else there is nothing to test
     done = run_cli("build", "vil_digits", env=env)
     assert (done.returncode, done.stderr) == (0, "")
 

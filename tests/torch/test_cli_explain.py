@@ -1,4 +1,4 @@
-"""`seqblocks explain SPEC`: which kernels would run, asked of facts that need not be this machine's."""
+"""`seqblocks explain SPEC`: which kernels would run, on this machine or another."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_json(run_here: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "status", "told"),
+    ("arguments", "env", "status", "message"),
     [
         (["vil_tiny"], {dispatch.VARIABLE: "torch"}, 0, "what torch would run"),
         (["vil_tiny"], {dispatch.VARIABLE: "triton"}, 4, "cannot run"),
@@ -84,10 +84,10 @@ def test_json(run_here: Run) -> None:
         (["-q", "vil_tiny"], {}, 0, ""),
     ],
 )
-def test_statuses(arguments: list[str], env: dict[str, str], status: int, told: str, run_here: Run) -> None:
+def test_statuses(arguments: list[str], env: dict[str, str], status: int, message: str, run_here: Run) -> None:
     done = run_here("explain", *arguments, env=PLAIN | env)
     assert done.returncode == status, done.stderr
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -113,7 +113,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's declared facts are those that its call tells the dispatcher; it calls nothing else."""
+    """A step's declared facts are those that its call passes to the dispatcher; it calls nothing else."""
     called: list[tuple[str, dict[str, Any]]] = []
     choose = dispatch.choose
 

@@ -82,7 +82,7 @@ def held(text: str, seed: int) -> bool:
 
 
 def moderate(model: SequenceModel, seed: int) -> None:
-    """Shrink the parameters until no step makes numbers beyond 1e4: products of products leave float64 soon."""
+    """Shrink the parameters until no step makes numbers above 1e4: products of products overflow float64 soon."""
     largest = [0.0]
 
     def look(_module: Any, _inputs: Any, given: Any) -> None:

@@ -70,7 +70,7 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
 
 
 def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple[int, str]:
-    """How digits.py ends and what it says where it cannot start; it must leave nothing behind."""
+    """How digits.py ends, and its message where it cannot start; it must leave no files."""
     code = f"import runpy, sys; {before}; runpy.run_path('examples/digits.py', run_name='__main__')"
     command = [sys.executable, "-c", code, "--out", str(out), *options]
     env = {**os.environ, "PYTHONPATH": str(root)}

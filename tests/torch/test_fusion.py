@@ -63,7 +63,7 @@ def results(made: seqblocks.SequenceModel, x: Tensor, call: Any = None) -> list[
 
 
 def one_by_one(made: seqblocks.SequenceModel) -> seqblocks.SequenceModel:
-    """A copy in which every step is watched."""
+    """A copy with a hook on each step."""
     made = copy.deepcopy(made)
     for part in made.modules():
         if isinstance(part, Primitive):
@@ -119,12 +119,12 @@ def test_what_somebody_else_reads_is_made() -> None:
 def test_a_hook_on_any_of_them_is_called() -> None:
     made = model(TAIL + "    - learnable_skip: {with: z}\n    - gate: {by: z}\n")
     x = torch.randn(1, 3, 8)
-    wanted = made(x)
+    expected = made(x)
     for name in ("norm", "learnable_skip", "gate"):
         for register in ("register_forward_hook", "register_forward_pre_hook"):
             seen: list[str] = []
             handle = getattr(made.get_submodule(name), register)(lambda *_, seen=seen: seen.append("called"))
-            assert torch.equal(made(x), wanted)
+            assert torch.equal(made(x), expected)
             assert seen == ["called"]
             handle.remove()
     seen = []
@@ -166,14 +166,14 @@ def test_the_last_step_of_a_block_runs_as_one_with_what_follows() -> None:
 @pytest.mark.parametrize("name", ["cell", "cell.inner", "cell.inner.norm", "gate"])
 def test_whoever_looks_into_the_block_sees_every_step(name: str) -> None:
     made, x = model(CELL), torch.randn(1, 5, 8)
-    wanted, seen = made(x), []
+    expected, seen = made(x), []
     handle = made.get_submodule(name).register_forward_hook(lambda *_: seen.append("called"))
-    assert torch.equal(made(x), wanted)
+    assert torch.equal(made(x), expected)
     handle.remove()
     inside = made.get_submodule(name)
     first = inside.forward
     inside.forward = lambda *a, **k: seen.append("called") or first(*a, **k)  # type: ignore[method-assign,func-returns-value]
-    assert torch.equal(made(x), wanted)
+    assert torch.equal(made(x), expected)
     assert seen == ["called"] * 2
 
 
@@ -209,9 +209,9 @@ def test_what_takes_the_place_of_a_step_is_used() -> None:
             return 2 * y, state
 
     x = torch.randn(1, 3, 8)
-    wanted = 2 * made(x)
+    expected = 2 * made(x)
     made._modules["gate"] = Wrapped(made.get_submodule("gate"))
-    assert torch.equal(made(x), wanted)
+    assert torch.equal(made(x), expected)
 
 
 def test_names_stay_and_a_compiler_sees_no_break() -> None:
@@ -256,8 +256,8 @@ def test_another_step_in_the_place_of_one_is_what_runs() -> None:
     other = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [layer_norm: {}]}", seed=1)
     made.norm = other.layer_norm
     u, z = made.linear(x, call=Call(False))[0].split(8, -1)
-    wanted = (torch.nn.functional.layer_norm(u, (8,)) + made.learnable_skip.weight * z) * torch.nn.functional.silu(z)
-    torch.testing.assert_close(made(x), wanted)
+    expected = (torch.nn.functional.layer_norm(u, (8,)) + made.learnable_skip.weight * z) * torch.nn.functional.silu(z)
+    torch.testing.assert_close(made(x), expected)
 
 
 def test_an_ordinary_module_may_stand_in_a_steps_place() -> None:
@@ -292,15 +292,15 @@ class Second(nn.Module):
 def test_what_computes_a_weight_is_asked_for_it(step: str, how: str) -> None:
     """Doubled weights of a step double what they double, wherever torch keeps them."""
     made, x = tail(), torch.randn(2, 5, 8)
-    wanted = copy.deepcopy(made)
+    expected = copy.deepcopy(made)
     with torch.no_grad():
-        wanted.get_submodule(step).weight.mul_(2)
+        expected.get_submodule(step).weight.mul_(2)
     if how == "parametrize":
         parametrize.register_parametrization(made.get_submodule(step), "weight", Doubled())
     else:
         weight = made.get_submodule(step).weight
         prune.custom_from_mask(made.get_submodule(step), "weight", torch.full_like(weight, 2))
-    torch.testing.assert_close(made(x), wanted(x))
+    torch.testing.assert_close(made(x), expected(x))
 
 
 class Doubled(nn.Module):

@@ -68,8 +68,8 @@ def test_float64(case: str, form: str, plan: str | None) -> None:
     y = run(mode, w, plan=plan, backend=form)
     assert np.abs(y.detach().numpy() - data["y64"]).max() <= 1e-10 * np.abs(data["y64"]).max()
     for key, found in differentiate(y, w, data).items():
-        wanted = official(data, key, "grad64")
-        assert np.abs(found - wanted).max() <= 1e-10 * np.abs(wanted).max(), key
+        expected = official(data, key, "grad64")
+        assert np.abs(found - expected).max() <= 1e-10 * np.abs(expected).max(), key
 
 
 @pytest.mark.parametrize(("form", "plan"), WAYS)
@@ -84,10 +84,10 @@ def test_float32(case: str, form: str, plan: str | None) -> None:
     least = 2**-24 * (16 + (y.shape[1] if form == "reference" else 0))
     bars = {"y": (y.detach().numpy(), data["y64"], np.abs(data["y"] - data["y64"]).max())}
     for key, found in differentiate(y, w, data).items():
-        wanted = official(data, key, "grad64")
-        bars[key] = (found, wanted, np.abs(official(data, key, "grad") - wanted).max())
-    for key, (found, wanted, error) in bars.items():
-        assert np.abs(found - wanted).max() <= 10 * error + least * np.abs(wanted).max(), key
+        expected = official(data, key, "grad64")
+        bars[key] = (found, expected, np.abs(official(data, key, "grad") - expected).max())
+    for key, (found, expected, error) in bars.items():
+        assert np.abs(found - expected).max() <= 10 * error + least * np.abs(expected).max(), key
 
 
 @pytest.mark.parametrize("form", ["reference", "torch"])
@@ -133,7 +133,7 @@ def test_the_verb(case: str) -> None:
     (y * torch.from_numpy(data["cotangent"]).double()).sum().backward()
     assert np.abs(y.detach().numpy() - data["y64"]).max() <= 1e-10 * np.abs(data["y64"]).max()
     for name, parameter in own.items():
-        wanted = official(data, {"log_dt": "log_delta"}.get(name, name), "grad64")
+        expected = official(data, {"log_dt": "log_delta"}.get(name, name), "grad64")
         if name == "A_real":
-            wanted = -wanted * torch.sigmoid(parameter.detach()).numpy()
-        assert np.abs(parameter.grad.numpy() - wanted).max() <= 1e-10 * np.abs(wanted).max(), name
+            expected = -expected * torch.sigmoid(parameter.detach()).numpy()
+        assert np.abs(parameter.grad.numpy() - expected).max() <= 1e-10 * np.abs(expected).max(), name

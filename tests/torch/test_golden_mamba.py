@@ -35,8 +35,8 @@ def read(case: str) -> tuple[Any, dict[str, Any]]:
     return data, json.loads(str(data["cfg"]))
 
 
-def close(name: str, found: torch.Tensor, wanted: Any, bar: float) -> None:
-    theirs = torch.from_numpy(np.asarray(wanted))
+def close(name: str, found: torch.Tensor, expected: Any, bar: float) -> None:
+    theirs = torch.from_numpy(np.asarray(expected))
     assert found.shape == theirs.shape, name
     assert (found.detach() - theirs).abs().max() <= bar * max(1.0, theirs.abs().max().item()), name
 

@@ -97,7 +97,7 @@ def projected(data: Any, w: dict[str, Tensor], heads: int, x: Tensor) -> tuple[l
 
 
 def layer(case: str, dtype: torch.dtype, backend: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Found and wanted: y, all gradients, and the last state."""
+    """Found and expected: y, all gradients, and the last state."""
     data, w, heads = load(case, dtype)
     x = torch.from_numpy(data["x"]).to(dtype).requires_grad_()
     inner, after = projected(data, w, heads, x)
@@ -109,9 +109,10 @@ def layer(case: str, dtype: torch.dtype, backend: str) -> dict[str, tuple[np.nda
     y = after(h.flatten(-2))
     grads = torch.autograd.grad((y * torch.from_numpy(data["cotangent"]).to(dtype)).sum(), [x, *w.values()])
     out = {"y": (y.detach().numpy(), data["y"]), "grad.x": (grads[0].numpy(), data["grad.x"])}
-    wanted = {NAMES[k[5:]]: ours(k[5:], data[k], heads) for k in data.files if k.startswith("grad.") and k != "grad.x"}
-    assert set(wanted) == set(w)
-    out |= {k: (g.numpy(), wanted[k].numpy()) for k, g in zip(w, grads[1:], strict=True)}
+    names = [k for k in data.files if k.startswith("grad.") and k != "grad.x"]
+    expected = {NAMES[k[5:]]: ours(k[5:], data[k], heads) for k in names}
+    assert set(expected) == set(w)
+    out |= {k: (g.numpy(), expected[k].numpy()) for k, g in zip(w, grads[1:], strict=True)}
     end = carry(data, "carry_out", dtype)
     return out | {k: (getattr(last, k).detach().numpy(), getattr(end, k).numpy()) for k in ("C", "n", "m")}
 
@@ -120,8 +121,8 @@ def layer(case: str, dtype: torch.dtype, backend: str) -> dict[str, tuple[np.nda
 @pytest.mark.parametrize("case", CASES)
 def test_float64(case: str, form: str) -> None:
     """Values, all gradients and the last state, resets and carries included: 1e-10 of the largest value of each."""
-    for key, (found, wanted) in layer(case, torch.float64, form).items():
-        assert np.abs(found - wanted).max() <= 1e-10 * max(1.0, np.abs(wanted).max()), key
+    for key, (found, expected) in layer(case, torch.float64, form).items():
+        assert np.abs(found - expected).max() <= 1e-10 * max(1.0, np.abs(expected).max()), key
 
 
 @pytest.mark.parametrize("form", ["reference", "torch"])
@@ -130,8 +131,8 @@ def test_float32(case: str, form: str) -> None:
     """Ten times the official float32 run's own error (recorded for y; relative to the largest value)."""
     data = np.load(FOLDER / f"{case}.npz")
     bar = 10 * np.abs(data["y_float32"] - data["y"]).max() / np.abs(data["y"]).max()
-    found, wanted = layer(case, torch.float32, form)["y"]
-    assert np.abs(found - wanted).max() <= bar * np.abs(wanted).max()
+    found, expected = layer(case, torch.float32, form)["y"]
+    assert np.abs(found - expected).max() <= bar * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,9 +148,9 @@ def test_every_element_and_every_state(case: str) -> None:
     for which, found in (("elem", made), ("state", states)):
         found = found._replace(C=found.C / width**0.5, n=found.n / width**0.5)
         for key, value in zip(("log_f", "C", "n", "m"), found, strict=True):
-            wanted = data[f"{which}.{key}"].reshape(value.shape)
-            error = np.abs(value.detach().numpy() - wanted).max()
-            assert error <= 1e-10 * max(1.0, np.abs(wanted).max()), (which, key)
+            expected = data[f"{which}.{key}"].reshape(value.shape)
+            error = np.abs(value.detach().numpy() - expected).max()
+            assert error <= 1e-10 * max(1.0, np.abs(expected).max()), (which, key)
     end = carry(data, "carry_out", torch.float64)
     torch.testing.assert_close(last.f.detach(), end.f, rtol=1e-10, atol=1e-10 * max(1.0, end.f.abs().max().item()))
 
@@ -181,9 +182,9 @@ def test_the_layer_as_a_spec(case: str) -> None:
     assert np.abs(x.grad.numpy() - data["grad.x"]).max() <= 1e-10 * np.abs(data["grad.x"]).max()
     for key in data.files:
         if key.startswith("grad.") and key != "grad.x":
-            wanted = ours(key[5:], data[key], heads).numpy()
-            error = np.abs(own[NAMES[key[5:]]].grad.numpy() - wanted).max()
-            assert error <= 1e-10 * max(1.0, np.abs(wanted).max()), key
+            expected = ours(key[5:], data[key], heads).numpy()
+            error = np.abs(own[NAMES[key[5:]]].grad.numpy() - expected).max()
+            assert error <= 1e-10 * max(1.0, np.abs(expected).max()), key
     end = carry(data, "carry_out", torch.float64)
     torch.testing.assert_close(last[name]["cell"]["C"], end.C, rtol=1e-10, atol=1e-10)
 
@@ -224,7 +225,7 @@ def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if "head" in c])
 def test_it_is_the_mlstm(case: str) -> None:
-    """The chunked kernel, told to start from the same stabiliser, gives the same h; resets aside, which start m at 0
+    """The chunked kernel, message to start from the same stabiliser, gives the same h; resets aside, which start m at 0
     there and move h by about eps = 1e-6."""
     data, w, heads = load(case)
     inner, _ = projected(data, w, heads, torch.from_numpy(data["x"]))

@@ -34,9 +34,9 @@ def test_an_order_is_a_walk_over_the_image(order: str) -> None:
 
     x = torch.randn(2, 15, 8, dtype=torch.float64, requires_grad=True)
     path = walk(order, 3, 5)
-    found, wanted = block(order)(x), block("forward")(x[:, path])[:, path.argsort()]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (found, wanted))
+    found, expected = block(order)(x), block("forward")(x[:, path])[:, path.argsort()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -60,12 +60,12 @@ def test_counts_by_hand() -> None:
     """At width 128: an mLSTM block has 109,448, Mamba's 116,608, attention 41,088 with one head of keys
     and values and 49,280 with two, a gated network 147,584."""
     ends = 256 * 128 + 128  # the tied embedding and the last norm
-    wanted = {
+    expected = {
         "mlstm_small": 5 * 109_448 + ends,
         "mamba_small": 5 * 116_608 + ends,
         "transformer_small": 3 * (49_280 + 147_584) + ends,
         "hybrid_small": 109_448 + 116_608 + 41_088 + 2 * 147_584 + ends,
     }
-    assert {name: graph.count(check.load_model(name).graph) for name in wanted} == wanted
+    assert {name: graph.count(check.load_model(name).graph) for name in expected} == expected
     front = 464 + 7_808 + 5_952  # full 1 -> 16, neck 16 -> 64 with its skip, separable 64
     assert graph.count(check.load_model("centaurus_mlstm").graph) == front + 2 * 30_152 + 64 + 65

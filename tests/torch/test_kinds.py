@@ -128,7 +128,7 @@ def test_a_step_of_token_numbers_gives_one_a_sequence() -> None:
     check_law(model)
 
 
-# --- models without parameters, and calls that nobody should make
+# --- models without parameters, and invalid calls
 
 CARRIES = "{attention: {q: input, k: input, v: input, heads: 2, cache: 8}}"
 

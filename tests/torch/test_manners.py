@@ -1,4 +1,4 @@
-"""What a person gets who calls the library with something else than it wants: one error of ours that says what."""
+"""Wrong arguments to the library: each raises one of its own errors, with a message that says what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: small(dtype="int8"), "dtype int8 is not a dtype of a model"),
         (lambda: small(dtype=torch.int64), "torch.int64 is not a dtype of a model"),
@@ -62,13 +62,13 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs the official state dict"),
     ],
 )
-def test_building(call: Callable[[], Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_building(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         call()
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: small()([[1.0]]), "the model reads a tensor, not list"),
         (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating numbers, not torch.uint8"),
@@ -98,13 +98,13 @@ def test_building(call: Callable[[], Any], told: str) -> None:
         (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
     ],
 )
-def test_running(call: Callable[[], Any], told: str) -> None:
-    with pytest.raises(RunError, match=told):
+def test_running(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RunError, match=message):
         call()
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "told"),
+    ("model", "given", "message"),
     [
         ("float32", "float64", "the model is float32 and its input float64: convert it with x.to(torch.float32), or b"),
         ("float64", "float32", "the model is float64 and its input float32: convert it with x.to(torch.float64), or b"),
@@ -112,11 +112,11 @@ def test_running(call: Callable[[], Any], told: str) -> None:
         ("float32", "float16", "or build the model with dtype='float16'"),
     ],
 )
-def test_an_input_of_another_dtype(model: str, given: str, told: str) -> None:
+def test_an_input_of_another_dtype(model: str, given: str, message: str) -> None:
     text = "seqblocks: 1\nuse: [mamba]\nmodel: {input: {features: 4}, steps: [{mamba_mixer: {dim: 4}}]}"
     made, x = seqblocks.build_text(text, dtype=model), torch.ones(1, 3, 4, dtype=getattr(torch, given))
     for call in (lambda: made(x), lambda: made.step(x[:, 0])):
-        with pytest.raises(RunError, match=re.escape(told)) as caught:
+        with pytest.raises(RunError, match=re.escape(message)) as caught:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -138,7 +138,7 @@ def test_torchs_other_errors_stay_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "told"),
+    ("bounds", "message"),
     [
         ([2, 3], r"begins with 2, not 0: .*; these look like lengths, and their bounds are 0, 2, 5"),
         ([0, 9], "ends with 9, not 5, the tokens there are"),
@@ -150,11 +150,11 @@ def test_torchs_other_errors_stay_torchs() -> None:
         ([0, 4, 2, 5], "falls from 4 to 2"),
     ],
 )
-def test_bounds_of_packed_sequences(bounds: Any, told: str) -> None:
+def test_bounds_of_packed_sequences(bounds: Any, message: str) -> None:
     model, x = small(), torch.ones(1, 5, 4)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         model(x, cu_seqlens=torch.tensor(bounds))
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         kernels.packed_resets(torch.tensor(bounds), 5)
 
 
@@ -206,7 +206,7 @@ def test_a_summary_of_what_was_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"cuts": (9,)}, "a sequence of 5 can be cut at 1 to 4, not at 9"),
         ({"cuts": (0,)}, "not at 0"),
@@ -215,8 +215,8 @@ def test_a_summary_of_what_was_built() -> None:
         ({"seq": 0}, "a sequence has a token or more, not 0"),
     ],
 )
-def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         testing.check_law(small(), **{"seq": 5, **given})
 
 
@@ -237,7 +237,7 @@ class OwnState(Own):
 
 
 @pytest.mark.parametrize(
-    ("verb", "given", "told"),
+    ("verb", "given", "message"),
     [
         ("own", "x", None),
         ("own", "x[:, :3]", r"own: output: \[2, 3, 4\] is not \[2, 23, 4\], as declared"),
@@ -251,14 +251,14 @@ class OwnState(Own):
     ],
 )
 def test_a_primitive_gives_what_it_declares(
-    verb: str, given: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+    verb: str, given: str, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PRIMITIVES, "own", Own)
     monkeypatch.setitem(PRIMITIVES, "own_state", OwnState)
     model = seqblocks.build_text(
         f'seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{verb}: {{given: "{given}"}}}}]}}'
     )
-    with pytest.raises((AssertionError, UsageError), match=told) if told else contextlib.nullcontext():
+    with pytest.raises((AssertionError, UsageError), match=message) if message else contextlib.nullcontext():
         testing.check_shapes(model)
 
 
@@ -268,12 +268,12 @@ def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("vil_digits", r"patch_embed .*cannot stream: it reads a whole image"), ("vim_tiny", "reads a whole image")],
 )
-def test_a_model_without_steps_has_no_law(name: str, told: str) -> None:
+def test_a_model_without_steps_has_no_law(name: str, message: str) -> None:
     model = seqblocks.build(name, device="meta")
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         testing.check_law(model)
     assert testing.random_input(model, 2, 23).shape == (2, *model.spec.input.axes[1:])
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ model:
           - residual: {steps: [layer_norm, {causal_conv: {kernel: 2, mixing: true}}]}
     - linear: {features: 3}
 """
-# The recurrent stabiliser is the same in every split, so whole, chunks and steps differ by rounding alone: about
+# The recurrent stabiliser is the same in every split, so whole, chunks and steps differ by rounding only: about
 # length * 2^-52 relative to intermediate values of order 1e2; 1e-9 leaves two decades of room at length 40.
 ROUNDING = 1e-9
 
@@ -100,12 +101,12 @@ def test_packed_sequences_compile_without_a_break() -> None:
     """Nothing is read back from the device to find where they begin; empty ones, at the end too, are none."""
     from seqblocks.kernels import packed_resets
 
-    wanted = torch.zeros(1, 9, dtype=torch.bool)
-    wanted[0, [0, 4]] = True
+    expected = torch.zeros(1, 9, dtype=torch.bool)
+    expected[0, [0, 4]] = True
     torch._dynamo.reset()
     find = torch.compile(packed_resets, fullgraph=True, backend="eager")
     for bounds in ([0, 4, 9], [0, 0, 4, 4, 9, 9, 9]):
-        assert torch.equal(find(torch.tensor(bounds), 9), wanted)
+        assert torch.equal(find(torch.tensor(bounds), 9), expected)
 
 
 def scan_text(order: str, more: str = "", steps: str = "{causal_conv: {kernel: 3}}") -> str:
@@ -133,9 +134,9 @@ def test_orders_are_these_permutations(order: str) -> None:
     model, plain = randomised(built(scan_text(order))), randomised(built(scan_text("forward")))
     x = torch.randn(2, 15, 4, dtype=torch.float64)
     index = torch.tensor(ORDERS[order])
-    wanted = torch.empty_like(x)
-    wanted[:, index] = plain(x[:, index])
-    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+    expected = torch.empty_like(x)
+    expected[:, index] = plain(x[:, index])
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_scan_over_a_grid_shows_its_steps_the_grid_turned() -> None:
@@ -143,9 +144,9 @@ def test_a_scan_over_a_grid_shows_its_steps_the_grid_turned() -> None:
     turned = randomised(built(scan_text("forward", steps="{conv2d: {kernel: 3}}").replace("[3, 5]", "[5, 3]")))
     x = torch.randn(1, 15, 4, dtype=torch.float64)
     index = torch.tensor(ORDERS["columns"])
-    wanted = torch.empty_like(x)
-    wanted[:, index] = turned(x[:, index])
-    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+    expected = torch.empty_like(x)
+    expected[:, index] = turned(x[:, index])
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 MERGES = {"sum": torch.add, "mean": lambda a, b: (a + b) / 2, "product": torch.mul}
@@ -157,8 +158,8 @@ def test_directions_are_merged(merge: str) -> None:
     plain = randomised(built(scan_text("forward")))
     assert list(model.state_dict()) == ["scan.causal_conv.weight", "scan.causal_conv.bias"]
     x = torch.randn(2, 15, 4, dtype=torch.float64)
-    wanted = MERGES[merge](plain(x), plain(x.flip(1)).flip(1))
-    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+    expected = MERGES[merge](plain(x), plain(x.flip(1)).flip(1))
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_owned_parameters_carry_the_order_and_shared_ones_no_prefix() -> None:
@@ -236,7 +237,7 @@ def test_tied_parameters_are_one_and_stay_one() -> None:
     assert real.unembed.weight is real.embed.weight
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_stands_beside() -> None:
+def test_the_same_seed_draws_the_same_weights_whatever_the_other_steps() -> None:
     a, b = seqblocks.build_text(TIED, seed=3), seqblocks.build_text(TIED, seed=3, dtype=torch.float64)
     c = seqblocks.build_text(TIED.replace("    - unembed", "    - silu\n    - unembed"), seed=3)
     other = seqblocks.build_text(TIED, seed=4)
@@ -266,7 +267,7 @@ model:
   input: {{features: 8}}
   steps: [{{linear: {{features: 8, init: {{weight: "{INITIALISED.get(init, init)}"}}}}}}]
 """
-    wanted = seqblocks.build_text(text).linear
+    expected = seqblocks.build_text(text).linear
     torch.set_default_dtype(torch.float64)
     try:
         wide = seqblocks.build_text(text).linear
@@ -276,8 +277,8 @@ model:
         here = seqblocks.build_text(text, device="cpu").linear
     for found in (wide, here):
         assert found.weight.dtype == torch.float32
-        assert torch.equal(found.weight, wanted.weight)
-        assert torch.equal(found.bias, wanted.bias)
+        assert torch.equal(found.weight, expected.weight)
+        assert torch.equal(found.bias, expected.bias)
 
 
 def test_half_precision_models_run() -> None:
@@ -447,13 +448,13 @@ def test_state_helpers() -> None:
     assert not states.detach(state)["first"]["residual"]["scan"]["mlstm"]["C"].requires_grad
     picked = states.index_select(state, torch.tensor([2, 0]))
     y, _ = model.step(x[[2, 0], 0], picked)
-    wanted, _ = model.step(x[:, 0], state)
-    torch.testing.assert_close(y, wanted[[2, 0]])
+    expected, _ = model.step(x[:, 0], state)
+    torch.testing.assert_close(y, expected[[2, 0]])
     saved = io.BytesIO()
     torch.save(states.detach(state), saved)
     saved.seek(0)
     again = torch.load(saved, weights_only=True)
-    torch.testing.assert_close(model.step(x[:, 0], again)[0], wanted)
+    torch.testing.assert_close(model.step(x[:, 0], again)[0], expected)
 
 
 def test_positions_stream_and_restart() -> None:
@@ -487,7 +488,7 @@ def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
     for instance in made:
         for part in instance.modules():
             if isinstance(part, Primitive | Holder):
-                continue  # a leaf: no step stands below it
+                continue  # a leaf: no step is below it
             public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules)
             assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
     assert {n for n in dir(nn.Module) if not n.startswith("_")} <= RESERVED_NAMES
@@ -514,3 +515,46 @@ def test_pooling_by_the_largest() -> None:
     torch.testing.assert_close(model(x), scores.max(1).values)
     with pytest.raises(seqblocks.RunError, match="its mode max reads the whole sequence"):
         model.init_state(1)
+
+
+def test_modules_are_called_with_what_their_nodes_read() -> None:
+    """Ports in order, then what bodies capture; the input of a repeat is captured by its second layer."""
+    model = built(
+        """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - linear: {features: 4, as: first}
+    - silu: {as: second}
+    - repeat:
+        name: layers
+        times: 2
+        steps:
+          - add: {with: second}
+          - parallel:
+              branches: [{a: [{add: {with: first}}]}, {b: [{multiply: {by: second}}]}]
+              merge: sum
+    - residual: [{gate: {by: second}}]
+"""
+    )
+    reads = {name: node.reads for name, node in _nodes(model.graph.nodes)}
+    _, first, second = (model.graph.input, *(node.outputs[0] for node in model.graph.nodes[:2]))
+    layers, residual = reads["layers"], reads["residual"]
+    assert layers == (second, first)
+    assert reads["layers.1.add"] == (model.graph.nodes[2].bodies["0"].result, second)
+    assert reads["layers.0.parallel"][1:] == (first, second)
+    assert residual == (model.graph.nodes[2].outputs[0], second)
+    seen: dict[str, int] = {}
+    for name, part in model.named_modules():
+        if name in reads:
+            part.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: len(args)}))
+    model(torch.randn(2, 5, 4, dtype=torch.float64))
+    assert seen == {name: len(values) for name, values in reads.items()}
+
+
+def _nodes(nodes: list[graph.Node], path: str = "") -> Iterator[tuple[str, graph.Node]]:
+    for node in nodes:
+        yield graph.join(path, node.name), node
+        for label, body in node.bodies.items():
+            yield from _nodes(body.nodes, graph.join(path, node.name, label))

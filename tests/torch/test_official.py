@@ -107,9 +107,9 @@ def mamba_of(config: dict[str, Any]) -> Any:
     return seqblocks.build_text(text, set=changes).eval()
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Tensor, expected: Tensor) -> None:
     """Both sum in float32, in another order: four roundings of 1.2e-7 for each of 17 tokens, of the largest logit."""
-    assert (found - wanted).abs().max() <= 17 * 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
+    assert (found - expected).abs().max() <= 17 * 4 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("layout", ["transformers", "mamba_ssm"])

@@ -44,12 +44,12 @@ def draw(*shape: int) -> Tensor:
 def same(model: SequenceModel, w: Weights, truth: Callable[[Weights, Tensor], Tensor], x: Tensor) -> None:
     """The model and the truth: values, and gradients of every parameter and of x where that is no token number."""
     leaves = [x.requires_grad_(), *w.values()] if x.is_floating_point() else [*w.values()]
-    found, wanted = model(x), truth(w, x)
-    assert found.shape == wanted.shape
-    weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
+    found, expected = model(x), truth(w, x)
+    assert found.shape == expected.shape
+    weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
     pairs = zip(
         (found, *torch.autograd.grad((found * weights).sum(), leaves)),
-        (wanted, *torch.autograd.grad((wanted * weights).sum(), leaves)),
+        (expected, *torch.autograd.grad((expected * weights).sum(), leaves)),
         strict=True,
     )
     for at, (a, b) in enumerate(pairs):
@@ -281,7 +281,7 @@ def test_xlstm_large(gate: str, normalize: bool) -> None:
 
 
 def test_xlstm_large_with_fused_weights() -> None:
-    """`weight_mode: fused`: the rows of q, k, v and o stand in one matrix, and so do both gates and half of the FFN."""
+    """`weight_mode: fused`: the rows of q, k, v and o are in one matrix, and so do both gates and half of the FFN."""
     model, w = built(LARGE.replace("        INPUT\n", ""))
     text, tensors = (
         LARGE.replace("        INPUT\n", "").replace('checkpoint: {it: ""}', 'checkpoint:\n  it: ""'),
@@ -351,7 +351,7 @@ def test_slstm_block(activation: str) -> None:
 
 
 def test_slstm_weights_of_the_cuda_backend() -> None:
-    """There the recurrent matrices map from axis 1 to axis 2, and the biases stand head by head."""
+    """There the recurrent matrices map from axis 1 to axis 2, and the biases are ordered by head."""
     block = "slstm_layer: {name: it, gates: input, dim: 12, heads: 3}"
     model, _ = built(spec(12, block))
     own = {name.removeprefix("it."): p.detach() for name, p in model.named_parameters()}
@@ -376,8 +376,8 @@ def test_slstm_starts_of_the_official_package() -> None:
     assert 0.9 < cell.recurrent.abs().max().item() * 12**0.5 <= 1
 
 
-def test_dropout_stands_where_it_does_officially() -> None:
-    """Behind the mLSTM layer and the network; behind the sLSTM cell, but before the norm of its heads."""
+def test_dropout_is_in_the_official_places() -> None:
+    """After the mLSTM layer and the network; after the sLSTM cell, but before the norm of its heads."""
     for step in ("mlstm_layer", "gated_ffn"):
         model, _ = built(spec(8, f"{step}: {{dim: 8, dropout: {1 - 1e-9}}}"))
         assert not model.train()(draw(1, 5, 8)).any()

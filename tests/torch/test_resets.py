@@ -1,4 +1,4 @@
-"""A reset is the end of what was before: an agent recovers from a state that is not finite.
+"""Resets: an agent recovers from a state that is not finite, and steps that would mix sequences are refused.
 
 The kernels: check_poison in tests/kernels/conformance.py, and tests/kernels/test_mlstm_resets.py.
 """
@@ -18,19 +18,19 @@ STREAMING = ("mamba_small", "mlstm_small", "hybrid_small", "memoroid_agent", "tr
 @pytest.mark.parametrize("name", STREAMING)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_an_agent_recovers(name: str, poison: float) -> None:
-    """One step with a reset on a state that is lost gives what a new state gives, and leaves nothing of the old one."""
+    """One step with a reset on a poisoned state is as from a new state, and leaves nothing of the old one."""
     model = seqblocks.build(name, device="cpu", seed=0)
     first = model.init_state(3)
     shape = (3, *([model.frame_size] if model.frame_size > 1 else []))
     wire = model.spec.input
     x = torch.randint(0, 16, shape) if wire.kind == "tokens" else torch.randn(*shape, wire.features)
-    lost = map_state(lambda t: torch.full_like(t, poison) if t.is_floating_point() else t + 3, first)
+    poisoned = map_state(lambda t: torch.full_like(t, poison) if t.is_floating_point() else t + 3, first)
     with torch.no_grad():
-        wanted, after = model.step(x, first)
-        found, state = model.step(x, lost, resets=torch.ones(3, dtype=torch.bool))
+        expected, after = model.step(x, first)
+        found, state = model.step(x, poisoned, resets=torch.ones(3, dtype=torch.bool))
         later, _ = model.step(x, state)
         wanted_later, _ = model.step(x, after)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(later, wanted_later)
     map_state(lambda t: pytest.fail("not finite") if not t.isfinite().all() else t, state)
 
@@ -56,7 +56,7 @@ def small(input: str, *steps: str) -> SequenceModel:
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_what_would_mix_sequences_refuses_resets(name: str) -> None:
-    """Such a step computed with tokens of other sequences, and did not say so."""
+    """Such a step used to compute with tokens of other sequences, silently."""
     input, step, why = MIXERS[name]
     model = small(input, "linear: {features: 4}", step)
     x = torch.randn(1, 6, 4)
@@ -71,7 +71,6 @@ def test_what_would_mix_sequences_refuses_resets(name: str) -> None:
 
 
 def test_the_last_token_is_that_of_the_last_sequence() -> None:
-    """So is it in a stream, step by step."""
     model = small("{features: 4}", "causal_conv: {kernel: 3}", "pool: {mode: last}")
     x = torch.randn(2, 6, 4)
     first = torch.zeros(2, 6, dtype=torch.bool)

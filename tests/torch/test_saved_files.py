@@ -265,7 +265,7 @@ def test_a_system_call_that_fails_loses_nothing(path: Path, call: str, monkeypat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_by_the_system_s_own_words(tmp_path: Path) -> None:
+def test_a_full_disk_raises_the_error_of_the_system(tmp_path: Path) -> None:
     """torch's writer turns it into an error about its own format."""
     resource = pytest.importorskip("resource")
     path, before = tmp_path / "m.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -488,7 +488,7 @@ def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("integer", r"up\.weight of the official weights is of torch\.int64, and weights are float64, float32"),
         ("bool", r"is of torch\.bool, and weights"),
@@ -499,8 +499,8 @@ def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -
         ("none", r"is not a tensor, but NoneType"),
     ],
 )
-def test_official_weights_of_another_kind_are_named(kind: str, told: str) -> None:
-    with pytest.raises(seqblocks.RunError, match=told):
+def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> None:
+    with pytest.raises(seqblocks.RunError, match=message):
         load_official(model(), {**model().state_dict(), "up.weight": ODD[kind]})
 
 

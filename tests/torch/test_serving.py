@@ -87,7 +87,7 @@ def test_a_state_of_other_dtypes_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "f64"])
 def test_a_fresh_state_has_the_dtypes_of_one_that_comes_back(dtype: str) -> None:
-    """Centaurus stands first, and keeps its parameters in float32."""
+    """Centaurus comes first, with parameters in float32."""
     model = made("centaurus_mlstm", dtype=dtype)
     check_law(model, seq=5)
     _, state = model(random_input(model, 1, 4), return_state=True)
@@ -96,7 +96,7 @@ def test_a_fresh_state_has_the_dtypes_of_one_that_comes_back(dtype: str) -> None
 
 
 class Around(nn.Module):
-    """As wrappers do that shard, compile or checkpoint."""
+    """Pass on what it is called with, as wrappers do that shard, compile or checkpoint."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -112,22 +112,22 @@ class Around(nn.Module):
 def test_layers_and_branches_can_be_wrapped_and_replaced() -> None:
     model = seqblocks.build_text(LAYERS, dtype=torch.float64)
     x = torch.randn(2, 5, 4, dtype=torch.float64)
-    wanted = model(x)
+    expected = model(x)
     layers: Any = model.layers
     first, wrapped = layers[0], Around(layers[1])
     layers[1] = wrapped
     layers[0] = torch.compile(first, backend="eager")
     branch = Around(model.both.b)
     model.both.b = branch
-    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x), expected)
     model.init_state(2)
-    torch.testing.assert_close(model(x, return_state=True)[0], wanted)
+    torch.testing.assert_close(model(x, return_state=True)[0], expected)
     assert (wrapped.calls, branch.calls) == (2, 2)
     layers[0] = first
     layers[-1] = nn.Identity()
-    assert model(x).shape == wanted.shape
-    layers[1] = nn.Linear(4, 4, dtype=torch.float64)  # of a layer's wires it is handed the first
-    assert model(x).shape == wanted.shape
+    assert model(x).shape == expected.shape
+    layers[1] = nn.Linear(4, 4, dtype=torch.float64)  # it is called with the first of the layer's wires
+    assert model(x).shape == expected.shape
     with pytest.raises(seqblocks.RunError, match="1: the Linear that replaces it carries no state"):
         model(x, return_state=True)
 
@@ -136,23 +136,23 @@ def test_directions_that_own_all_can_be_wrapped() -> None:
     steps = "[{scan: {name: s, order: [forward, reverse], own: all, steps: [{causal_conv: {kernel: 3}}]}}]"
     model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}\n")
     x = torch.randn(2, 5, 4)
-    wanted = model(x)
+    expected = model(x)
     model.s._modules["rev"] = Around(model.s._modules["rev"])
-    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(model(x), expected)
 
 
-def test_what_replaces_a_step_is_handed_its_input_joined() -> None:
+def test_a_replacement_is_called_with_the_joined_input() -> None:
     model = seqblocks.build_text(
         "seqblocks: 1\nmodel: {input: {features: 4}, steps: "
         "[{linear: {features: 3, as: a}}, {linear: {from: [input, a], features: 2, name: both}}]}\n"
     )
     x = torch.randn(2, 5, 4)
-    wanted = model(x)
+    expected = model(x)
     other = nn.Linear(7, 2)
     other.load_state_dict(model.both.state_dict())
     model.both = other
-    torch.testing.assert_close(model(x), wanted)
-    model.both = Around(other)  # hands on what an ordinary module does not take: torch says so
+    torch.testing.assert_close(model(x), expected)
+    model.both = Around(other)  # passes on what an ordinary module does not take
     with pytest.raises(TypeError, match="call"):
         model(x)
 
@@ -162,9 +162,9 @@ def test_a_step_of_another_dtype_is_not_the_inputs_fault() -> None:
     name = "layers.0.mamba_block.residual.mixer.in_proj"
     step = model.get_submodule(name)
     model.set_submodule(name, nn.Linear(step.weight.shape[1], step.weight.shape[0], bias=False))
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as error:
         model(random_input(model, 1, 4))
-    assert "int64" not in str(told.value)
+    assert "int64" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["mamba_130m", "hybrid_small"])

@@ -139,8 +139,8 @@ def test_head_norm_with_one_gain_for_all_heads(gain: str, bias: bool) -> None:
             parameter.copy_(draw(2, seed=number))
     weight = own.get("head_norm.weight")
     factor = weight + 1 if weight is not None and gain == "one_plus" else weight
-    wanted = layer_norm(X.reshape(2, 9, 3, 2), (2,), factor, own.get("head_norm.bias")).flatten(-2)
-    torch.testing.assert_close(model(X), wanted)
+    expected = layer_norm(X.reshape(2, 9, 3, 2), (2,), factor, own.get("head_norm.bias")).flatten(-2)
+    torch.testing.assert_close(model(X), expected)
 
 
 def test_a_shared_gain_is_fused_with_skip_and_gate() -> None:
