@@ -60,7 +60,8 @@ def run(
     def whole(*x: Tensor | None) -> tuple[Tensor, Tensor]:
         return read_out(scan(x, resets, reverse, scale), normalize)
 
-    y, last = contained(whole, tensors, KINDS, resets, reverse)
+    unread = None if bonus is None else decay  # what a token's own output does not depend on
+    y, last = contained(whole, tensors, KINDS, resets, reverse, unread)
     return y, last
 
 

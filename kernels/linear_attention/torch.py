@@ -364,7 +364,8 @@ def run(
     def whole(*x: Optional) -> tuple[Tensor, Tensor]:
         return reference.read_out(_op(*x, resets, reverse, scale, chunk_size), normalize)
 
-    y, last = contained(whole, tensors, KINDS, resets, reverse)
+    unread = None if bonus is None else decay  # what a token's own output does not depend on
+    y, last = contained(whole, tensors, KINDS, resets, reverse, unread)
     return y, last
 
 

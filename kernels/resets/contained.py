@@ -21,18 +21,20 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def contained(
-    function: Function, tensors: Sequence[Tensor | None], kinds: Sequence[str], resets: Tensor | None, reverse: bool
+    function: Function, tensors: Sequence[Tensor | None], kinds: Sequence[str], resets: Tensor | None, reverse: bool,
+    unread: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """function(*tensors), with gradients of exactly zero for dead tokens, whatever is in them.
 
     function: tensors to (y [B, S, ...], states [B, ...], ...), without parameters of its own. kinds: TOKENS, STATE or
-    SHARED, of each tensor. Derivatives of any order.
+    SHARED, of each tensor. unread: the one of them, if there is one, that only later tokens' y depends on; all others
+    show in y if they are not finite. Derivatives of any order.
     """
     if resets is None or not resets.numel() or not _recorded(tensors):
         return function(*tensors)
     if tensors[0] is not None and tensors[0].device.type == "cpu":
         out = function(*tensors)
-        if finite(out[0]):
+        if finite(out[0], *(() if unread is None else (unread,))):
             return out
     contained_out: tuple[Tensor, ...] = _Contained.apply(function, kinds, resets, reverse, *tensors)
     return contained_out

@@ -141,3 +141,25 @@ def test_what_follows_a_strong_decay_keeps_its_digits() -> None:
         wanted = output(q, k, v, decay=g, backend="reference")
         found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_decay_that_no_output_shows_stays_before_a_reset(backend: str, reverse: bool) -> None:
+    """With a bonus, a token is read before its decay is applied: NaN there is in no output of its sequence."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, decay = (torch.randn(1, 8, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    last, after = (5, slice(0, 5)) if reverse else (2, slice(3, 8))
+    decay[:, last] = torch.nan
+    resets = torch.zeros(1, 8, dtype=torch.bool)
+    resets[:, last + (-1 if reverse else 1)] = True
+    leaves = [x.requires_grad_() for x in (q, k, v, decay)]
+    bonus = torch.ones(2, 4, dtype=torch.float64)
+    out = linear_attention(*leaves[:3], decay=decay, bonus=bonus, resets=resets, reverse=reverse, backend=backend)
+    out[:, after].sum().backward()
+    for x in leaves:
+        ended = torch.ones(8, dtype=torch.bool)
+        ended[after] = False
+        assert x.grad is not None
+        assert not x.grad[:, ended].any()
+        assert x.grad.isfinite().all()
