@@ -450,11 +450,12 @@ Axis = Sequence[Any] | Callable[[Kernel, Implementation], Iterable[Any]]
 
 def cases(
     kernels: Iterable[Kernel], on: Sequence[str] = CPU, *, variants: Sequence[str] = tuple(IMPLEMENTATIONS),
-    rest: str = "slow", **axes: Axis,
+    rest: str = "slow", interpreted: str | None = "slow", **axes: Axis,
 ) -> pytest.MarkDecorator:
     """Parametrise over `subject` and the axes: for each kernel and implementation cases in which every value occurs,
     and, marked `rest`, as many that every two values meet. On a GPU all of them run. `variants`: the implementations
-    for which the variant is an axis too; the others get the usual one."""
+    for which the variant is an axis too; the others get the usual one. `interpreted`: the mark of the first cases in
+    Triton's interpreter, which is slow; None for the properties that imply most others."""
     out = []
     for kernel in kernels:
         for name in on:
@@ -465,7 +466,8 @@ def cases(
             values: list[list[Any]] = [of_kernel if name in variants else of_kernel[:1]]
             values += [[*(axis(kernel, found) if callable(axis) else axis)] for axis in axes.values()]
             for (variant, *others), quick in cover(values, kernel.name + name):
-                marks = [*found.marks] + ([] if quick or name == "gpu" else [getattr(pytest.mark, rest)])
+                mark = {"gpu": None, "triton": interpreted}.get(name) if quick or name == "gpu" else rest
+                marks = [*found.marks, *([getattr(pytest.mark, mark)] if mark else [])]
                 subject = Subject(kernel, variant, found)
                 label = "-".join([str(subject), *(label_of(*x) for x in zip(axes, others, strict=True))])
                 out.append(pytest.param(subject, *others, marks=marks, id=label))

@@ -67,7 +67,7 @@ def shapes(kernel: Kernel, on: Implementation) -> list[Any]:
 
 @cases(
     KERNELS, EVERYWHERE, shape=shapes, precision=lambda kernel, on: on.precisions, layout=lambda kernel, on: LAYOUTS,
-    resets=yes_if("resets"), reverse=yes_if("reverse"), state=yes_if("states"),
+    resets=yes_if("resets"), reverse=yes_if("reverse"), state=yes_if("states"), interpreted=None,
 )
 def test_agrees_with_the_definition(
     subject: Subject, shape: dict[str, int], precision: Precision, layout: str, resets: bool, reverse: bool, state: bool
@@ -195,7 +195,10 @@ def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
 CUTS = ((1, 2, 6), range(1, 8))
 
 
-@cases(SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"))
+@cases(
+    SEQUENTIAL, EVERYWHERE, variants=CPU[:2], cuts=CUTS, resets=yes_if("resets"), reverse=yes_if("reverse"),
+    interpreted=None,
+)
 def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, reverse: bool) -> None:
     """With the state carried on: the same outputs, last state and gradients, those of the first state included."""
     S = 8
@@ -207,7 +210,7 @@ def test_whole_is_chunks_is_steps(subject: Subject, cuts: Any, resets: bool, rev
     assert_close(with_gradients(pieces, x), whole, bar, smallest=1.0)  # one key in a window: no gradient of q
 
 
-@cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"))
+@cases([k for k in KERNELS if k.resets], EVERYWHERE, variants=CPU[:2], reverse=yes_if("reverse"), interpreted=None)
 def test_resets_are_each_piece_on_its_own(subject: Subject, reverse: bool) -> None:
     S = 8
     x = subject.exact(batch=1, S=S)

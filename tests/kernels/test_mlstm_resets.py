@@ -10,7 +10,9 @@ import torch
 from seqblocks.kernels import mlstm, mlstm_memoroid, mlstm_step
 from tests.kernels.conformance import INTERPRETED, crossed
 
-BACKENDS = ["reference", "torch", "memoroid", "memoroid compiled", pytest.param("triton", marks=INTERPRETED)]
+TRITON = pytest.param("triton", marks=[INTERPRETED, pytest.mark.slow])
+MLSTM = ["reference", "torch", TRITON]
+BACKENDS = [*MLSTM, "memoroid", pytest.param("memoroid compiled", marks=pytest.mark.slow)]
 S, RESETS, POISONED = 23, (5, 14, 15), 9  # a token in the middle of the sequence from 5 to 13
 NAMES = ("q", "k", "v", "i", "f", "C", "n", "m")
 
@@ -111,7 +113,7 @@ def test_gradients_that_are_not_finite_stay_within_their_sequence(backend, rever
 
 
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("memoroid", "memoroid compiled")])
+@pytest.mark.parametrize("backend", MLSTM)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_step_with_a_reset_forgets_a_poisoned_state(grad, backend, gate):
     x = {name: y[:, :1] if y.shape[1] == S else y for name, y in inputs().items()}

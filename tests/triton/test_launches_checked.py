@@ -40,7 +40,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         yield found
 
 
-@pytest.fixture(params=["sm_80", "sm_90"])
+@pytest.fixture(params=[pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is not there: calls on the CPU are launched as on it."""
     processors = triton_common.PROCESSORS[request.param]

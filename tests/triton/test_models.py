@@ -88,7 +88,7 @@ def leaves(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [x for part in state.values() for x in leaves(part)]
 
 
-@pytest.mark.parametrize("name", ["mlstm", "mamba", "vim_v2"])
+@pytest.mark.parametrize("name", ["mamba", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mlstm", "vim_v2"))])
 def test_compiled_without_a_break_and_exported(name: str) -> None:
     made = model(name)
     x = draw(2, 6, DIM).float()
