@@ -72,10 +72,10 @@ class _Liveness:
                 self.used.append(node)
                 live |= self._reads(node, idle)
             elif not waiting.isdisjoint(node.outputs):
-                waiting.update(_all_read(node))
+                waiting.update(node.reads)
             elif _may_own(node) and not any(id(each) in self.kept for each in _with_inner(node)):
                 idle.append(node)
-                waiting.update(_all_read(node))
+                waiting.update(node.reads)
         return _Used(frozenset(live), tuple(idle))
 
     def _reads(self, node: Node, idle: list[Node]) -> set[int]:
@@ -123,13 +123,6 @@ def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int
 
 def _complete(body: Graph) -> bool:
     return all(node.kind != "unknown" for node in graph.walk(body))
-
-
-def _all_read(node: Node) -> Iterator[int]:
-    for values in node.inputs.values():
-        yield from values
-    for body in node.bodies.values():
-        yield from body.captures
 
 
 def _with_inner(node: Node) -> Iterator[Node]:

@@ -113,7 +113,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
     body = node.bodies[""]
     before = {value: ahead._replace(mixes=False) for value, ahead in known.items()}
     result = _run(body, before, path, steps)
-    outside = any(known[v].mixes for v in (*node.inputs["x"], *body.captures))
+    outside = any(known[v].mixes for v in node.reads)
     in_order = all(order in ("forward", "rows") for order in node.arguments.orders)
     if result.mixes and not in_order and result.tokens < WHOLE:
         result = Ahead(1, WHOLE, (path, node))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any, TypeVar
 
 from seqblocks import graph
@@ -108,8 +107,7 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
     made = set(own)
     seen: dict[int, None] = {}
     for node in body.nodes:
-        read = chain(*node.inputs.values(), *(inner.captures for inner in node.bodies.values()))
-        seen |= dict.fromkeys(v for v in read if v < first and v not in made)
+        seen |= dict.fromkeys(v for v in node.reads if v < first and v not in made)
         made.update(node.outputs)
     if body.result < first and body.result not in made:
         seen[body.result] = None
