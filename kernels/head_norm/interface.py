@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
@@ -61,9 +62,9 @@ def _reference(
     x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
 ) -> Tensor:
-    y = x.unflatten(-1, (heads, -1)).to(torch.promote_types(x.dtype, torch.float32))
+    y = rearrange(x, "... (h d) -> ... h d", h=heads).to(torch.promote_types(x.dtype, torch.float32))
     y = y - y.mean(-1, keepdim=True)
-    y = (y / (y.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
+    y = rearrange(y / (y.square().mean(-1, keepdim=True) + eps).sqrt(), "... h d -> ... (h d)")
     return _behind(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
 
 

@@ -6,6 +6,7 @@ G blocks, I channels into a block, O out of it:  y[g, o] = sum_i w[g, o, i] x[g,
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
@@ -41,8 +42,8 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:
-    G, _, I = weight.shape
-    return torch.einsum("...gi,goi->...go", x.unflatten(-1, (G, I)), weight).flatten(-2)
+    blocks = rearrange(x, "... (g i) -> ... g i", g=weight.shape[0])
+    return rearrange(torch.einsum("...gi,goi->...go", blocks, weight), "... g o -> ... (g o)")
 
 
 def _tiled(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
@@ -40,11 +41,6 @@ def cell(gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState) -> S
     return SLSTMState(torch.sigmoid(o) * c / n, c, n, m_new)
 
 
-def stacked(gates: Sequence[Tensor], state: SLSTMState) -> Tensor:
-    """i, f, z, o [B, S, H * D] -> [B, S, 4, H, D] in the dtype of the state."""
-    return torch.stack([x.to(state.y.dtype) for x in gates], 2).unflatten(-1, state.y.shape[1:])
-
-
 def run(
     inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
@@ -60,7 +56,7 @@ def run(
 def _run(
     inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
-    gates = stacked(inputs, state)
+    gates = rearrange([x.to(state.y.dtype) for x in inputs], "gate b s (h d) -> b s gate h d", h=state.y.shape[1])
     with without_autocast(gates.device.type):
         S = gates.shape[1]
         outputs: list[Tensor] = []

@@ -21,7 +21,7 @@ from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_times
 from seqblocks.kernels.slstm import reference as slstm_reference
-from seqblocks.kernels.slstm.reference import SLSTMState, stacked
+from seqblocks.kernels.slstm.reference import SLSTMState
 
 
 def _order(S: int, reverse: bool) -> range:
@@ -156,8 +156,8 @@ _slstm_backward.register_autograd(no_second_derivative("slstm", "torch"))
 def run(
     inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
-    """The scan, as `slstm_reference.run`."""
-    gates = stacked(inputs, state)
+    """Run the scan; arguments and results are those of `slstm_reference.run`."""
+    gates = torch.stack([x.to(state.y.dtype) for x in inputs], 2).unflatten(-1, state.y.shape[1:])  # [B, S, 4, H, D]
     if gates.shape[1] == 0:
         return slstm_reference.run(inputs, recurrent, bias, state, resets, reverse)
     kinds = (TOKENS, SHARED, SHARED, *(STATE,) * 4)

@@ -182,8 +182,15 @@ def slstm_bar(length: int) -> float:
 
 
 def slstm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Dots of bfloat16 round y, the matrices and the gates' gradients at each token; y is fed back. float16 goes
-    through float32 (tf32 on a device) and is rounded at the ends."""
+    """The torch implementation and the reference round the results: 1.
+
+    Triton, bfloat16: a dot rounds y and the matrices at each token. The errors of its D products are independent, so
+    that they count once, for the gates; the next token reads them: S. And 4: kept z and o; the gates' gradients and y,
+    for the products of the backward pass; the result.
+    Triton, float16: gates are kept in float32, and tf32, which dots round to, has the digits of float16. 4: y and the
+    matrices together; the gates' gradients; y in the matrices' gradient; the result. What y is off by is not added up
+    over the tokens: forget gates and the division by n let it fade.
+    """
     return (length + 4.0 if dtype == torch.bfloat16 else 4.0) if backend == "triton" else 1.0
 
 
@@ -239,7 +246,8 @@ def positive_steps(**sizes: Any) -> Tensors:
 
 
 def scan_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Outside of Triton the gradient of u is a sum of two that are rounded already."""
+    """Triton computes in float32, and rounds the results: 1. The others take u twice, for the scan and for the skip:
+    two gradients that are rounded, and their sum, 3 for u; 1 for the rest."""
     return 1.0 if backend == "triton" else 3.0
 
 
@@ -305,8 +313,10 @@ def conv_inputs(batch: int = 2, S: int = 9, D: int = 3, K: int = 4, D_out: int =
 
 
 def conv_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The reference rounds the sum, and the activation rounds there and back; torch's taps are rounded one by one."""
-    return {"triton": 1.0, "reference": 4.0}.get(backend, 8.0)
+    """Triton rounds the results: 1. The reference rounds the sum, and then the activation: 2 for y. Gradients have the
+    sum that the activation's slope is taken of, the gradient of that sum, the result: 3. torch rounds each of K
+    products and each of their sums, 8 with the bias where K = 4; of more taps the rounded parts are smaller."""
+    return {"triton": 1.0, "reference": 3.0}.get(backend, 8.0)
 
 
 CAUSAL_CONV = Kernel(
@@ -389,9 +399,13 @@ def centaurus_bar(length: int) -> float:
 
 
 def centaurus_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The input, the output and the gradient between them are rounded on their way through the projections; a gradient
-    goes there and back."""
-    return 8.0 if dtype == torch.float16 else 4.0
+    """The torch implementation and the reference compute in float32, and round the results: 1.
+
+    Triton's projections are products of the dtype at hand. B and C are rounded for them, whose errors count once for a
+    sum over channels; so are u, v and y: 4. For a gradient dv, du and dx are: 4. Where products of float16 are added
+    up in float16, as torch lets cuBLAS do, each of the four counts twice.
+    """
+    return 1.0 if backend != "triton" else 8.0 if dtype == torch.float16 else 4.0
 
 
 CENTAURUS = Kernel(
@@ -447,7 +461,9 @@ def norm_bar(length: int) -> float:
 
 
 def norm_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """Triton rounds once. Elsewhere the norm, the skip and the gate are three operations, there and back."""
+    """Triton computes in float32, and rounds the results: 1. Elsewhere the norm, the product and the sum of the skip,
+    the activation and its product are rounded: 5 for y. The gradient of the gate has those of its factor (3), the
+    product with dy, the activation's slope, and the result: 6; others have fewer."""
     return 1.0 if backend == "triton" else 6.0
 
 
@@ -503,8 +519,8 @@ def linear_inputs(batch: int = 2, S: int = 7, G: int = 3, O: int = 4, I: int = 4
 
 
 def linear_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """The product is rounded, and again with the bias; outside of Triton partial sums may be."""
-    return 2.0 if backend == "triton" else 3.0
+    """The product is rounded, and its sum with the bias: 2. Gradients are one product: 1."""
+    return 2.0
 
 
 HEADWISE_LINEAR = Kernel(
@@ -554,7 +570,9 @@ def attention_inputs(
 
 
 def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
-    """torch's kernels round scores of size 6, weights and values; a gradient does so twice."""
+    """The reference computes in float32, but rotated q and k are rounded, and so is their gradient: 2. torch's kernels
+    round scores, of size 6 here, which the weights are off by relatively (6); the weights and the result: 8 for y. For
+    gradients also those of the weights and of the scores, the weights again, and the rotation: 12."""
     return 12.0 if backend == "torch" else 2.0
 
 
