@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small Vision-LSTM on handwritten digits.")
     parser.add_argument("--spec", default="vil_digits", help="a bundled spec or a path")
     parser.add_argument(
@@ -71,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for the results")
     return parser.parse_args()
 
 
@@ -91,14 +92,14 @@ def positive(text: str) -> int:
 
 
 def require_extras() -> None:
-    """Leave before any work is done if what only this example needs is missing."""
+    """Exit at once where packages are missing that only this example needs."""
     if missing := [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]:
         print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
         sys.exit(4)  # as the command line does where an extra is absent
 
 
 def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images [n, 1, 8, 8] between 0 and 1, labels [n]) to learn from and, a quarter of them, to test on."""
+    """Return (images [n, 1, 8, 8] between 0 and 1, labels [n]) to learn from, and a quarter of all to test on."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -112,29 +113,20 @@ def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Path) -> list[dict[str, float]]:
     """Train with AdamW and a one-cycle rate; the model is saved after each epoch. Ctrl-C ends early."""
-    images, labels = train
-    steps = -(-len(labels) // options.batch)
+    steps = options.epochs * -(-len(train[1]) // options.batch)
     optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.05), lr=options.rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.epochs * steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=steps)
     history: list[dict[str, float]] = []
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
     try:
         with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-            task = progress.add_task("training", total=options.epochs * steps)
+            task = progress.add_task("training", total=steps)
             for epoch in range(options.epochs):
-                model.train()
-                total = 0.0
-                for index in torch.randperm(len(labels)).split(options.batch):
-                    x = shifted(images[index])
-                    loss = nn.functional.cross_entropy(model(x), labels[index], label_smoothing=0.1)
-                    optimiser.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimiser.step()
-                    schedule.step()
-                    total += loss.item() * len(index)
+                loss = 0.0
+                for part in one_epoch(model, train, options.batch, optimiser, schedule):
+                    loss += part
                     progress.advance(task)
-                now = {"loss": total / len(labels), "accuracy": accuracy(model, *test)}
+                now = {"loss": loss, "accuracy": accuracy(model, *test)}
                 save(model, path)  # the latest, not the best on the test images: those are not for choosing
                 history.append(now)  # after it is saved: an interrupt leaves a history that ends with the saved model
                 progress.update(task, description=f"epoch {epoch + 1}: test accuracy {now['accuracy']:.2%}")
@@ -143,6 +135,20 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
     except KeyboardInterrupt:
         print("\nstopped; the model of the last full epoch is kept")
     return history
+
+
+def one_epoch(model: Any, train: Any, batch: int, optimiser: Any, schedule: Any) -> Iterator[float]:
+    """Train on all images once, in random order; yields each batch's part of the mean loss."""
+    images, labels = train
+    model.train()
+    for index in torch.randperm(len(labels)).split(batch):
+        loss = nn.functional.cross_entropy(model(shifted(images[index])), labels[index], label_smoothing=0.1)
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        yield loss.item() * len(index) / len(labels)
 
 
 def shifted(images: Tensor) -> Tensor:
@@ -154,13 +160,13 @@ def shifted(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
-    """The share of images whose digit the model names."""
+    """Return the share of images whose digit is recognised."""
     model.eval()
     return (model(images).argmax(1) == labels).double().mean().item()
 
 
 def plot(history: list[dict[str, float]], path: Path) -> None:
-    """Loss and accuracy over the epochs."""
+    """Plot loss and test error over the epochs."""
     import matplotlib
 
     matplotlib.use("Agg")

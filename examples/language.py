@@ -51,6 +51,21 @@ def main() -> int:
         return 2
     print(f"{len(train):,} bytes to learn from, {len(held_out):,} held out, {torch.get_num_threads()} threads")
     options.out.mkdir(parents=True, exist_ok=True)
+    histories = train_all(models, train, held_out, options)
+    if not histories:
+        print("stopped before the first evaluation; nothing is saved", file=sys.stderr)
+        return 130
+    plot(histories, options.out / "language.png")
+    print(f"loss against tokens: {options.out / 'language.png'}")
+    best = min(histories, key=lambda spec: histories[spec][-1][1])
+    print_sample(best, models[best], options)
+    return 0
+
+
+def train_all(
+    models: dict[str, Any], train: Tensor, held_out: Tensor, options: argparse.Namespace
+) -> dict[str, History]:
+    """Train one model after the other, until Ctrl-C; returns the histories of those that were evaluated."""
     histories: dict[str, History] = {}
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
     try:
@@ -70,23 +85,20 @@ def main() -> int:
                 )
     except KeyboardInterrupt:
         print("\nstopped; what was saved is kept")
-    done = {spec: history for spec, history in histories.items() if history}
-    if not done:
-        print("stopped before the first evaluation; nothing is saved", file=sys.stderr)
-        return 130
-    plot(done, options.out / "language.png")
-    print(f"loss against tokens: {options.out / 'language.png'}")
-    best = min(done, key=lambda spec: done[spec][-1][1])
-    print(f"{best} writes:\n{options.prompt}", end="", flush=True)
+    return {spec: history for spec, history in histories.items() if history}
+
+
+def print_sample(spec: str, model: Any, options: argparse.Namespace) -> None:
+    """Let a model continue the prompt, one step for each byte."""
+    print(f"{spec} writes:\n{options.prompt}", end="", flush=True)
     start = time.perf_counter()
-    for piece in write(models[best], options.prompt, options.length, options.seed):
+    for piece in write(model, options.prompt, options.length, options.seed):
         print(piece, end="", flush=True)
     print(f"\n({options.length} bytes, one step each, {options.length / (time.perf_counter() - start):.0f} a second)")
-    return 0
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare small language models on one text.")
     parser.add_argument("--spec", action="append", metavar="SPEC", help="a spec that reads 256 tokens; may be repeated")
     parser.add_argument("--text", type=Path, help="a file to learn from (default: Python's documentation)")
@@ -94,22 +106,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=16, help="parallel streams")
     parser.add_argument("--seq", type=positive, default=256, help="tokens of a stream in one step")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--prompt", default="The statement ", help="what the best model goes on from")
+    parser.add_argument("--prompt", default="The statement ", help="what the best model continues")
     parser.add_argument("--length", type=positive, default=400, help="bytes to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/language"), help="folder for what is written")
+    parser.add_argument("--out", type=Path, default=Path("runs/language"), help="folder for the results")
     return parser.parse_args()
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Return a whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1")
     return int(text)
 
 
 def read(path: Path | None) -> Tensor:
-    """The bytes of the text as token numbers [n]."""
+    """Return the bytes of the text as token numbers [n]."""
     if path is not None:
         raw = path.read_bytes()
     else:
@@ -123,7 +135,7 @@ def fit(
     spec: str, model: Any, train: Tensor, held_out: Tensor, options: argparse.Namespace, history: History,
     progress: Progress, task: TaskID,
 ) -> None:
-    """Truncated backpropagation through time: a step reads on where the last one stopped, with its state detached."""
+    """Train by truncated backpropagation through time: each step continues from the detached state of the last."""
     optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.1), lr=options.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.1)
     streams = train[: len(train) // options.batch * options.batch].view(options.batch, -1)
@@ -154,7 +166,7 @@ def fit(
 
 @torch.no_grad()
 def bits_per_byte(model: Any, text: Tensor) -> float:
-    """The loss on a text, read as 8 streams from beginning to end."""
+    """Return the loss on a text, read as 8 streams from beginning to end."""
     model.eval()
     streams = text[: len(text) // 8 * 8].view(8, -1)
     total, state = 0.0, None
@@ -167,14 +179,14 @@ def bits_per_byte(model: Any, text: Tensor) -> float:
 
 @torch.no_grad()
 def write(model: Any, prompt: str, length: int, seed: int) -> Any:
-    """Read the prompt at once, then go on one byte at a time from the state; yields text as it becomes whole."""
+    """Read the prompt at once, then continue byte by byte from the state; yields text as characters are complete."""
     import codecs
 
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     whole = codecs.getincrementaldecoder("utf-8")("replace")
-    given = torch.tensor([list(prompt.encode() or b"\n")])
-    logits, state = model(given, return_state=True)
+    start = torch.tensor([list(prompt.encode() or b"\n")])
+    logits, state = model(start, return_state=True)
     logits = logits[:, -1]
     for _ in range(length):
         token = torch.multinomial(torch.softmax(logits / 0.7, -1), 1, generator=generator)[:, 0]
@@ -183,7 +195,7 @@ def write(model: Any, prompt: str, length: int, seed: int) -> Any:
 
 
 def plot(histories: dict[str, History], path: Path) -> None:
-    """Bits per byte on the held-out text against the tokens read."""
+    """Plot bits per byte on the held-out text against the tokens read."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -15,7 +15,7 @@ SEVEN = """
 ........
 """
 
-# A bundled spec: images of 8 x 8 pixels, ten classes. Its weights are random, so what it says means nothing yet;
+# A bundled spec: images of 8 x 8 pixels, ten classes. Its weights are random, so its answer means nothing yet;
 # examples/digits.py trains it.
 model = seqblocks.build("vil_digits", seed=0).eval()
 pixels = [[float(c == "#") for c in line] for line in SEVEN.split()]
