@@ -94,11 +94,11 @@ def _pairs(x: Tensor, y: Tensor, to: Optional, since: Optional, seen: Tensor, bl
     if to.dim() == 5:
         weights = (to.unsqueeze(-1) - since.unsqueeze(-2)).masked_fill(~seen, -torch.inf).to(x.dtype).exp()
         return (x @ y.transpose(-1, -2)) * weights
-    return _pairs_per_key(x, y, to, since, block).masked_fill(~seen, 0.0)
+    return _pairs_per_key(x, y, to, since, seen, block).masked_fill(~seen, 0.0)
 
 
-def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, block: int) -> Tensor:
-    """`_pairs` of a decay per key, s <= t; what lies above the diagonal has no meaning.
+def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, seen: Tensor, block: int) -> Tensor:
+    """`_pairs` of a decay per key; pairs that are not seen have no meaning, but finite gradients.
 
     `block`: tokens within which exponents of both signs are safe, so that the decay factors out; 0 if there is none.
     """
@@ -111,8 +111,8 @@ def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, block: int) 
         if block:
             inside = later @ _weighted(y[..., now, :], anchor - since[..., now, :]).transpose(-1, -2)
         else:
-            above = torch.ones(end - first, end - first, dtype=torch.bool, device=x.device).triu(1).unsqueeze(-1)
-            exponent = (to[..., now, None, :] - since[..., None, now, :]).masked_fill(above, 0.0)
+            unseen = ~seen[..., now, now].unsqueeze(-1)  # whose exponents may be large
+            exponent = (to[..., now, None, :] - since[..., None, now, :]).masked_fill(unseen, 0.0)
             inside = (x[..., now, None, :] * exponent.to(x.dtype).exp() * y[..., None, now, :]).sum(-1)
         earlier = _weighted(y[..., :first, :], anchor - since[..., :first, :]).transpose(-1, -2)
         rows.append(pad(torch.cat([later @ earlier, inside], -1), (0, L - end)))

@@ -163,3 +163,21 @@ def test_a_decay_that_no_output_shows_stays_before_a_reset(backend: str, reverse
         assert x.grad is not None
         assert not x.grad[:, ended].any()
         assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", ["bonus", "dplr"])
+def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
+    """What a token reads before its own decay leaves out the token itself: that exponent is the decay turned around."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, g, a = (torch.randn(1, 40, 2, 4, generator=generator, dtype=torch.float64) for _ in range(5))
+    a, x = torch.nn.functional.normalize(a, dim=-1), {"q": q, "k": k, "v": v, "decay": -1000 * g.abs()}
+    x |= {"bonus": a[0, 0]} if rule == "bonus" else {"a": -a, "b": 0.5 * a}
+
+    def gradients(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+        loss = linear_attention(**leaves, backend=backend).square().sum()  # type: ignore[arg-type, union-attr]
+        return list(torch.autograd.grad(loss, [*leaves.values()]))
+
+    exact = gradients(torch.float64, "reference")
+    for name, found, wanted in zip(x, gradients(torch.float32, "torch"), exact, strict=True):
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
