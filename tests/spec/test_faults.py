@@ -69,6 +69,54 @@ def test_what_hangs_on_a_fault_is_not_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert codes("one_expression_twice", monkeypatch) == ["E401", "E401", "E404", "E401", "E401", "E401"]
 
 
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("blocs: {mine: {steps: [silu]}}\nmodel: {input: {features: 8}, steps: [mine]}", ["E201"]),
+        ("uses: [vil]\nmodel: {input: {features: 8}, steps: [{vil: {dim: 8}}]}", ["E201"]),
+        ("use: vil\nmodel: {input: {features: 8}, steps: [{vil: {dim: 8}}]}", ["E203"]),
+        ("lets: {d: 8}\nmodel: {input: {features: d}, steps: [{linear: d}]}", ["E201"]),
+        ("let: {[d]: 8}\nmodel: {input: {features: d}, steps: [{linear: d}]}", ["E112"]),
+        ("let: {d: max(4, 8), e: 3}\nmodel: {input: {features: d}, steps: [{linear: d}]}", ["E110"]),
+        ("let: {d: 8, d: 9}\nmodel: {input: {features: d}, steps: [{linear: e}]}", ["E102", "E303"]),
+        ("blocks: {mine: 3}\nmodel: {input: {features: 8}, steps: [{mine: {d: 3}}, yours]}", ["E203", "E301"]),
+        (("blocks: {mine: {args: {3d: 8}, steps: [{linear: d}]}}\n"
+         "model: {input: {features: 8}, steps: [{mine: {d: 3}}, {linear: e}]}"), ["E207", "E303"]),
+        ("model: {input: {features: 8}, step: [silu]}", ["E201"]),
+        ("model: {input: {features: 8}, steps: [{linear: {features: 8, ass: a}}, {gate: {by: a}}]}", ["E201"]),
+        ("model: {input: {features: 8}, steps: [{linear: {featurs: 8}}, {gate: {by: a}}]}", ["E201", "E302"]),
+        ("model: {input: {features: 8}, steps: [{linear: 8, as: a}, {gate: {by: a}}]}", ["E204"]),
+        ("model: {input: {features: 8}, steps: [{linear: {features: 8, as: {a: max(4, 4), b: 4}}}, {gate: {by: a}}]}",
+         ["E110"]),
+        ("model: {input: {features: 8}, steps: [{repeat: {pattern: m s, m: [silu], z: [silu]}}]}", ["E603"]),
+        ("model: {input: {features: 8}, steps: [{linear: {features: 2 +, name: a}}, {linear: {features: 8, tie: a}}]}",
+         ["E501"]),
+    ],
+)  # fmt: skip
+def test_what_an_incomplete_mapping_lacks_is_unknown(text: str, codes: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        check.load_text(f"seqblocks: 1\n{text}")
+    assert [d.code for d in caught.value.diagnostics] == codes
+
+
+def test_a_fault_is_known_by_its_code_and_cause() -> None:
+    """A wrong number is one fault wherever it is used, in whatever order; two wrong lines are two faults."""
+    head = "seqblocks: 1\nuse: [xlstm, transformer]\nlet: {n: 5, none: 0}\nmodel: {input: {features: 64}, steps: ["
+
+    def lines(*steps: str) -> list[int | None]:
+        with pytest.raises(SpecError) as caught:
+            check.load_text(head + "\n" + ",\n".join(steps) + "]}")
+        return [d.span and d.span.line for d in caught.value.diagnostics]
+
+    bare, computed = "mlstm_block: {dim: 64, heads: n, name: a}", "slstm_block: {dim: 64, heads: n, name: b}"
+    assert lines(bare, computed) == lines(computed, bare) == [5]
+    assert lines("gelu_mlp: {dim: none}") == [5]
+    assert lines("head_norm: {heads: n}", "head_norm: {heads: n, name: b, from: input}") == [5]
+    assert lines("head_norm: {heads: n}", "head_norm: {heads: 2 * n, name: b, from: input}") == [5]
+    assert lines("head_norm: {heads: n + 1}", "head_norm: {heads: n + 1, name: b, from: input}") == [5, 6]
+    assert lines("head_norm: {heads: 5}", "head_norm: {heads: 5, name: b, from: input}") == [5, 6]
+
+
 def test_a_fault_in_a_bundled_block_is_reported_where_the_block_is_used() -> None:
     head = "seqblocks: 1\nuse: [vil, xlstm]\nlet: {wrong: 5}\nmodel:\n  input: {features: 64}\n  steps:\n"
 
