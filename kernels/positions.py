@@ -1,4 +1,4 @@
-"""Where sequences begin in a batch, where a token stands in its own, and rotary embedding of that position."""
+"""Where sequences begin in a batch, the positions of tokens in their sequences, and rotary embedding of positions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from seqblocks.errors import RunError, listing
 
 
 def packed_resets(cu_seqlens: Tensor, seq: int, device: torch.device | None = None) -> Tensor:
-    """The `resets` [1, S] of sequences packed into one row; cu_seqlens [n + 1] holds their bounds, 0 first and S last.
+    """Return the `resets` [1, S] of sequences packed into one row.
 
-    Nothing waits for the device: the values are checked where they lie on the CPU, and an empty sequence at the end,
-    which would begin at S, is a place beyond the result. Raises RunError.
+    cu_seqlens [n + 1] holds their bounds, from 0 to S. Raises RunError for other values if they are on the CPU; those
+    on a device are not read, so that nothing waits for it.
     """
     _check_bounds(cu_seqlens, seq)
     cu_seqlens = cu_seqlens if device is None else cu_seqlens.to(device)
+    # an empty sequence at the end would begin at S, which is cut off
     first = torch.zeros(1, seq + 1, dtype=torch.bool, device=cu_seqlens.device)
     return first.index_fill(1, cu_seqlens[:-1].long().clamp(max=seq), True)[:, :-1]
 
@@ -27,7 +28,7 @@ def _check_bounds(cu_seqlens: Tensor, seq: int) -> None:
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or len(shape) != 1:
         raise RunError(f"cu_seqlens must be whole numbers of shape [n + 1], not {dtype} {shape}")
     if shape[0] < 2:
-        raise RunError(f"cu_seqlens holds where sequences begin, and last the end: two numbers or more, not {shape[0]}")
+        raise RunError(f"cu_seqlens holds where sequences begin, and the end: two numbers or more, not {shape[0]}")
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():  # reading values would wait, or break a graph
         return
     bounds = cu_seqlens.tolist()
@@ -48,9 +49,9 @@ def _check_bounds(cu_seqlens: Tensor, seq: int) -> None:
 def running_positions(
     batch: int, seq: int, before: Tensor | None, resets: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Index of each token since its sequence began [B, S], and that of the token to come [B]; int64.
+    """Return the index of each token in its sequence [B, S], and that of the next token [B]; int64.
 
-    before [B]: what the last call returned; resets [B, S] bool: true where a token is the first of a sequence.
+    before [B]: the second result of the last call; resets [B, S] bool: true where a token is the first of a sequence.
     """
     start = torch.zeros(batch, dtype=torch.long, device=device) if before is None else before
     count = torch.arange(seq, device=device).expand(batch, seq)
@@ -61,10 +62,16 @@ def running_positions(
     return index, index[:, -1] + 1 if seq else start
 
 
-def rotary(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turn features j and j + D/2 of x [B, S, H, D] by the angle position / base^(2 j / D) (arXiv:2104.09864).
+def check_resets(kernel: str, resets: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a kernel's `resets` have the shape [B, S] or are absent."""
+    if resets is not None and resets.shape != shape:
+        raise ValueError(f"{kernel} wants resets [B, S] = {list(shape)}; got {list(resets.shape)}")
 
-    positions [B or 1, S], integers. D even. Angles are float64, so that a long stream turns as exactly as a short one.
+
+def rotary(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotate features j and j + D/2 of x [B, S, H, D] by the angle position / base^(2 j / D) (arXiv:2104.09864).
+
+    positions [B or 1, S], integers. D even. Angles are float64, so that a long stream is as exact as a short one.
     """
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)

@@ -96,6 +96,17 @@ def can(
     return False, f"needs a CUDA or ROCm device, not {device}"
 
 
+def can_unless(refusal: Callable[..., str]) -> Callable[..., tuple[bool, str]]:
+    """Return the `can` of an op from `refusal(**facts)`: the reason why its kernels do not take these facts, or ""."""
+
+    def can_run(**facts: Any) -> tuple[bool, str]:
+        able, reason = can(**facts)
+        refused = refusal(**facts) if able else ""
+        return (False, refused) if refused else (able, reason)
+
+    return can_run
+
+
 def _too_old(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch[3:].rstrip("af")) < 10 * OLDEST[0] + OLDEST[1]
 

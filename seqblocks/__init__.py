@@ -1,6 +1,6 @@
 """Describe a sequence model in YAML; seqblocks checks it, then builds it as a PyTorch module.
 
-Importing this does not import torch; `build` does. `seqblocks.kernels` needs nothing but torch.
+Importing this does not import torch; `build` does. `seqblocks.kernels` needs nothing but torch and einops.
 """
 
 from __future__ import annotations

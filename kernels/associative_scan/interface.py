@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import Gate, along, gated
 
 __all__ = ["Memoroid", "associative_scan"]
@@ -187,5 +188,4 @@ def _check(leaves: list[Tensor], spec: Any, initial: Tree | None, resets: Tensor
                 f"associative_scan wants an initial carry like one element, "
                 f"{pytree.tree_unflatten([list(s) for s in shapes], spec)}; got {_shapes(given, other)}"
             )
-    if resets is not None and resets.shape != (batch, S):
-        raise ValueError(f"associative_scan wants resets {[batch, S]}; got {list(resets.shape)}")
+    check_resets("associative_scan", resets, (batch, S))

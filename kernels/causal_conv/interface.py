@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
+from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
@@ -215,7 +216,7 @@ def _check(
             "causal_conv wants x [B, S, D] and weight [D, 1, K] or [D_out, D, K] with K >= 1; "
             f"got x {list(x.shape)}, weight {list(weight.shape)}"
         )
-    B, S, D = x.shape
+    B, _, D = x.shape
     mixing = not _depthwise(x, weight)
     if mixing and weight.shape[1] != D:
         raise ValueError(
@@ -228,8 +229,7 @@ def _check(
     window = (B, weight.shape[-1] - 1, D)
     if state is not None and state.shape != window:
         raise ValueError(f"causal_conv wants state [B, K-1, D] = {list(window)}; got {list(state.shape)}")
-    if resets is not None and resets.shape != (B, S):
-        raise ValueError(f"causal_conv wants resets [B, S] = {[B, S]}; got {list(resets.shape)}")
+    check_resets("causal_conv", resets, x.shape[:2])
     return mixing
 
 

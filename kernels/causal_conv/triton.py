@@ -391,13 +391,13 @@ def run(
     return _op(x, weight[:, 0], bias, state, marks, activation == "silu", reverse)
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
-    if can and facts.get("mixing"):
-        return False, "a convolution that mixes channels is matrix products: torch's own serves it"
-    if can and facts.get("taps", 1) > TAPS:
-        return False, f"{facts['taps']} taps; at most {TAPS}"
-    return can, reason
+@common.can_unless
+def _can(**facts: Any) -> str:
+    if facts.get("mixing"):
+        return "a convolution that mixes channels is matrix products: torch's own serves it"
+    if facts.get("taps", 1) > TAPS:
+        return f"{facts['taps']} taps; at most {TAPS}"
+    return ""
 
 
 def _tiles(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.centaurus.reference import MODES, Bank
+from seqblocks.kernels.positions import check_resets
 
 __all__ = ["centaurus"]
 
@@ -61,8 +62,7 @@ def centaurus(
         shape = (x.shape[0], *bank.decay.shape, 2)
         if state is not None and state.shape != shape:
             raise ValueError(f"centaurus wants a state {list(shape)}; got {list(state.shape)}")
-        if resets is not None and resets.shape != x.shape[:2]:
-            raise ValueError(f"centaurus wants resets {list(x.shape[:2])}; got {list(resets.shape)}")
+        check_resets("centaurus", resets, x.shape[:2])
         run = dispatch.choose(
             "centaurus", backend,
             {"x": x, "A_real": A_real, "A_imag": A_imag, "dt": dt, "B": B, "C": C, "E": E, "state": state,

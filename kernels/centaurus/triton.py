@@ -547,11 +547,11 @@ def run(
     return v, last
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
-    if can and facts.get("substates", 1) > SUBSTATES:
-        return False, f"{facts['substates']} sub-states of a channel; at most {SUBSTATES}"
-    return can, reason
+@common.can_unless
+def _can(**facts: Any) -> str:
+    if facts.get("substates", 1) > SUBSTATES:
+        return f"{facts['substates']} sub-states of a channel; at most {SUBSTATES}"
+    return ""
 
 
 def _tiles(

@@ -19,7 +19,7 @@ from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, sigmoid, tl
 
 WIDTH = 8192  # of a head, at most
-TAIL = 4096  # of one with a skip or a gate
+GATED_WIDTH = 4096  # of one with a skip or a gate
 ACTIVATIONS = ("none", "silu", "sigmoid")
 TILES = 4  # that a program of the backward pass goes through, so that parts are few
 
@@ -57,6 +57,20 @@ def _activated(x, ACTIVATION: tl.constexpr):
     return x * s, s + x * slope
 
 
+@jit
+@no_type_check
+def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, ss):
+    """What the gate multiplies, of normalised rows [BT, BD]."""
+    if weight is not None:
+        out *= _row(weight, c, is_d)
+    if bias is not None:
+        out += _row(bias, c, is_d)
+    if skip is not None:
+        added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
+        out += _row(skip_weight, c, is_d) * added
+    return out
+
+
 @common.kernel(do_not_specialize=["R"])
 @no_type_check
 def _norm(
@@ -69,13 +83,7 @@ def _norm(
     c = tl.program_id(1) * D + d
     value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
     out, _ = _normalised(value, live, D, eps)
-    if weight is not None:
-        out *= _row(weight, c, d < D)
-    if bias is not None:
-        out += _row(bias, c, d < D)
-    if skip is not None:
-        added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
-        out += _row(skip_weight, c, d < D) * added
+    out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, live, ss)
     if gate is not None:
         factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32), ACTIVATION)
         out *= factor
@@ -105,14 +113,7 @@ def _norm_backward(
         if gate is not None:
             z = tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32)
             factor, slope = _activated(z, ACTIVATION)
-            out = unit
-            if weight is not None:
-                out *= _row(weight, c, d < D)
-            if bias is not None:
-                out += _row(bias, c, d < D)
-            if skip is not None:
-                added = tl.load(skip + r[:, None] * ss + c[None, :], live, 0.0).to(tl.float32)
-                out += _row(skip_weight, c, d < D) * added
+            out = _with_gain_and_skip(unit, weight, bias, skip, skip_weight, r, c, d < D, live, ss)
             tl.store(dgate + to, (g * out * slope).to(dgate.dtype.element_ty), live)
             g *= factor
         if skip is not None:
@@ -239,16 +240,16 @@ def run(
     return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation).view(x.shape)
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
+@common.can_unless
+def _can(**facts: Any) -> str:
     head = facts.get("width", 1) // facts.get("heads", 1)
-    if can and head > WIDTH:
-        return False, f"heads of {head} channels; at most {WIDTH}"
-    if can and head > TAIL and (facts.get("skip") or facts.get("gate")):
-        return False, f"heads of {head} channels with what stands behind; at most {TAIL}"
-    if can and facts.get("gate") not in (None, *ACTIVATIONS):
-        return False, f"a gate through {facts['gate']}; only through {', '.join(ACTIVATIONS)}"
-    return can, reason
+    if head > WIDTH:
+        return f"heads of {head} channels; at most {WIDTH}"
+    if head > GATED_WIDTH and (facts.get("skip") or facts.get("gate")):
+        return f"heads of {head} channels with a skip or a gate; at most {GATED_WIDTH}"
+    if facts.get("gate") not in (None, *ACTIVATIONS):
+        return f"a gate through {facts['gate']}; only through {', '.join(ACTIVATIONS)}"
+    return ""
 
 
 def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[str, int]]:

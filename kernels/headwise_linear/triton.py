@@ -257,11 +257,11 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], G * O)
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
-    if can and max(facts.get("block", (1, 1, 1))[1:]) > BLOCK:
-        return False, f"blocks of more than {BLOCK} channels are matrix products: torch's own serve them"
-    return can, reason
+@common.can_unless
+def _can(**facts: Any) -> str:
+    if max(facts.get("block", (1, 1, 1))[1:]) > BLOCK:
+        return f"blocks of more than {BLOCK} channels are matrix products: torch's own serve them"
+    return ""
 
 
 def _tiles(

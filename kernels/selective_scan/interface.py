@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import dispatch
+from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.selective_scan.reference import groups_of
 
 __all__ = ["selective_scan"]
@@ -88,5 +89,4 @@ def _check(
                          f"got {B.shape[2]} and {C.shape[2]}")
     if state is not None and state.shape != (batch, E, N):
         raise ValueError(f"selective_scan wants a state [{batch}, {E}, {N}]; got {list(state.shape)}")
-    if resets is not None and resets.shape != u.shape[:2]:
-        raise ValueError(f"selective_scan wants resets [B, S] = {[batch, S]}; got {list(resets.shape)}")
+    check_resets("selective_scan", resets, u.shape[:2])

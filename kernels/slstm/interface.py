@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
+from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.slstm.reference import SLSTMState
 
 __all__ = ["SLSTMState", "slstm"]
@@ -78,5 +79,4 @@ def _check(
     if i.dim() != 3 or i.shape[2] != H * D or not f.shape == z.shape == o.shape == i.shape:
         shapes = ", ".join(str(list(x.shape)) for x in (i, f, z, o))
         raise ValueError(f"slstm wants gates [B, S, {H * D}]; got {shapes}")
-    if resets is not None and resets.shape != i.shape[:2]:
-        raise ValueError(f"slstm wants resets [B, S] = {list(i.shape[:2])}; got {list(resets.shape)}")
+    check_resets("slstm", resets, i.shape[:2])

@@ -662,7 +662,7 @@ ASSOCIATIVE_SCAN = Kernel(
         (lambda x: {"decay": x["decay"][:, :0], "value": x["value"][:, :0]}, "at least one element"),
         (lambda x: {"value": x["value"][:, :4]}, "of one B and S"),
         (lambda x: {"carried value": x["carried value"][:, :1]}, "an initial carry like one element"),
-        (lambda x: {"resets": torch.zeros(2, 4)}, r"resets \[2, 9\]"),
+        (lambda x: {"resets": torch.zeros(2, 4)}, r"resets \[B, S\] = \[2, 9\]"),
     ),
 )
 MLSTM_MEMOROID = Kernel(

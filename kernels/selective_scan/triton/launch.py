@@ -308,13 +308,13 @@ def run(
     return y, last
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
-    if can and facts.get("complex"):
-        return False, "complex A: only the recurrent definition has it"
-    if can and facts.get("states", 1) > STATES:
-        return False, f"{facts['states']} states of a channel; at most {STATES}"
-    return can, reason
+@common.can_unless
+def _can(**facts: Any) -> str:
+    if facts.get("complex"):
+        return "complex A: only the recurrent definition has it"
+    if facts.get("states", 1) > STATES:
+        return f"{facts['states']} states of a channel; at most {STATES}"
+    return ""
 
 
 def _tiles(

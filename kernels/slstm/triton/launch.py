@@ -360,11 +360,11 @@ def run(
     return y.unflatten(-1, (H, D)), SLSTMState(*last)
 
 
-def _can(**facts: Any) -> tuple[bool, str]:
-    can, reason = common.can(**facts)
-    if can and facts.get("head_dim", 1) > WIDTH:
-        return False, f"heads of {facts['head_dim']} channels; at most {WIDTH}"
-    return can, reason
+@common.can_unless
+def _can(**facts: Any) -> str:
+    if facts.get("head_dim", 1) > WIDTH:
+        return f"heads of {facts['head_dim']} channels; at most {WIDTH}"
+    return ""
 
 
 def _tiles(
