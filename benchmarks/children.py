@@ -1,6 +1,6 @@
-"""Work in processes of its own: one that breaks the device, hangs or dies takes nothing else along.
+"""Run jobs in processes of their own: one that breaks the device, hangs or dies affects no other.
 
-They are forked, so that none imports torch again; who calls must not have touched a CUDA device before.
+The processes are forked, so that none imports torch again. The caller must not have touched a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ J = TypeVar("J", bound=tuple[Any, ...])
 
 
 class Late(Exception):
-    """The time of all jobs was over before this one was."""
+    """The time for all jobs ended before this one did."""
+
 
 def records(
     work: Callable[..., Iterable[Any]], jobs: Iterable[J], at_once: int, end: float, seconds: float
 ) -> Iterator[tuple[J, Any]]:
-    """What work(*job) yields, beside the job, as it comes. An Exception stands for what a job did not come to say.
+    """Yield each job with what work(*job) yields, as it arrives, or with an Exception if the job does not finish.
 
-    No job begins after `end` (of time.monotonic), and none goes on after it or for longer than `seconds`.
+    No job starts or runs after `end` (of time.monotonic), and none runs for longer than `seconds`.
     """
     fork, waiting = multiprocessing.get_context("fork"), list(jobs)
     running: dict[Connection, tuple[J, Any, float]] = {}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: versions, and files that are written whole."""
+"""What the benchmarks share: versions of packages, and writing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def versions(peers: Iterable[str]) -> list[str]:
 
 
 def write(path: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Write a file completely or not at all."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
     os.replace(temporary, path)

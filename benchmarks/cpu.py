@@ -1,10 +1,10 @@
-"""Time and memory of the mixers on a CPU, beside the packages that compute the same.
+"""Time and memory of the mixers on a CPU, against other packages that compute the same.
 
-    pip install 'seqblocks[peers]'        # what is absent is left out, and the table says so
+    pip install 'seqblocks[peers]'        # packages that are absent are listed as such
     python benchmarks/cpu.py
 
-Candidates take turns, round after round, and medians are told: such a machine is noisy, and a ratio of runs that were
-neighbours is worth more than milliseconds. Memory is that of a process of its own: the highest resident size during one
+Candidates take turns, round after round, and medians are reported: CPU timings are noisy, and ratios of adjacent runs
+are more reliable than milliseconds. Memory is that of a process of its own: the highest resident size during one
 forward and backward pass, above what its inputs and weights took before. Writes a table and the numbers into --out.
 """
 
@@ -297,11 +297,11 @@ def measure(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterato
                     why[r["candidate"]] = f"left out: {r['both_ms'] / 1e3:,.0f} s at {length:,}"
 
 
-# --- telling --------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------------------------
 
 
 def table(records: list[dict[str, Any]], threads: int) -> str:
-    """The records as a page."""
+    """Return the records as a page."""
     where = f"{platform.machine()}, {threads} threads of {os.cpu_count()} cores, Python {platform.python_version()}"
     lines = [
         f"# CPU, {datetime.date.today()}",
@@ -312,28 +312,30 @@ def table(records: list[dict[str, Any]], threads: int) -> str:
     ]
     ratios: list[float] = []
     for key in dict.fromkeys(r["case"] for r in records):
-        mine = [r for r in records if r["case"] == key]
+        of_case = [r for r in records if r["case"] == key]
         lines += ["", f"## {CASES[key].about}", ""]
         lines += ["| tokens | | forward | forward + backward | peak memory |", "|---|---|---|---|---|"]
-        for length in dict.fromkeys(r["length"] for r in mine):
-            here = [r for r in mine if r["length"] == length]
-            ours = next(r for r in here if r["candidate"] == OURS)
-            for r in here:
-                if r["left_out"]:
-                    lines.append(f"| {length:,} | {r['candidate']} | {r['left_out']} | | |")
-                    continue
-                cells = [cell(r, ours, field, "d" if field == "peak_mb" else ".1f") for field in FIELDS]
-                lines.append(f"| {length:,} | {r['candidate']} | {' | '.join(cells)} |")
-            peers = [r for r in here if r is not ours and not r["left_out"]]
+        for length in dict.fromkeys(r["length"] for r in of_case):
+            found = [r for r in of_case if r["length"] == length]
+            ours = next(r for r in found if r["candidate"] == OURS)
+            lines += [row(r, ours) for r in found]
+            peers = [r for r in found if r is not ours and not r["left_out"]]
             ratios += [min(r[f] for r in peers) / ours[f] for f in FIELDS[:2] if peers]
     if ratios:
-        middle, behind = statistics.median(ratios), sum(r < 1 for r in ratios)
-        told = f"{middle:.1f} times as fast in the median of {len(ratios)} cells, at worst {min(ratios):.2f} times"
-        lines += ["", f"Against the fastest peer of each cell: {told}; behind in {behind}."]
+        middle, slower = statistics.median(ratios), sum(r < 1 for r in ratios)
+        speed = f"{middle:.1f} times as fast in the median of {len(ratios)} cells, at worst {min(ratios):.2f} times"
+        lines += ["", f"Against the fastest peer of each cell: {speed}; slower in {slower}."]
     return "\n".join([*lines, "", *growth(records)])
 
 
 FIELDS = ("forward_ms", "both_ms", "peak_mb")
+
+
+def row(r: dict[str, Any], ours: dict[str, Any]) -> str:
+    if r["left_out"]:
+        return f"| {r['length']:,} | {r['candidate']} | {r['left_out']} | | |"
+    cells = [cell(r, ours, field, "d" if field == "peak_mb" else ".1f") for field in FIELDS]
+    return f"| {r['length']:,} | {r['candidate']} | {' | '.join(cells)} |"
 
 
 def cell(r: dict[str, Any], ours: dict[str, Any], field: str, how: str) -> str:
@@ -376,7 +378,7 @@ def rate() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time and memory of the mixers on a CPU, beside other packages.")
+    parser = argparse.ArgumentParser(description="Time and memory of the mixers on a CPU, against other packages.")
     parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
     parser.add_argument("--length", action="append", type=int, help="tokens; may be repeated")
     parser.add_argument("--threads", type=int, default=2)

@@ -50,7 +50,7 @@ class Case(NamedTuple):
     peers: dict[str, Peer] = {}  # noqa: RUF012  # read only
     exps: Callable[[Shape], tuple[float, float]] | None = None
     products: Callable[[Shape], tuple[float, float]] | None = None
-    torch_form: bool = False
+    has_torch: bool = False
     forward_only: bool = False
 
 
@@ -331,7 +331,7 @@ CASES = {
     "norm": Case(
         "norm of 4 heads, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
-        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, ("weight", "bias"), torch_form=True,
+        draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, ("weight", "bias"), has_torch=True,
     ),
     "mlstm_heads_of_128": Case(
         "mLSTM, 8 heads of 128, and the patches of a small vision model",
@@ -355,28 +355,28 @@ CASES = {
         "mLSTM, one token of 32 sequences, 8 heads, 256 by 512 (forward alone)",
         [{"B": 32, "H": 8, "DK": 256, "DV": 512}], {"B": 2},
         step_mlstm, ("q", "k", "v"), ours_step, lambda s: (8.0 * s["B"] * s["H"] * s["DK"] * s["DV"], 0.0),
-        torch_form=True, forward_only=True,
+        has_torch=True, forward_only=True,
     ),
     "tail": Case(
         "norm of 4 heads, learnable skip and gate, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
         draw_tail, ("x", "weight", "bias", "skip", "skip_weight", "gate"), ours_tail,
         lambda s: (8.0 * s["B"] * s["S"] * s["D"], 14.0 * s["B"] * s["S"] * s["D"]),
-        ("weight", "bias", "skip_weight"), torch_form=True,
+        ("weight", "bias", "skip_weight"), has_torch=True,
     ),
     "linear": Case(
         "product by blocks of 4, 4,096 channels",
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
-        draw_linear, ("x", "weight"), ours_linear, moved_rows, ("weight",), torch_form=True,
+        draw_linear, ("x", "weight"), ours_linear, moved_rows, ("weight",), has_torch=True,
     ),
     "centaurus_neck": Case(
         "Centaurus, mode neck, 512 features, 512 channels of 4",
         [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
-        draw_centaurus, ("x",), ours_neck, moved_centaurus, CENTAURUS_SHARED, torch_form=True,
+        draw_centaurus, ("x",), ours_neck, moved_centaurus, CENTAURUS_SHARED, has_torch=True,
     ),
     "centaurus_dws": Case(
         "Centaurus, mode dws, 512 features and channels of 4",
         [{"B": 8, "S": S, "H": 512, "N": 512, "M": 4} for S in (2048, 8192)], {"B": 2, "S": 400},
-        draw_dws, ("x",), ours_dws, moved_centaurus, CENTAURUS_SHARED, torch_form=True,
+        draw_dws, ("x",), ours_dws, moved_centaurus, CENTAURUS_SHARED, has_torch=True,
     ),
 }

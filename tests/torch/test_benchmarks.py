@@ -111,9 +111,9 @@ def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str
     page = Path(done.stdout.strip())
     text = page.read_text(encoding="utf-8")
     assert "no figure means anything" in text
-    told: dict[str, Any] = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-    assert told["left_out"] == told["unchecked"] == told["wrong"] == []
-    return {**told, "page": page}
+    results: dict[str, Any] = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    assert results["left_out"] == results["unchecked"] == results["wrong"] == []
+    return {**results, "page": page}
 
 
 PEER = "def causal_conv1d_fn(x, weight, bias, activation):\n    raise RuntimeError('not on this device')\n"
@@ -122,23 +122,23 @@ PEER = "def causal_conv1d_fn(x, weight, bias, activation):\n    raise RuntimeErr
 def test_the_gpu_benchmark_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
     """With a peer that can be imported and fails: a line in the table."""
     (tmp_path / "causal_conv1d.py").write_text(PEER, encoding="utf-8")
-    told = rehearse(root, tmp_path, "conv", "mlstm_step", PYTHONPATH=f"{root}{os.pathsep}{tmp_path}")
-    assert {r["case"]: r["ok"] for r in told["checks"]} == {"conv": True, "mlstm_step": True}
-    assert {r["candidate"] for r in told["times"]} == {"seqblocks", "its torch form", "causal-conv1d"}
-    ours = {r["case"]: r for r in told["times"] if r["candidate"] == "seqblocks"}
+    results = rehearse(root, tmp_path, "conv", "mlstm_step", PYTHONPATH=f"{root}{os.pathsep}{tmp_path}")
+    assert {r["case"]: r["ok"] for r in results["checks"]} == {"conv": True, "mlstm_step": True}
+    assert {r["candidate"] for r in results["times"]} == {"seqblocks", "its torch implementation", "causal-conv1d"}
+    ours = {r["case"]: r for r in results["times"] if r["candidate"] == "seqblocks"}
     assert all(r["ok"] and r["compared"] < 1e-5 and r["launches"] for r in ours.values())
     passes = {case: r.keys() & {"forward_ms", "both_ms"} for case, r in ours.items()}
     assert passes == {"conv": {"forward_ms", "both_ms"}, "mlstm_step": {"forward_ms"}}
-    peer = next(r for r in told["times"] if r["candidate"] == "causal-conv1d")
+    peer = next(r for r in results["times"] if r["candidate"] == "causal-conv1d")
     assert peer["left_out"] == "RuntimeError: not on this device"
-    assert told["page"].stem.endswith("cpu-conv-mlstm_step")
+    assert results["page"].stem.endswith("cpu-conv-mlstm_step")
 
 
 @pytest.mark.slow
 def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, tmp_path: Path) -> None:
-    told = rehearse(root, tmp_path)
-    assert {r["case"] for r in told["checks"]} == {r["case"] for r in told["times"]} == set(gpu.CASES)
-    found = {r["candidate"]: r["left_out"] for r in told["times"]}
+    results = rehearse(root, tmp_path)
+    assert {r["case"] for r in results["checks"]} == {r["case"] for r in results["times"]} == set(gpu.CASES)
+    found = {r["candidate"]: r["left_out"] for r in results["times"]}
     for case in gpu.CASES.values():
         for name, peer in case.peers.items():
             absent = bool(peer.module) and importlib.util.find_spec(peer.module) is None
@@ -149,7 +149,7 @@ def test_a_table_is_never_written_over(gpu: ModuleType, tmp_path: Path) -> None:
     def name(case: list[str] | None) -> str:
         options = argparse.Namespace(case=case, out=tmp_path, rehearse=False, minutes=1.0)
         of = gpu.Run(["mlstm"], "cuda", options)
-        of.told |= {"device": "NVIDIA H200", "date": "2026-01-02"}
+        of.results |= {"device": "NVIDIA H200", "date": "2026-01-02"}
         path: Path = of.file()
         path.touch()
         return path.name
