@@ -54,6 +54,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_places_in_the_tree_exist() -> None:
+    """The tables of CONTRIBUTING name files and folders."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    places = re.findall(r"`((?:seqblocks|kernels|cli|specs|tests|docs)/[\w./]*)`", page)
+    assert len(places) > 20
+    assert not [place for place in places if not (ROOT / place).exists()]
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if any(k == "yaml" for k, _, _ in blocks(p))], ids=ids)
 def test_yaml(page: Path) -> None:
     primitives = [code for kind, code, _ in blocks(page) if kind == "python" and "@primitive(" in code]
