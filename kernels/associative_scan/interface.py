@@ -96,7 +96,7 @@ def associative_scan(
 
     Returns the states, like `elements`, and the state after the last token, like `initial`. Derivatives of any order
     that `combine` has. Raises ValueError for shapes that do not fit, BackendError (see dispatch). Compiled code is made
-    again for every S, but for the mLSTM's operator (mlstm_memoroid.py), whose scan then has first derivatives only.
+    again for each S, except with the mLSTM's operator (mlstm/memoroid.py), whose scan then has first derivatives only.
     """
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)

@@ -15,7 +15,7 @@ def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: l
     states = [[leaf[:, :1] for leaf in leaves]]
     for t in range(1, leaves[0].shape[1]):
         states.append(combine(states[-1], [leaf[:, t : t + 1] for leaf in leaves]))
-    return [torch.cat(every, 1) for every in zip(*states, strict=True)]
+    return [torch.cat(leaf, 1) for leaf in zip(*states, strict=True)]
 
 
 register("associative_scan", "reference", run, always("the sequential definition runs wherever torch does"))

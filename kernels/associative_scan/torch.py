@@ -1,7 +1,7 @@
 """The associative scan in 2 log2(S) calls of the operator (Brent & Kung 1982): S combinations in halving batches.
 
-Neighbours are combined, the half as long sequence is scanned, which gives every second state, and one more call gives
-those between.
+Neighbours are combined; the sequence of half the length is scanned, which yields each second state; one more call
+yields those in between.
 """
 
 from __future__ import annotations

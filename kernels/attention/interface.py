@@ -76,7 +76,7 @@ def attention(
         past = state[0].shape[1]
         keys, values = torch.cat([state[0].to(k.dtype), k], 1), torch.cat([state[1].to(v.dtype), v], 1)
     sequence = _sequences(before, past, resets, B, S, q.device)
-    over = None  # keys of sequences that a reset ended: the next call must not meet what is in them
+    over = None  # keys of sequences that a reset ended: the next call must not read them
     if resets is not None and sequence is not None and S:
         over = sequence != sequence[:, -1:]
     several = over is not None and (unknown(S) or S > 1 or torch.is_grad_enabled())
@@ -108,9 +108,9 @@ def _apart(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sequence: Tensor, causal: bool, window: int | None,
     scale: float,
 ) -> Tensor:
-    """`run`, whose masked products 0 * NaN would carry what is not finite from one sequence into another.
+    """Call `run` with zeros for NaN and inf, which masked products would carry into other sequences as 0 * NaN.
 
-    It gets zeros there, and its result is NaN where a token sees, or is, one that is not finite.
+    The result is NaN where a token sees one that is not finite, or is one.
     """
     if finite(q, k, v):
         return run(q, k, v, sequence, causal, window, scale)
@@ -129,7 +129,7 @@ def _visible(sequence: Tensor, past: int, causal: bool, window: int | None) -> t
     """The first and the last key that each query sees, both [B, S]."""
     B, T = sequence.shape
     place = torch.arange(T, device=sequence.device).expand(B, T)
-    # rolled rather than cut: an exporter would ask whether what is left is one long
+    # rolled rather than cut: an exporter would add a guard on the rest's length
     first = torch.where(sequence != sequence.roll(1, 1), place, 0).cummax(1).values[:, past:]
     here = place[:, past:]
     last = here

@@ -21,7 +21,7 @@ from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
 FEW = 8  # tokens up to which the sum over taps is faster than a convolution
-ROWS = 64  # tokens summed side by side in the weight's gradient, so that the sums stay in cache
+ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
 
 
 def causal_conv(

@@ -1,7 +1,7 @@
 """The depthwise causal convolution in Triton: one launch forward, one backward.
 
 A program owns BD channels of a run of T tokens and walks it in the order of the scan, with the last K - 1 inputs in
-registers: every number is read and converted once. Bias and SiLU are part of it. Before its run a program walks K - 1
+registers: each number is read and converted once. Bias and SiLU are part of it. Before its run a program walks K - 1
 tokens, or those of the carried state, without writing; a reset empties what it holds. Nothing is joined or flipped.
 
 The backward pass walks the same way, makes the values before the SiLU again, and keeps the gradients of the last K - 1
@@ -55,7 +55,7 @@ def _mark(resets, b, p, S, REVERSE: tl.constexpr):
 
 @jit
 @no_type_check
-def _all(value, COUNT: tl.constexpr):
+def _copies(value, COUNT: tl.constexpr):
     out = ()
     for _ in tl.static_range(COUNT):
         out = out + (value,)
@@ -66,7 +66,7 @@ def _all(value, COUNT: tl.constexpr):
 @no_type_check
 def _blank(x, COUNT: tl.constexpr):
     """A tuple of zeros like x."""
-    return _all(x * 0.0, COUNT)
+    return _copies(x * 0.0, COUNT)
 
 
 @jit
@@ -112,10 +112,10 @@ def _offset(bias, d, live, like):
 
 @jit
 @no_type_check
-def _behind(
+def _window_before(
     x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """What is in the window before token p: the K - 1 tokens behind it."""
+    """The window before token p: the K - 1 tokens that precede it."""
     window = _blank(taps[0], K - 1)
     for j in tl.static_range(K - 1):
         at = p - (K - 1) + j
@@ -153,7 +153,7 @@ def _conv(
     live = d < D
     taps = _taps(w, d, live, K)
     offset = _offset(bias, d, live, taps[0])
-    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, False)
+    window = _window_before(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, False)
     for i in range(0, T, STEPS):
         values, marks = (), ()
         for j in tl.static_range(STEPS):  # loads that do not wait for one another
@@ -237,9 +237,9 @@ def _conv_backward(
     live = d < D
     taps = _taps(w, d, live, K)
     offset = _offset(bias, d, live, taps[0])
-    window = _behind(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, True)
+    window = _window_before(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, True)
     waiting = _blank(taps[0], K - 1)
-    reaches = _all(first == first, K - 1)
+    reaches = _copies(first == first, K - 1)
     sums = _blank(taps[0], K)
     total = taps[0] * 0.0
     for i in range(0, T, STEPS):
@@ -266,7 +266,7 @@ def _conv_backward(
             waiting = _pushed(spread, spread[0], K - 1, 1)
             window = _pushed(window, value, K - 1, 0)
             _write(dx, dstate, spread[K - 1], b, first + i + j - (K - 1), first, S, D, d, K, REVERSE)
-    for j in tl.static_range(K - 1):  # outputs behind the run, as far as they see into it
+    for j in tl.static_range(K - 1):  # outputs after the run whose windows reach into it
         at = first + T + j
         value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
         grad = _read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE)

@@ -8,7 +8,7 @@ which as a convolution has the kernel K[n, l] = sum_m E[n, m] Re p[n, m]^l, with
 the channels to the features is the mode:
 
     neck       B [N, H], C [G, N] dense
-    pointwise  every sub-state is a channel of its own: B [N M, H], C [G, N M] dense, no E (S5-like)
+    pointwise  each sub-state is a channel of its own: B [N M, H], C [G, N M] dense, no E (S5-like)
     dws        channel n takes feature n and gives feature n: B [H], C [H] (S4D-like)
     full       channel n takes feature n mod H and gives feature n div H: B [G H], C [G H]
 

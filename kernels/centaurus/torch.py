@@ -44,7 +44,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and, from the chunks plan, the last state.
 
-    ValueError for a plan that cannot do what is asked.
+    Raises ValueError for a plan that does not fit the call.
     """
     x = x.to(bank.decay.dtype)
     if x.numel() == 0:
@@ -250,16 +250,16 @@ def _walked(
         marks = None if resets is None else resets[:, a:b]
         span = Span.of(u[:, :, a:b], marks, T, reverse)
         given = span.given(one)
-        spoilt = None if bad is None else Span.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
-        if spoilt is not None:
-            lost = spoilt.where_kept(spoilt.tokens).any(-1).view(*given.shape[:3], 1, 1)
-            given = given.masked_fill(lost, torch.nan)
+        nonfinite = None if bad is None else Span.of(bad[:, :, a:b].to(u.dtype), marks, T, reverse)
+        if nonfinite is not None:
+            reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
+            given = given.masked_fill(reaches_state, torch.nan)
         before, now = _between(given, now, one.through, span.stays, reverse)
         v = span.tokens @ one.within if span.piece is None else _Within.apply(span.tokens, one.within, span.piece)
-        if spoilt is not None and spoilt.piece is not None:
+        if nonfinite is not None and nonfinite.piece is not None:
             order = torch.ones_like(one.within)
             order = order.tril() if reverse else order.triu()
-            v = v.masked_fill(_within(spoilt.tokens, order, spoilt.piece) > 0, torch.nan)
+            v = v.masked_fill(_within(nonfinite.tokens, order, nonfinite.piece) > 0, torch.nan)
         v = v + span.where_seen(span.flat(before) @ one.out_of, resets is not None and finite(before))
         parts.append(v.view(*u.shape[:2], b - a))
     v = torch.cat(parts[::-1] if reverse else parts, -1) if len(parts) > 1 else parts[0]
@@ -286,7 +286,7 @@ class Span(NamedTuple):
 
     @property
     def stays(self) -> Tensor | None:
-        """[B, chunks]: no reset stands between the state before and the state after."""
+        """[B, chunks]: no reset lies between the state before and the state after."""
         return None if self.last is None else (self.last == 0).view(self.shape[1:])
 
     def given(self, chunk: Chunk) -> Tensor:

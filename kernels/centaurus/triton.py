@@ -40,7 +40,7 @@ WARPS = 4 * 132  # one for every scheduler of an H100 or H200: with as many ther
 # bank [4, M, N] of p_re, p_im, r_re, r_im; states [B, 2, M, N], or [B, K, 2, M, N] of segments; passes [B, K].
 # Segments have T tokens, of which the last may lack some, in the order of the scan; ADJOINT: from its end.
 # A thread owns whole channels where it can. In tiles [M, N] the compiler gives neighbours along N, which it knows to be
-# contiguous, to neighbouring threads; and one each, since it is not told that `none`, which is 0, is aligned.
+# contiguous, to neighbouring threads; and one each, since it does not know that `none`, which is 0, is aligned.
 
 
 @jit
@@ -231,7 +231,7 @@ def _carry(
     bank, given, ends, passes, starts, S, K, T, bits, N, M,
     ADJOINT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """What enters every segment, given the first of them, or the last."""
+    """What enters each segment, given the first of them, or the last."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)  # in [M, N]
     own = c < N * M
@@ -367,7 +367,7 @@ def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
 
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
     """Into how many the tokens of each of `rows` sequences are cut: one where that fills a device, else into as many as
-    have SEGMENT tokens, but no more than give each scheduler eight warps: every start is stored."""
+    have SEGMENT tokens, but no more than give each scheduler eight warps: all starts are stored."""
     rows, S = launch_size("batch", rows), launch_size("length", S)
     warps = rows * ceil_div(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
     if warps >= WARPS or S <= 2 * SEGMENT:

@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
     op: str
     facts: dict[str, Any]
-    dtypes: dict[str, torch.dtype | None] = {}  # noqa: RUF012  # nobody changes it
+    dtypes: dict[str, torch.dtype | None] = {}  # noqa: RUF012  # never changed
     sizes: dict[str, int] | None = {}  # noqa: RUF012
 
     def all_sizes(self) -> tuple[dict[str, int], ...]:
@@ -281,7 +281,7 @@ def launched_for(**sizes: int) -> Iterator[None]:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return the same normal numbers every time, whatever the caller's generator, device and dtype."""
+    """Return the same normal numbers at each call, whatever the caller's generator, device and dtype."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
 
 

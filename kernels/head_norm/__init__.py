@@ -1,4 +1,4 @@
-"""Layer norm of each head by itself, the norm after a recurrent cell, and what blocks put behind it."""
+"""Layer norm of each head by itself, with the skip and the gate that follow it in blocks."""
 
 from seqblocks.kernels.head_norm.interface import head_norm
 

@@ -1,4 +1,4 @@
-"""Layer norm of each head by itself, the norm after a recurrent cell, and what blocks put behind it.
+"""Layer norm of each head by itself, with the skip and the gate that follow it in blocks.
 
 H heads of D channels:  y[h, d] = (x[h, d] - mean_d x[h]) / sqrt(var_d x[h] + eps) * weight[h, d] + bias[h, d],
 with the variance over D, not D - 1. Then, if they are given, y + skip_weight * skip, and that times activation(gate).
@@ -29,7 +29,7 @@ def head_norm(
     activation: str = "silu",
     backend: str | None = None,
 ) -> Tensor:
-    """x [..., H * D] -> [..., H * D], channels of one head side by side; weight, bias [H * D].
+    """x [..., H * D] -> [..., H * D], channels of one head next to each other; weight, bias [H * D].
 
     weight is the gain itself: a checkpoint that stores w for a gain of 1 + w passes 1 + w.
     skip and gate as x, skip_weight [H * D]: both or neither of skip and its weight. activation: of the gate, one of
@@ -65,7 +65,7 @@ def _reference(
     y = rearrange(x, "... (h d) -> ... h d", h=heads).to(torch.promote_types(x.dtype, torch.float32))
     y = y - y.mean(-1, keepdim=True)
     y = rearrange(y / (y.square().mean(-1, keepdim=True) + eps).sqrt(), "... h d -> ... (h d)")
-    return _behind(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
+    return _with_skip_and_gate(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
 
 
 def _native(
@@ -75,7 +75,7 @@ def _native(
     """torch's layer norm, whose statistics are float32 for lower dtypes."""
     D = x.shape[-1] // heads
     y = F.layer_norm(x.unflatten(-1, (heads, D)), (D,), eps=eps).flatten(-2)
-    return _behind(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
+    return _with_skip_and_gate(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _behind(
+def _with_skip_and_gate(
     y: Tensor, skip: Tensor | None, skip_weight: Tensor | None, gate: Tensor | None, activation: str
 ) -> Tensor:
     if skip is not None and skip_weight is not None:

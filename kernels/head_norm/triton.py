@@ -1,7 +1,7 @@
 """Layer norm of each head in Triton, with gain, bias, learnable skip and gate: one launch forward, one backward.
 
-A program owns BT tokens of one head, whose channels it holds all at once: mean, variance and what hangs on them need no
-second look at memory, and the backward pass makes them again instead of keeping them. The gradients of gain, bias and
+A program owns BT tokens of one head, whose channels it holds all at once: mean and variance need no second look at
+memory, and the backward pass computes them again instead of keeping them. The gradients of gain, bias and
 the skip's weight are stored in parts, one for each program, and added afterwards.
 """
 

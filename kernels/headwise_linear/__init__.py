@@ -1,4 +1,4 @@
-"""Block-diagonal linear map: every block of channels has a small matrix of its own."""
+"""Block-diagonal linear map: each block of channels has a small matrix of its own."""
 
 from seqblocks.kernels.headwise_linear.interface import headwise_linear
 

@@ -1,4 +1,4 @@
-"""Block-diagonal linear map: every block of channels has a small matrix of its own.
+"""Block-diagonal linear map: each block of channels has a small matrix of its own.
 
 G blocks, I channels into a block, O out of it:  y[g, o] = sum_i w[g, o, i] x[g, i] + bias[g, o]
 """
@@ -15,7 +15,7 @@ TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fas
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block lie side by side.
+    """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block are neighbours.
 
     The torch implementation, and Triton's in bfloat16 and float16, join small blocks to tiles padded with zeros: an inf
     or nan may then spread to other blocks of its tile. The Triton implementation has first derivatives only.

@@ -78,7 +78,7 @@ def _check(
     N = A.shape[1]
     for name, x in (("B", B), ("C", C)):
         grouped = x.dim() == 4 and x.shape[:2] == (batch, S) and x.shape[3] == N and E % max(1, x.shape[2]) == 0
-        # by dimensions first: an exporter takes every comparison of sizes for a promise
+        # dimensions first: an exporter turns each comparison of sizes into a guard
         if not (grouped or (x.dim() == 2 and x.shape == (E, N)) or (x.dim() == 3 and x.shape == (batch, S, N))):
             raise ValueError(
                 f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "

@@ -1,8 +1,8 @@
 """The sLSTM with its derivative written out: the same loop over time, without a graph of operations.
 
-The recurrence needs y of the token before, so time cannot be cut into chunks. What can be had: one matrix product and
-a few fused elementwise calls per token, and in the backward pass one product per token for the gradient that goes back
-in time, while the gradient of the recurrent matrix is a single product over the whole sequence at the end.
+The recurrence needs y of the token before, so time cannot be cut into chunks. A token takes one matrix
+product and a few fused elementwise calls, and in the backward pass one product for the gradient that goes back in time;
+the gradient of the recurrent matrix is a single product over the whole sequence at the end.
 
 The derivative is that of the definition, the stabiliser included: with m' = max(i, l), l = m + ls(f),
 keep = exp(l - m'), write = exp(i - m'), the gradient of m' is what came from the state less that of both exponents,
@@ -33,10 +33,10 @@ def _slstm(
     gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, S, H, D] and, for the backward pass and the last state, c, n, m and the full gates of every token."""
+    """Return y [B, S, H, D] and, for the backward pass and the last state, c, n, m and the gates of all tokens."""
     B, S, _, H, D = gates.shape
     with without_autocast(gates.device.type):
-        # time first, and a head's gates side by side: a step is a plain matrix product, added in place
+        # time first, and a head's gates next to each other: a step is a plain matrix product, added in place
         full = gates.new_empty(S, H, B, 4, D)
         torch.add(gates.permute(1, 3, 0, 2, 4), bias.permute(1, 0, 2).unsqueeze(1), out=full)
         full = full.view(S, H, B, 4 * D)
@@ -172,7 +172,7 @@ def _run(
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:
     y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
-    last = 0 if reverse else -1  # the length may be unknown to who compiles
+    last = 0 if reverse else -1  # while code is compiled, the length may be unknown
     return y, y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
 
 

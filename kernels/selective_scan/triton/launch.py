@@ -156,14 +156,14 @@ class _Cut:
 @common.custom_op("seqblocks::selective_scan_triton")
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, keep: bool,
+    h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `keep`)."""
-    if u.shape[1] > 1:  # every program would do it, three instructions for two numbers
+    """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `for_backward`)."""
+    if u.shape[1] > 1:  # here, because in each program it would be three instructions for two numbers
         B, C = B.float(), C.float()
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
-    y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep)
+    y, last, between = _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, for_backward)
     h0, resets = None if h0 is None else h0.contiguous(), common.marks(resets)
     tile = tiles(N, W, False, common.arch(u))
     with common.on(u):
@@ -173,7 +173,7 @@ def _op(
         else:
             starts = None if h0 is None else h0.transpose(1, 2).contiguous()
         scan[cut.grid](
-            u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if keep else None,
+            u, dt, A.t().contiguous(), B, C, D, z, bias, starts, resets, y, last, between if for_backward else None,
             S, cut.K, cut.L, E, N, W, 0, *_strides(u, dt, B, C, z),
             SOFTPLUS=softplus, REVERSE=reverse, EVEN=cut.even, CHUNK=CHUNK, **tile,
         )
@@ -181,8 +181,8 @@ def _op(
 
 
 @_op.register_fake
-def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, keep):  # type: ignore[no-untyped-def]
-    chunks = ceil_div(u.shape[1], CHUNK) if keep else 0
+def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, for_backward):  # type: ignore[no-untyped-def]
+    chunks = ceil_div(u.shape[1], CHUNK) if for_backward else 0
     return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
 
 
@@ -301,10 +301,10 @@ def run(
         torch_run = implementation("selective_scan", "torch").run
         return torch_run(u, dt, A, B, C, D, z, dt_bias, softplus, state, resets, reverse)
     B, C = (x if x.dim() == 2 else _for_each_group(x, u.shape, groups_of(B, C)) for x in (B, C))
-    keep = torch.is_grad_enabled() and any(
+    for_backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (u, dt, A, B, C, D, z, dt_bias, state)
     )
-    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, common.marks(resets), softplus, reverse, keep)
+    y, last, _ = _op(u, dt, A.float(), B, C, D, z, dt_bias, h0, common.marks(resets), softplus, reverse, for_backward)
     return y, last
 
 

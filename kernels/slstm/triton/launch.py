@@ -20,7 +20,7 @@ from seqblocks.kernels.triton_common import ceil_div, last_contiguous, tl
 
 ROWS = 16  # sequences of a program: the least that a dot takes
 WIDTH = 1024  # of a head, at most
-AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch: interpreted, nobody runs while one waits
+AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch: interpreted programs run in turn
 PATIENCE = 1 << 24  # times that a program looks whether the others are there: seconds, where a microsecond is usual
 
 _no_teams: set[torch.device] = set()  # where the driver refused one, or one gave up: heads go by tiles there
@@ -76,8 +76,9 @@ def tiles(
     width: int, dots: str, backward: bool, arch: str, heads: int = 1, batch: int = ROWS, processors: int = 0,
     room: int | None = None,
 ) -> dict[str, int]:
-    """Sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps, and tokens loaded ahead;
-    where a team shares a head, which takes a device of that many `processors`, also the channels of each (BU).
+    """Return sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps and stages.
+
+    Where a team shares a head, which takes a device of that many `processors`, also the channels of each program (BU).
 
     dots: "bf16", "tf32" or "fp32". The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in the
     others; what is loaded ahead takes as much again in the backward pass, which reads thirteen numbers a channel.
@@ -101,13 +102,13 @@ def tiles(
 def _team(
     width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int, room: int
 ) -> dict[str, int]:
-    """How teams share heads, as `tiles`; empty where no team fits onto the device, or into its registers.
+    """Return how teams share heads, as `tiles` does; empty where no team fits onto the device, or into its registers.
 
-    A launch takes about as long however much each program does at a token, so launches are to be few, and then what a
-    program does little.
+    A launch takes about as long however much each program does at a token, so the tiles with the fewest launches are
+    taken, and of these the smallest.
     """
     BD, size = common.power_of_two(width), 2 if dots == "bf16" else 4
-    cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
+    most_cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
     most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
     if not backward:
         most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
@@ -117,7 +118,7 @@ def _team(
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
         at_once = processors // ceil_div(width, BU)
         fits = [ahead for parts, ahead in reads if (4 * BU + parts * BB) * BD * size <= room]
-        if arch.startswith("sm_") and at_once and fits and cells >= BU * BB and most >= BD * BU * BB:
+        if arch.startswith("sm_") and at_once and fits and most_cells >= BU * BB and most >= BD * BU * BB:
             found.append((ceil_div(heads * ceil_div(batch, BB), at_once), BU * BB, BB, BU, fits[0]))
     if not found:
         return {}
@@ -189,10 +190,10 @@ class _Plan:
 @common.custom_op("seqblocks::slstm_triton")
 def _op(
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
-    y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, keep: bool,
+    y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, S, H D], the last y, c, n, m, and for the backward pass states and gates (empty unless `keep`)."""
-    outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep)
+    """y [B, S, H D], the last y, c, n, m, and for the backward pass states and gates (empty unless `for_backward`)."""
+    outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_backward)
     y, y1, c1, n1, m1, *kept = outputs
     H, D = recurrent.shape[:2]
     i, f, z, o = (last_contiguous(x) for x in (i, f, z, o))
@@ -200,7 +201,7 @@ def _op(
     plan = _Plan(i, (f, z, o), H, D, reverse)
     recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (plan.operand(recurrent), bias, y0, c0, n0, m0))
     resets = common.marks(resets)
-    if not keep:
+    if not for_backward:
         kept = [None] * 3
     sizes = (plan.S, plan.B, D, *(n for x in (i, f, z, o) for n in x.stride()[:2]))
     with common.on(i):
@@ -239,9 +240,9 @@ def _op(
 
 
 @_op.register_fake
-def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, keep):  # type: ignore[no-untyped-def]
+def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_backward):  # type: ignore[no-untyped-def]
     B, S, E = i.shape
-    shape = (B, S, E) if keep else (0, 0, 0)
+    shape = (B, S, E) if for_backward else (0, 0, 0)
     narrow = torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in (i, f, z, o)) else torch.float32
     last = (y0.new_empty(y0.shape) for _ in range(4))
     kept = y0.new_empty(3, *shape), y0.new_empty(2, *shape), y0.new_empty(2, *shape, dtype=narrow)
@@ -264,9 +265,9 @@ def _op_backward(
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
     di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
     resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
-    whole = (x.contiguous() for x in (plan.operand(recurrent), c0, n0, m0))
+    contiguous = (x.contiguous() for x in (plan.operand(recurrent), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
-    given = (*whole, resets, states, gates_if, gates_zo)
+    given = (*contiguous, resets, states, gates_if, gates_zo)
     sizes = (plan.S, plan.B, D, *dy.stride()[:2])
     with common.on(i):
         if plan.whole:
@@ -354,9 +355,9 @@ def run(
     if gates[0].numel() == 0:
         return implementation("slstm", "torch").run(gates, recurrent, bias, state, resets, reverse)
     tensors = (*gates, recurrent, bias, *state)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     marks = common.marks(resets)
-    y, *last = _op(*tensors, marks, reverse, keep)[:5]
+    y, *last = _op(*tensors, marks, reverse, for_backward)[:5]
     return y.unflatten(-1, (H, D)), SLSTMState(*last)
 
 
