@@ -40,7 +40,7 @@ def load(
 
 def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, ModelSpec | None]:
     if spec != "-":
-        return check.prove(*locate(spec), changes, allow_use=options.allow_use)
+        return check.check_text(*locate(spec), changes, allow_use=options.allow_use)
     from seqblocks.errors import Report
     from seqblocks.language.spec import read_stream
 
@@ -48,7 +48,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
-    return check.prove(text, options.stdin_filename, Path(), changes, allow_use=options.allow_use)
+    return check.check_text(text, options.stdin_filename, Path(), changes, allow_use=options.allow_use)
 
 
 def run(options: argparse.Namespace) -> int:

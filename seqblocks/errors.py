@@ -104,11 +104,11 @@ class Span(NamedTuple):
         return f"{self.source.name}:{self.line}:{self.column}"
 
     def holds(self, other: Span) -> bool:
-        """Whether another stretch of the same source begins inside."""
+        """Return whether another stretch of the same source begins inside."""
         return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
 
     def within(self, start: int, length: int) -> Span:
-        """The part of a one-line span that begins `start` characters in."""
+        """Return the part of a one-line span that begins `start` characters in."""
         if self.line != self.end_line:
             return self
         column = self.column + start
@@ -137,7 +137,7 @@ class Diagnostic(NamedTuple):
     hint: str | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """The diagnostic as plain data (the `--format json` record)."""
+        """Return the diagnostic as plain data (the `--format json` record)."""
         data: dict[str, Any] = {"code": self.code, "severity": "error", "message": self.message}
         if self.span:
             data |= {
@@ -156,7 +156,7 @@ class Diagnostic(NamedTuple):
         return data
 
     def render(self, style: Style = lambda role, text: text) -> str:
-        """The diagnostic as text: header, source line with a caret, remarks. `style(role, text)` may colour it."""
+        """Return the diagnostic as text: header, source line with a caret, remarks, styled by `style(role, text)`."""
         out = [style("error", f"error[{self.code}]") + style("message", f": {visible(self.message)}")]
         gutter = " "
         if self.span:
@@ -205,7 +205,7 @@ class ExpectationError(SpecError):
 
 
 def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text) -> str:
-    """All diagnostics as one text, with a closing count."""
+    """Return all diagnostics as one text, with a closing count."""
     parts = [d.render(style) for d in diagnostics]
     count = len(diagnostics) + dropped
     closing = f"{count} error{'s' if count != 1 else ''}"
@@ -234,14 +234,14 @@ class Fault(Exception):
         self.notes = tuple(notes)
 
     def again(self) -> Fault:
-        """The same fault, not raised yet."""
+        """Return the same fault, not raised yet."""
         return Fault(
             self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
             notes=self.notes,
         )  # fmt: skip
 
     def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
-        """The diagnostic for this fault at `span`."""
+        """Return the diagnostic for this fault at `span`."""
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
         return Diagnostic(self.code, self.message, span, expected, self.found, (*self.notes, *notes), hint)
@@ -314,9 +314,10 @@ def _short(text: str | None) -> str | None:
 
 
 def _odd(span: Span) -> Note | None:
-    """A remark on a character outside ASCII, which may look like another: no word of the language has one."""
+    """Return a remark on a character outside ASCII, which may look like another: no word of the language has one."""
     text = span.source.line(span.line)[span.column - 1 : span.end_column - 1] if span.line == span.end_line else ""
-    found = next((c for c in text if not c.isascii() and c != "\ufffd"), None)  # that one stands for what is no text
+    replaced = "\ufffd"  # in place of bytes that are not text
+    found = next((c for c in text if not c.isascii() and c != replaced), None)
     if found is None:
         return None
     import unicodedata  # only a spec with a fault pays for it
@@ -334,7 +335,7 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 def listing(words: Iterable[object], limit: int = 12) -> str:
-    """`a, b, c, …` for messages."""
+    """Return `a, b, c, …` for messages."""
     texts = [str(w) for w in islice(words, limit + 1)]
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
 
@@ -347,6 +348,6 @@ def visible(text: str) -> str:
 
 
 def quote(text: str, limit: int = 60) -> str:
-    """User text as shown inside a message: quoted, printable, bounded."""
+    """Return user text as shown in a message: quoted, printable, bounded."""
     clean = "".join(c if c.isprintable() else "·" for c in text[: limit + 1])
     return f"'{clean}'" if len(clean) <= limit else f"'{clean[:limit]}…'"

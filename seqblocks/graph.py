@@ -36,7 +36,7 @@ DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
 def direction_name(order: str) -> str:
-    """The namespace of what one order of a scan owns."""
+    """Return the namespace of what one order of a scan owns."""
     return DIRECTION_NAMES.get(order, order)
 
 
@@ -74,7 +74,7 @@ class Node:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """The namespaces of the orders of a several-order scan; empty for everything else."""
+        """The namespaces of the orders of a scan that has several; empty for all other nodes."""
         if self.kind != "scan" or len(self.arguments.orders) < 2:
             return ()
         return tuple(map(direction_name, self.arguments.orders))
@@ -89,7 +89,7 @@ class Node:
         return (*at_ports, *(value for value in captured if value not in at_ports))
 
     def macs_at(self, tokens: int | None) -> int:
-        """Multiply-accumulates of an op for one token of its output, where the model's input has so many."""
+        """Return the multiply-accumulates of an op for one token of its output, with `tokens` in the model's input."""
         if not tokens or self.op is None or self.type is None:
             return self.macs
         return self.op.macs(*(wire and wire.of_tokens(tokens) for wire in self.wires))
@@ -155,18 +155,18 @@ class Named(NamedTuple):
 
 
 def join(*parts: str) -> str:
-    """A dotted name from its non-empty parts."""
+    """Return a dotted name of the parts that are not empty."""
     return ".".join(p for p in parts if p)
 
 
 def parameters(graph: Graph, prefix: str = "") -> Iterator[Named]:
-    """Every parameter of a graph by its state_dict name, tied ones included."""
+    """Yield each parameter of a graph by its state_dict name, tied ones included."""
     for node in graph.nodes:
         yield from node_parameters(node, join(prefix, node.name))
 
 
 def node_parameters(node: Node, name: str) -> Iterator[Named]:
-    """Every parameter of one node whose namespace is `name`."""
+    """Yield each parameter of a node whose namespace is `name`."""
     for own, parameter in node.parameters.items():
         yield Named(join(name, own), parameter, node, node.ties.get(own))
     if not node.directions:
@@ -189,7 +189,7 @@ def node_parameters(node: Node, name: str) -> Iterator[Named]:
 
 
 def count(graph: Graph, known: dict[int, int] | None = None) -> int:
-    """Parameters of a graph, tied ones once. A body that serves many layers is counted once (`known`)."""
+    """Return the number of parameters of a graph, tied ones once. known: counts of bodies that serve many layers."""
     known = {} if known is None else known
     if id(graph) not in known:
         known[id(graph)] = sum(count_node(node, known) for node in graph.nodes)
@@ -197,7 +197,7 @@ def count(graph: Graph, known: dict[int, int] | None = None) -> int:
 
 
 def count_node(node: Node, known: dict[int, int] | None = None) -> int:
-    """Parameters of a node, tied ones once."""
+    """Return the number of parameters of a node, tied ones once."""
     if node.owned:
         return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
     known = {} if known is None else known
@@ -206,7 +206,7 @@ def count_node(node: Node, known: dict[int, int] | None = None) -> int:
 
 
 def walk(graph: Graph) -> Iterator[Node]:
-    """Every node, outer before inner."""
+    """Yield each node, outer before inner."""
     for node in graph.nodes:
         yield node
         for body in node.bodies.values():
@@ -214,7 +214,7 @@ def walk(graph: Graph) -> Iterator[Node]:
 
 
 def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
-    """What cannot run step by step, by name and place, and why; None if the model can stream."""
+    """Return the name and place of a step that cannot run token by token, and why; None if the model can stream."""
     for node in walk(model.graph):
         why = node.op.cannot_stream(*node.wires) if node.op else None
         if node.kind == "scan" and node.arguments.orders != ("forward",):
@@ -228,7 +228,7 @@ def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
-    """What would mix the sequences that resets separate, by name and place, and why; None if nothing does."""
+    """Return the name and place of a step that mixes sequences that resets separate, and why; None if none does."""
     for node in walk(model.graph):
         why = node.op.ignores_resets(*node.wires) if node.op else None
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
@@ -239,12 +239,12 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def frame_size(graph: Graph) -> int:
-    """How many tokens of the input a stream takes at once: 1, or what every token of a coarser wire stands for."""
+    """Return how many tokens of the input a stream takes at once: the least common multiple of all rates."""
     return math.lcm(*(node.type.every for node in walk(graph) if node.type))
 
 
 def verify(model: ModelSpec) -> None:
-    """What must hold of every graph, whoever made it. Raises AssertionError: a fault here is ours, not the user's."""
+    """Check what holds of any graph. Raises AssertionError: a fault here is one of seqblocks, not of the user."""
     _verify(model, model.graph, {model.graph.input})
 
 

@@ -89,35 +89,35 @@ class Op(BaseModel):
     # The inputs come in the order of `ports`, an absent optional one as None. Open signatures let an op name its own.
 
     def shape(self, *wires: Any, **_: Any) -> Wire:
-        """The output's type. Raises Fault. Default: that of the first input."""
+        """Return the output's type; by default that of the first input. Raises Fault."""
         first: Wire = wires[0]
         return first
 
     def parameters(self, *wires: Any, **_: Any) -> dict[str, Parameter]:
-        """What it owns, by name."""
+        """Return the parameters that it owns, by name."""
         return {}
 
     def state(self, *wires: Any, **_: Any) -> dict[str, State]:
-        """What it carries from token to token, by name."""
+        """Return the state that it carries from token to token, by name."""
         return {}
 
     def macs(self, *wires: Any, **_: Any) -> int:
-        """Multiply-accumulates for one output position (one token; one whole input if the output is a vector)."""
+        """Return the multiply-accumulates for one token of the output, or for the whole output if it is a vector."""
         return 0
 
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
-        """How many tokens of the model's input later an output may depend on than what it reads (inf: all of them).
+        """Return how many more later tokens of the model's input an output depends on than its inputs (inf: all).
 
-        An output token stands where the first input token that it stands for stands. Default: by `reads`.
+        A token that is made of several has the position of the first of them. Default: by `reads`.
         """
         return math.inf if self.reads == "all" else 0
 
     def is_upright(self, *wires: Any, **_: Any) -> bool:
-        """Whether it tells the rows of an image from its columns, which a scan by columns exchanges."""
+        """Return whether rows and columns of an image are not alike to it, so that no scan may exchange them."""
         return False
 
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
-        """The kernel that `forward` calls, and what it tells `dispatch.choose` besides device, dtype, resets, order."""
+        """Return the kernel that `forward` calls, and the options that decide its implementation."""
         return None
 
     def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
@@ -128,11 +128,11 @@ class Op(BaseModel):
         raise TypeError(f"{type(self).__name__} does not compute")
 
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
-        """Why it cannot run step by step on these wires, or None."""
+        """Return why it cannot run token by token on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
     def ignores_resets(self, *wires: Any, **_: Any) -> str | None:
-        """Why it cannot treat the sequences that `resets` mark as separate, or None; the model then refuses resets."""
+        """Return why it mixes the sequences that `resets` separate, so that the model refuses resets, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
 
@@ -165,7 +165,7 @@ def primitive(verb: str) -> Callable[[T], T]:
 
 
 def _check_class(cls: type[Op]) -> None:
-    """Hold what the class of a primitive from elsewhere says against what it may. Raises TypeError."""
+    """Check the class of a primitive that is not built in. Raises TypeError."""
     from pydantic import PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter, ValidationError  # slow to import
 
     if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
@@ -187,7 +187,7 @@ def _check_class(cls: type[Op]) -> None:
 
 @lru_cache(maxsize=1)
 def builtin_verbs() -> dict[str, str]:
-    """Verbs of `seqblocks.ops` and the modules that define them: a new file there is a new primitive, no list to edit.
+    """Return the verbs of `seqblocks.ops` and the modules that define them. A new file there needs no entry in a list.
 
     The sources are searched for `@primitive("…")` rather than imported, because a spec uses few of them and defining
     all models would cost more than checking it. Where there are no sources, all are imported.
@@ -229,12 +229,12 @@ def load_plugins() -> tuple[str, ...]:
 
 
 def interrupts_raise() -> bool:
-    """Whether a KeyboardInterrupt may be the user's own: on the command line an interrupt ends the process instead."""
+    """Return whether an interrupt raises KeyboardInterrupt: on the command line it ends the process instead."""
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of somebody else's code as one line of at most 200 characters."""
+    """Return an exception of code that is not ours as one line of at most 200 characters."""
     if isinstance(error, SystemExit):
         return "the module ends the program, and should only define primitives"
     text = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -242,7 +242,7 @@ def one_line(error: BaseException) -> str:
 
 
 def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
-    """The op called `verb`; plug-ins are asked last, and only if wanted."""
+    """Return the op of a verb, or None. Plug-ins are loaded only if it is not known, and if `plugins` is set."""
     if verb not in PRIMITIVES:
         module = builtin_verbs().get(verb)
         if module:
@@ -256,7 +256,7 @@ STATE_DTYPES = ("model", "float64", "float32", "bfloat16", "float16", "int64")
 
 
 def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any) -> None:
-    """Hold what a primitive from elsewhere declares for one use against what it may. Raises UsageError."""
+    """Check what a primitive that is not built in declares for one use. Raises UsageError."""
 
     def sizes(shape: Any) -> bool:
         return isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
@@ -306,17 +306,17 @@ class FieldKind(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def fields_of(model: type[BaseModel]) -> dict[str, FieldKind]:
-    """The kind of every argument of an op or combinator, by the name that YAML uses."""
+    """Return the kind of each argument of an op or combinator, by the name that YAML uses."""
     return {name: field_kind(info.annotation) for name, info in field_infos(model).items()}
 
 
 def field_infos(model: type[BaseModel]) -> dict[str, Any]:
-    """pydantic's record of every argument, by the name that YAML uses (an alias where a method has the name)."""
+    """Return pydantic's record of each argument, by the name that YAML uses (an alias where a method has the name)."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def field_kind(annotation: Any) -> FieldKind:
-    """See FieldKind."""
+    """Return the kind of an argument from its annotation."""
     options = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         options = [a for a in typing.get_args(annotation) if a is not type(None)]
@@ -345,7 +345,7 @@ def field_kind(annotation: Any) -> FieldKind:
 
 
 def must_divide(value: int, width: int, what: str, of: str, at: str | None = None) -> int:
-    """width / value, or Fault E401 that names the legal values."""
+    """Return width / value. Raises Fault E401 that names the legal values."""
     if value <= 0 or width % value:
         raise Fault(
             "E401",
@@ -357,9 +357,9 @@ def must_divide(value: int, width: int, what: str, of: str, at: str | None = Non
 
 
 def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") -> None:
-    """Fault E407 unless the tokens of `x` are those of an image; `instead` names a verb or word that needs none."""
+    """Raise Fault E407 unless the tokens of `x` are those of an image. instead: a verb or word that needs none."""
     if x.grid is None:
-        source = "an input that is an image or has a `grid: [rows, columns]` (behind a class_token there is none)"
+        source = "an input that is an image or has a `grid: [rows, columns]` (after class_token there is none)"
         raise Fault(
             "E407",
             f"{who} needs the tokens of an image",
@@ -370,7 +370,7 @@ def must_have_grid(x: Wire, who: str, at: str | None = None, instead: str = "") 
 
 
 def must_match(name: str, found: Wire, width: int, because: str) -> None:
-    """Fault E402 unless port `name` carries `width` features."""
+    """Raise Fault E402 unless port `name` has `width` features."""
     if found.features != width:
         note = found.whence(f"`{name}`")
         raise Fault(
@@ -384,7 +384,7 @@ def must_match(name: str, found: Wire, width: int, because: str) -> None:
 
 
 def ids_are_no_numbers(wire: Wire, done: str, name: str) -> Fault:
-    """The fault of splitting, joining or adding token numbers: they have no features, and stand for words."""
+    """Return the fault of splitting, joining or adding token numbers, which have no features."""
     note = wire.whence(name)
     return Fault(
         "E403",

@@ -33,7 +33,7 @@ class Wire:
     length: Size | None = None
     grid: tuple[int, int] | None = None
     origin: Origin | None = field(default=None, compare=False)
-    every: int = 1  # how many tokens of the model's input one token here stands for
+    every: int = 1  # tokens of the model's input for each token here
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -70,26 +70,26 @@ class Wire:
         return show_axes(self.axes)
 
     def with_features(self, features: int) -> Wire:
-        """The same wire with a width of its own (whose origin the caller stamps)."""
+        """Return the wire with another width, without an origin."""
         return replace(self, features=features, origin=None)
 
     def at_rate(self, every: int) -> Wire:
-        """The same features where a token stands for so many of the input's tokens (a multiple or a divisor of now)."""
+        """Return the wire at another rate, a multiple or a divisor of its own: `every` input tokens for each token."""
         if isinstance(self.length, int):
             return replace(self, length=self.length * self.every // every, grid=None, every=every, origin=None)
         name = (self.length or "seq").partition("/")[0]
         return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
-        """The same wire where the model's input has so many tokens, if its length is open."""
+        """Return the wire where the model's input has `tokens`, if its length is open."""
         return replace(self, length=tokens // self.every) if isinstance(self.length, str) else self
 
     def made_by(self, origin: Origin) -> Wire:
-        """Stamp who fixed the sizes, unless they came through unchanged."""
+        """Return the wire with the step that fixed its sizes, unless one is known."""
         return self if self.origin else replace(self, origin=origin)
 
     def whence(self, name: str) -> Note | None:
-        """`u` is [batch, seq, 768]: made by proj_up (file:line:column)."""
+        """Return a note such as: `u` is [batch, seq, 768]: made by proj_up (file:line:column)."""
         if self.origin is None:
             return None
         made = "the model's input" if self.origin.verb == "input" else f"made by {self.origin.verb}"
@@ -97,13 +97,13 @@ class Wire:
 
 
 def show_axes(axes: tuple[Any, ...]) -> str:
-    """`[batch, seq, 768]`."""
+    """Return axes as text: `[batch, seq, 768]`."""
     return "[" + ", ".join(str(a) for a in axes) + "]"
 
 
 def divisors_near(width: int, wanted: int, count: int = 4) -> str:
-    """Hint text: the divisors of `width` that lie closest to `wanted`."""
+    """Return a hint: the divisors of `width` that are closest to `wanted`."""
     small = [d for d in range(1, min(width, 4096) + 1) if width % d == 0]
-    every = sorted({*small, *(width // d for d in small)})
-    near = sorted(sorted(every, key=lambda d: (abs(d - wanted), d))[:count])
+    divisors = {*small, *(width // d for d in small)}
+    near = sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
     return f"divisors of {width} near {wanted}: {', '.join(map(str, near))}"

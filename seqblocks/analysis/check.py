@@ -1,4 +1,4 @@
-"""Text in, proven model out: the whole torch-free half in one call."""
+"""From the text of a spec to its model: the whole half without torch in one call."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def load_text(
     Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
     of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
     """
-    return _warning(set, prove(text, name, base, set, files, allow_use, "text"))
+    return _warning(set, check_text(text, name, base, set, files, allow_use, "text"))
 
 
 def _warning(
-    set: Mapping[str, Any] | None, proven: tuple[SpecFile, ModelSpec | None]
+    set: Mapping[str, Any] | None, checked: tuple[SpecFile, ModelSpec | None]
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """What was proven, after a warning of each override in `set` that changes nothing."""
-    file, model = proven
+    """Return a checked spec, after a warning of each override in `set` that changes nothing."""
+    file, model = checked
     if model is not None and set:
         warn_of_idle(model, set)
     return file, model
@@ -57,14 +57,14 @@ def warn_of_idle(model: ModelSpec, given: Mapping[str, Any]) -> None:
 
 
 def _depth() -> int:
-    """The `stacklevel` of the first caller outside seqblocks."""
+    """Return the `stacklevel` of the first caller outside seqblocks."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "seqblocks":
         frame, depth = frame.f_back, depth + 1
     return depth
 
 
-def prove(
+def check_text(
     text: str,
     name: str = "<text>",
     base: Path | None = None,
@@ -111,7 +111,7 @@ def prove(
 
 
 def _allowed(folders: Folders) -> list[Path]:
-    """The folders whose files may be used. UsageError where one is no folder."""
+    """Return the folders whose files may be used. Raises UsageError where one is not a folder."""
     each = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
     found = []
     for folder in each:
@@ -122,7 +122,7 @@ def _allowed(folders: Folders) -> list[Path]:
 
 
 def checked_overrides(given: Any) -> None:
-    """UsageError unless these are overrides, or None."""
+    """Raise UsageError unless these are overrides, or None."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
         raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
 
@@ -143,19 +143,19 @@ def load(
 ) -> tuple[SpecFile, ModelSpec | None]:
     """Validate a spec given by path or bundled name; see `load_text`."""
     text, name, base = locate(spec)
-    return _warning(set, prove(text, name, base, set, allow_use=allow_use))
+    return _warning(set, check_text(text, name, base, set, allow_use=allow_use))
 
 
 def load_model(
     spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
 ) -> ModelSpec:
-    """The proven model of a spec. Raises SpecError (E206) where the file only holds blocks."""
+    """Return the model of a spec. Raises SpecError (E206) where the file only holds blocks."""
     file, model = load(spec, set, allow_use)
     return require_model(file, model)
 
 
 def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
-    """The model, or SpecError E206 that says what the file holds instead."""
+    """Return the model. Raises SpecError (E206) that says what the file holds instead."""
     if model is None:
         block = next(iter(file.blocks.values()))
         arguments = ", ".join(f"{a.name}: …" for a in block.args.values() if a.default is None)

@@ -1,9 +1,9 @@
 """How far each value of a graph looks ahead: how many later tokens of the model's input a position may depend on.
 
-A token of a wire at rate r (`Wire.every`) stands at the first input token that it stands for, r * j. One rule for every
-verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one token of
-several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in another
-order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
+A token of a wire at rate r (`Wire.every`) has the position of the first input token that it is made of, r * j. One rule
+for each verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one
+token of several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in
+another order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
 """
 
 from __future__ import annotations

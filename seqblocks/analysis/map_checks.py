@@ -149,7 +149,7 @@ class _Places:
         return any(isinstance(thing, Parameter) and len(thing.shape) == 2 for thing in self.things)
 
     def below(self, part: str, open: bool = False) -> _Places:
-        """What is called `part` in any of the places."""
+        """Return what is called `part` in any of the places."""
         absent = open and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
         key = "0+" if absent else HOLE.sub("{}", part)
         if key not in self._below:
@@ -167,13 +167,13 @@ class _Places:
         return self._below[key]
 
     def words(self) -> list[str]:
-        """What may stand here, for a message."""
+        """Return what a key may name here, for a message."""
         layers = any(isinstance(thing, graph.Node) and thing.kind == "repeat" for thing in self.things)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
 
 def _inside(place: Any) -> dict[str, Any]:
-    """Steps, bodies and parameters by the next part of their names."""
+    """Return steps, bodies and parameters by the next part of their names."""
     if isinstance(place, Graph):
         return {node.name: node for node in place.nodes}
     out: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:
-    """The parameters of a place, by their names in it."""
+    """Return the parameters of a place, by their names in it."""
     if isinstance(place, Parameter):
         return [("", place)]
     below = graph.parameters(place) if isinstance(place, Graph) else graph.node_parameters(place, "")
@@ -229,7 +229,7 @@ def _check_axis(ctx: Context, entry: Entry, places: _Places) -> None:
 
 
 def _check_layout(ctx: Context, entry: Entry, places: _Places) -> None:
-    """A `kernel` of flax or Keras is [in, out] and our matrices are [out, in]: a square one would fit as it is."""
+    """Report a `kernel` of flax or Keras: it is [in, out], our matrices are [out, in], and a square one would fit."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
         if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
             what = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"

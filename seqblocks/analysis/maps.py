@@ -76,7 +76,7 @@ def _alternative(ctx: Context, node: Node, indices: list[str]) -> Recipe | None:
 
 
 def has_sizes(table: Iterable[Entry]) -> bool:
-    """Whether a map depends on the arguments of its block: the sizes of a `rearrange` may."""
+    """Return whether a map depends on the arguments of its block: the sizes of a `rearrange` may."""
     return any(isinstance(theirs, Rearrange) for entry in table for theirs in entry.theirs)
 
 
@@ -110,7 +110,7 @@ def _check_words(ctx: Context, node: Mapping, words: tuple[str, ...]) -> None:
 
 
 def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange | None:
-    """{rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}: the sizes are expressions over the names of the scope."""
+    """Read {rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}, whose sizes are expressions."""
     name = _name(ctx, node.entries["rearrange"][1], indices)
     pattern = node.get("pattern")
     if pattern is None:
@@ -138,7 +138,7 @@ def _size(ctx: Context, axis: str, node: Node) -> Any:
 
 
 def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, int] | None:
-    """The numbers that go with a recipe's kind; None after a fault."""
+    """Return the numbers that go with a recipe's kind; None after a fault."""
     out: dict[str, int] = {}
     for key, needed in words_of(kind).items():
         number = node.get(key)
@@ -166,7 +166,7 @@ def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, int]) -
 
 
 def _tensors(ctx: Context, kind: str, node: Node, indices: list[str]) -> Any:
-    """The official name of a recipe, or the names where it joins several; None after a fault."""
+    """Return the official name of a recipe, or the names where it joins several; None after a fault."""
     if not issubclass(RECIPES[kind], FromSeveral):
         return _name(ctx, node, indices)
     if not isinstance(node, Sequence) or not node.items:
@@ -178,7 +178,7 @@ def _tensors(ctx: Context, kind: str, node: Node, indices: list[str]) -> Any:
 
 
 def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
-    """An official name whose expressions are sound and know their indices."""
+    """Return an official name; None after a fault, which its expressions may have too."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         text = node.text if isinstance(node, Scalar) and node.value is not None else None
         hint = f'in quotes it is one: "{text}"' if text else None

@@ -20,12 +20,12 @@ HOLE = re.compile(r"\{([^}]*)\}")  # an index in a name, {layer}
 
 @lru_cache(maxsize=1024)
 def index_pattern(ours: str) -> re.Pattern[str]:
-    """A key, or a part of one, with its indices as named groups."""
+    """Return a pattern of a key, or a part of one, with its indices as named groups."""
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
 
 
 def official_name(model: ModelSpec, name: str) -> Any:
-    """What a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
+    """Return what a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
 
     Where the map gives alternatives, the first. Raises RunError where an index has no name.
     """
@@ -41,7 +41,7 @@ class _Match(NamedTuple):
     values: dict[str, int]
 
     def followed_by(self, after: list[Recipe]) -> list[Recipe]:
-        """The entry's alternatives, each followed by each of these. Raises Fault."""
+        """Return the entry's alternatives, each followed by each of these. Raises Fault."""
         pairs = list(product(self.entry.theirs, after))
         if len(pairs) > MAX_ALTERNATIVES:
             raise Fault("E314", f"a parameter has more than {MAX_ALTERNATIVES} alternative names")
@@ -67,13 +67,13 @@ class _Tree:
         return root
 
     def overlaps(self) -> bool:
-        """Whether two entries may match one name."""
+        """Return whether two entries may match one name."""
         below = [*self.fixed.values(), *self.patterns.values()]
         here = (self.entry and below) or (self.patterns and len(below) > 1)
         return bool(here) or any(each.overlaps() for each in below)
 
     def matches(self, parts: list[str]) -> list[_Match]:
-        """The entries that match the beginning of a name, the one that counts first.
+        """Return the entries that match the beginning of a name, the one that counts first.
 
         That is the longest; of two, the one with a fixed part where the other has an index.
         """
@@ -97,14 +97,14 @@ class _Tree:
 
 
 class Translator:
-    """Translates our names. Keeps what it learns of maps and bodies, so one serves all names of a model."""
+    """Translates our names. It caches maps and bodies, so one serves all names of a model."""
 
     def __init__(self) -> None:
         self._trees: dict[int, _Tree] = {}
         self._nodes: dict[int, dict[str, graph.Node]] = {}
 
     def official(self, model: ModelSpec, name: str) -> list[Recipe]:
-        """The alternatives for a parameter. Raises RunError."""
+        """Return the alternatives for a parameter. Raises RunError."""
         try:
             return self._translated(model.graph, name.split("."), model.checkpoint)
         except Fault as fault:  # an expression that has no value for these indices
@@ -122,7 +122,7 @@ class Translator:
         return found[0].followed_by(self.after(body, parts, found[0].length))
 
     def after(self, body: Graph, parts: list[str], count: int) -> list[Recipe]:
-        """What follows the first `count` parts of a name: as it is, up to the next block, whose map has the rest."""
+        """Return the rest of a name after `count` parts: as it is up to the next block, which maps what follows."""
         node, end = self._block(body, parts, count)
         if node is None:
             return [Name(".".join(parts[count:]))]
@@ -130,7 +130,7 @@ class Translator:
         return [_placed(Name(".".join(parts[count:end])), {}, rest) for rest in inside]
 
     def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
-        """The first block on a name's way whose own name ends at or after part `count`, and where it ends."""
+        """Return the first block on a name's way whose own name ends at or after part `count`, and where it ends."""
         at = 0
         while at < len(parts):
             if id(body) not in self._nodes:
@@ -154,7 +154,7 @@ class Translator:
 
 
 def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
-    """The official side with its indices filled in and the rest of the name appended. Raises Fault."""
+    """Return the official side with its indices filled in and the rest of the name appended. Raises Fault."""
 
     def fill(text: str, tail: str) -> str:
         return graph.join(HOLE.sub(lambda m: str(parse(m[1]).evaluate(values)), text), tail)

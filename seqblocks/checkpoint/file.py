@@ -112,7 +112,7 @@ def _analysed(record: Mapping[str, Any], set: Mapping[str, Any] | None) -> Model
     check.checked_overrides(set)
     given = set or {}
     overrides = {key: check.yaml(text) for key, text in record["overrides"].items() if key not in given}
-    file, spec = check.prove(record["text"], record["name"], set={**overrides, **given}, files=record["files"])
+    file, spec = check.check_text(record["text"], record["name"], set={**overrides, **given}, files=record["files"])
     if spec is not None:
         check.warn_of_idle(spec, given)  # the others were reported when the model was built
     return check.require_model(file, spec)

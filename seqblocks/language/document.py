@@ -1,4 +1,4 @@
-"""YAML text -> a tree whose nodes know where they stand.
+"""YAML text -> a tree whose nodes have their places.
 
 The dialect is a stated subset of YAML 1.2: core-schema scalars (`7:1`, `on` and `no` are words, `1e-3` is a number),
 one document, no tags, no merge keys, no duplicate keys, bounded size, depth and aliases. The parser works on events,
@@ -26,7 +26,7 @@ Value = None | bool | int | float | str
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """Base of the tree: where it stands and how much hangs below it (aliases followed)."""
+    """Base of the tree: a place, and the number and depth of the nodes below it (aliases followed)."""
 
     span: Span
     size: int
@@ -69,7 +69,7 @@ class Mapping(Node):
 
 
 def kind_of(node: Node | None) -> str:
-    """How a message names what a node is."""
+    """Return what a node is, in the words of a message."""
     match node:
         case None | Scalar(value=None):
             return "nothing"
@@ -87,7 +87,7 @@ def kind_of(node: Node | None) -> str:
 
 
 def plain(node: Node) -> Any:
-    """The tree as plain Python data, positions dropped."""
+    """Return the tree as plain Python data, without places."""
     match node:
         case Mapping():
             return {key: plain(value) for key, _, value in node}
@@ -99,7 +99,7 @@ def plain(node: Node) -> Any:
 
 
 def show(node: Node) -> str:
-    """The tree as text, a node a line with its place: what `seqblocks show --stage document` prints."""
+    """Return the tree as text, a line for each node: what `seqblocks show --stage document` prints."""
     return "\n".join(_show(node, "", 0))
 
 
@@ -135,7 +135,7 @@ _WORDS: dict[str, Value] = {
 
 
 def resolve(text: str) -> Value:
-    """A plain scalar's value."""
+    """Return the value of a plain scalar."""
     if text in _WORDS:
         return _WORDS[text]
     if text[0] not in "0123456789+-.":
@@ -162,7 +162,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def decode(data: bytes, name: str, report: Report) -> str | None:
-    """Bytes as text, or None with a diagnostic."""
+    """Return bytes as text, or None with a diagnostic."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -289,7 +289,7 @@ class _Reader:
             inside = any(o.anchor == event.anchor for o in self.stack)
             message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor before it")
             raise self.stop(Diagnostic("E101", message, span))
-        # what stands inside has the place where it is written; the whole has that of the alias
+        # What is inside has the place where it is written; the whole has that of the alias.
         self.put(node if isinstance(node, Scalar) else replace(node, span=span), None, False)
 
     def put(self, node: Node, anchor: str | None, styled: bool) -> None:
@@ -324,7 +324,7 @@ class _Reader:
                 top.entries[name] = (span, node)
 
     def key(self, node: Node, styled: bool) -> tuple[str, Span] | None:
-        """The key's name; None (its value is dropped) where the key itself is at fault."""
+        """Return a key's name; None where the key is at fault, and its value is dropped."""
         top = self.stack[-1]
         if not isinstance(node, Scalar):
             self.report.add(Diagnostic("E112", "a key must be a word", node.span, found=kind_of(node)))
@@ -343,7 +343,7 @@ class _Reader:
                     "E102",
                     f"key {quote(node.text)} appears twice",
                     node.span,
-                    notes=(Note("the first one stands here", first),),
+                    notes=(Note("the first one is here", first),),
                     hint="keep one of them",
                 )
             )
@@ -396,13 +396,13 @@ class _Reader:
                 rest = _bare(self.source.line(number))[start - 1 + len(word) :]
                 what = f"a space is missing after {quote(word + ':')}" if rest.startswith(":") else None
                 what = what or f"a colon is missing after {quote(word)}"
-                mended = f"{word}: {rest.removeprefix(':').strip()}".rstrip()
-                return Diagnostic("E101", f"not YAML: {what}", span, hint=mended)
+                fixed = f"{word}: {rest.removeprefix(':').strip()}".rstrip()
+                return Diagnostic("E101", f"not YAML: {what}", span, hint=fixed)
             hint = _two_keys(self.source.line(line)) or hint
         unclosed = next((o for o in reversed(self.stack) if o.flow), None)
         if unclosed:
             bracket = "{" if unclosed.mapping else "["
-            notes.append(Note(f"the '{bracket}' that is still open stands here", unclosed.span))
+            notes.append(Note(f"the '{bracket}' that is still open is here", unclosed.span))
             hint = f"is a '{'}' if unclosed.mapping else ']'}' missing?"
         text = self.source.line(line)
         inside = text[unclosed.span.column : column - 1] if unclosed and unclosed.span.line == line else ""
@@ -412,7 +412,7 @@ class _Reader:
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
 
     def colon(self, line: int) -> tuple[int, int, str] | None:
-        """The word behind which a colon is most likely missing, as (line, column, word): in this line or just above."""
+        """Return the word that a colon is most likely missing after (line, column, word): here or just above."""
         numbers = [n for n in range(line, 0, -1) if _bare(self.source.line(n))][:4]
         for at, number in enumerate(numbers):
             text = _bare(self.source.line(number))
@@ -429,7 +429,7 @@ class _Reader:
         return None
 
     def slip(self, line: int) -> str | None:
-        """What is most likely wrong where a block ends too early: a hint, from this line and those above it."""
+        """Return a hint on what is wrong where a block ends too early, from this line and those above it."""
         here = self.source.line(line)
         above: list[tuple[int, str]] = []  # with ever less indentation, the nearest first
         for number in range(line - 1, 0, -1):
@@ -439,10 +439,10 @@ class _Reader:
         for number, text in [(line, here), *above[:1]]:
             if re.match(r"\s*-[^\s-]", text):
                 return f"a space is missing after the '-' in line {number}"
-        beside = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
-        if beside and here.lstrip().startswith("- ") and not beside[1].lstrip().startswith("-"):
-            return f"line {beside[0]} stands among the items of a list: it needs '- ' in front"
-        if not beside and above and here.strip():
+        same = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
+        if same and here.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
+            return f"line {same[0]} is among the items of a list: it needs '- ' in front"
+        if not same and above and here.strip():
             known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
             return f"this line is indented by {_indent(here)} spaces, and those above by {known}"
         return None
@@ -486,12 +486,12 @@ def _indent(line: str) -> int:
 
 
 def _bare(line: str) -> str:
-    """A line without its comment."""
+    """Return a line without its comment."""
     return re.sub(r"(^|\s)#.*", "", line).rstrip()
 
 
 def _two_keys(line: str) -> str | None:
-    """A hint where a key and its value stand where the value of another key is wanted: `- embed: features: 64`."""
+    """Return a hint where a key and its value are in place of another key's value: `- embed: features: 64`."""
     match = re.match(r"\s*(?:- +)?(\w+): +(\w+): +([^#]*[^#\s])", line)
     if not match:
         return None
@@ -504,11 +504,11 @@ def _two_keys(line: str) -> str | None:
 
 
 def _character(line: str, column: int) -> str | None:
-    """A hint for what stands at a column where it has no place, whatever is around it."""
+    """Return a hint on a character that does not belong at its column, whatever is around it."""
     at, before = line[column - 1 : column], line[: column - 1]
     name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
     if before.endswith("$") and name:
-        return f"a name stands for its value as it is: `{name[1]}`"
+        return f"a name is replaced by its value as it is: `{name[1]}`"
     if at and at in "%@`":
         return f"no value begins with '{at}': leave it away, or quote the value"
     for left, right in ("{}", "[]"):
@@ -518,7 +518,7 @@ def _character(line: str, column: int) -> str | None:
 
 
 def _comma(inside: str, rest: str) -> str | None:
-    """A hint where a value in braces goes on into the next key: `{features: 8 bias: false}`."""
+    """Return a hint where a value in braces goes on into the next key: `{features: 8 bias: false}`."""
     match = re.search(r"[:,][^:,;]*[^\s:,;](;?) *(?<=[\s;])(\w+)$", inside)
     if not match or not rest.startswith(":"):
         return None
@@ -530,7 +530,7 @@ _NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  #
 
 
 def _place(before: str) -> tuple[int, int]:
-    """Line and column of what follows `before`, with the line breaks that `Source.lines` knows."""
+    """Return the line and column of what follows `before`, with the line breaks of `Source.lines`."""
     lines = f"{before}.".splitlines()
     return len(lines), len(lines[-1])
 

@@ -3,7 +3,8 @@
 An expression is parsed to a Python syntax tree, checked against a short list of node kinds, and walked. Nothing is
 ever evaluated by Python itself, and size, depth and magnitude are bounded.
 
-A value may be `UNKNOWN` (an argument without a value while an unused block is checked); it spreads silently.
+A value may be `UNKNOWN`: what could not be read, or an argument without a value in an unused block. What is computed
+from it is UNKNOWN too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Number = int | float
 
 
 class _Unknown:
-    """The value of what nothing is known about yet."""
+    """The value of what could not be read, or is not given."""
 
     def __repr__(self) -> str:
         return "?"
@@ -115,14 +116,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 
 class Expression(NamedTuple):
-    """A checked syntax tree and the names it needs, each with where it stands in the text."""
+    """A checked syntax tree and the names in it, each with its place in the text."""
 
     text: str
     tree: ast.expr
     names: tuple[tuple[str, int], ...]
 
     def evaluate(self, names: Mapping[str, Any]) -> Any:
-        """The value, or UNKNOWN where a name is. Raises Fault (E303, E502, E503, E504)."""
+        """Return the value, or UNKNOWN where a name is. Raises Fault (E303, E502, E503, E504)."""
         for name, offset in self.names:
             if name not in names:
                 raise unknown_name(name, names, offset)
@@ -143,7 +144,7 @@ class Expression(NamedTuple):
 
 
 class NameFault(Fault):
-    """An unknown name; `offset` is where it stands in the expression's text."""
+    """An unknown name; `offset` is its place in the text of the expression."""
 
     def __init__(self, name: str, offset: int, hint: Lazy, known: Lazy) -> None:
         super().__init__("E303", f"nothing is called {quote(name)} here", hint=hint, expected=known)
@@ -191,7 +192,7 @@ def _bounded(value: Any) -> Any:
 
 
 def parse(text: str) -> Expression:
-    """The expression in `text`. Raises Fault (E501, E504)."""
+    """Return the expression in a text. Raises Fault (E501, E504)."""
     found = _parsed(text)
     if isinstance(found, Fault):
         raise found.again()
@@ -200,7 +201,7 @@ def parse(text: str) -> Expression:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Expression | Fault:
-    """What `parse` gives or raises: a faulty expression in 4,096 layers is parsed once too."""
+    """Return what `parse` returns or raises, so that a faulty expression in many layers is parsed once too."""
     try:
         return _parse(text)
     except Fault as fault:

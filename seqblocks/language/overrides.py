@@ -23,12 +23,12 @@ from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.vocabulary import did_you_mean
 
-ASKED = "an override replaces what the spec says, or a step's argument"
+NOT_THERE = "an override replaces what the spec says, or a step's argument"
 USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
 
 
 class Override(NamedTuple):
-    """A value given from outside, as `path=text`; `node` is what now stands in the document, None if it did before."""
+    """A value from outside, as `path=text`; `node` is what the document now holds, None if it did so before."""
 
     path: str
     text: str
@@ -39,13 +39,13 @@ class Override(NamedTuple):
 
     @property
     def idle(self) -> str:
-        """What to say of one that changes nothing."""
+        """What a warning says of an override that changes nothing."""
         why = "the spec says so already" if self.node is None else "no step uses it"
         return f"the override {self} changes nothing: {why}"
 
 
 class Slot(NamedTuple):
-    """A place for a value: a key of a mapping. The mapping of a step that is a verb alone has yet to be put in."""
+    """A place for a value: a key of a mapping, which `open` puts in where the step is a verb alone."""
 
     holder: Mapping
     key: str
@@ -59,7 +59,7 @@ class Slot(NamedTuple):
 
 
 def as_text(value: Any) -> str:
-    """A Python value as the YAML that means it."""
+    """Return a Python value as YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
@@ -99,7 +99,7 @@ def apply(
 
 
 def _source(path: str, text: str, from_call: bool) -> Source:
-    """An override as the user wrote it: in a call from Python, or as an option of the command."""
+    """Return an override as the user wrote it: in a call from Python, or as an option of the command."""
     shown = f"set={{{path!r}: {text}}}" if from_call else f"--set {path}={text}"
     return Source.of(shown, shown, "call" if from_call else "override")
 
@@ -121,7 +121,7 @@ def _parse(text: str, source: Source, report: Report) -> Node | None:
 
 
 def _moved(node: Node, source: Source, before: int) -> Node:
-    """The same value, standing in the override rather than in line 1 of a text nobody sees."""
+    """Return the value with its places in the override, rather than in a text of its own."""
     a = node.span
     if a.line == a.end_line == 1:
         span = Span(source, 1, a.column + before, 1, a.end_column + before)
@@ -142,7 +142,7 @@ def _fault(source: Source, message: str, **more: Any) -> Diagnostic:
 
 
 def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
-    """The mapping and key that a path names; a path that leads nowhere changes nothing."""
+    """Return the mapping and key that a path names; a path that leads nowhere changes nothing."""
     parts = path.split(".")
     if isinstance(root, Mapping) and parts[0] not in root.entries:
         let = root.get("let")
@@ -165,9 +165,9 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
                 let = root.get("let") if isinstance(root, Mapping) else None
                 known = sorted({*known, *(let.entries if isinstance(let, Mapping) else ())})
             elsewhere = _elsewhere(root, parts)
-            hint = elsewhere or did_you_mean(part, known) or ASKED
+            hint = elsewhere or did_you_mean(part, known) or NOT_THERE
             if part.isdecimal() and "pattern" in choices:
-                hint = "inside a pattern its word stands in the path, not the layer's number"
+                hint = "a path through a pattern has the word, not the layer's number"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
                 hint = f"{USED}; {elsewhere}" if elsewhere else USED
             expected = f"one of {listing(known)}" if known else None
@@ -183,7 +183,7 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
 
 
 def _elsewhere(root: Node, parts: list[str]) -> str | None:
-    """A hint that names the whole path where the end of one is right, or where a layer's number stands in it."""
+    """Return a hint that names the whole path, where its end is right or a layer's number is in it."""
     wanted = [part for part in parts if not part.isdecimal()]
     room = wanted[0] if wanted[:1] in (["model"], ["blocks"]) else None
     wanted = wanted[1:] if room else wanted
@@ -198,7 +198,7 @@ def _elsewhere(root: Node, parts: list[str]) -> str | None:
 
 
 def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
-    """All paths below a node, and whether each is a step's; what is near comes first."""
+    """Yield all paths below a node, and whether each is a step's; near ones first."""
     below = []
     for name, slot in _choices(node).items():
         if before or name in ("let", "blocks", "model"):
@@ -211,7 +211,7 @@ def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
 
 
 def _choices(node: Node) -> dict[str, Slot]:
-    """What the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
+    """Return what the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
     out: dict[str, Slot] = {}
     if isinstance(node, Mapping):
         for key, _, value in node:
@@ -227,7 +227,7 @@ def _choices(node: Node) -> dict[str, Slot]:
 
 
 def _with_arguments(item: Node) -> Node:
-    """A step with its arguments as a mapping: `- silu`, `- linear: 64` and `- residual: [silu]` are short for one."""
+    """Return a step with its arguments as a mapping, which `- silu` and `- linear: 64` are short for."""
     match item:
         case Scalar(value=str(verb)):
             return Mapping(item.span, 2, 2, {verb: (item.span, Mapping(item.span, 1, 1, {}))})

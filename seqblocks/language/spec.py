@@ -86,18 +86,18 @@ class SpecFile:
 
 @lru_cache(maxsize=1)
 def bundled() -> dict[str, Path]:
-    """Bundled specs by name, blocks and models alike."""
+    """Return the bundled specs by name, blocks and models alike."""
     root = Path(__file__).parents[1] / "specs"
     return {path.stem: path for folder in ("blocks", "models") for path in sorted((root / folder).glob("*.yaml"))}
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a SPEC or `use:` entry means a file rather than a bundled name."""
+    """Return whether a SPEC or `use:` entry means a file rather than a bundled name."""
     return name.endswith(ENDINGS) or "/" in name or os.sep in name
 
 
 def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """What is left of an open file as text, or None with a diagnostic; no more is read than a spec may have."""
+    """Return the rest of an open file as text, or None with a diagnostic. No more is read than a spec may have."""
     most = 4 * document.MAX_BYTES  # of bytes, so that whatever the characters are, `document.parse` counts them
     data = file.read(most + 1)
     if len(data) > most:
@@ -108,7 +108,7 @@ def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = 
 
 
 def read_text(path: Path, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """A file's text, or None with a diagnostic.
+    """Return a file's text, or None with a diagnostic.
 
     `used` is the entry of `use:` that names the file, if one does. Then it must be a regular file: a pipe or a device
     could keep its reader waiting for ever.
@@ -123,9 +123,9 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: it is not a regular file", used))
     except OSError as error:
         reason = error.strerror or str(error)
-        beside = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
-        there = os.path.lexists(path)  # a link that leads nowhere is there, and no other is meant
-        near = None if there else did_you_mean(path.name, (other.name for other in beside))
+        others = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
+        exists = os.path.lexists(path)  # a link that leads nowhere exists, and no other file is meant
+        near = None if exists else did_you_mean(path.name, (other.name for other in others))
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near))
     except ValueError as error:  # a null byte in the name
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}", used))
@@ -165,7 +165,7 @@ def required(
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
-    """Whether `name` may name a thing; E207 or E311 if not. `key`: a value stands behind it."""
+    """Return whether a word may be a name; report it (E207, E311) if not. key: whether it is the key of a value."""
     if keyword.iskeyword(name):
         message = f"{quote(name)} has a meaning in expressions"
         report.add(Diagnostic("E311", message, span, hint="choose another name"))
@@ -182,7 +182,7 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
 
 
 class Reader:
-    """Reads a file and, once each, the files it uses."""
+    """Reads a file, and each of the files that it uses once."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Reader:
         self.report.fault(Fault(code, message, expected=expected, found=found, hint=hint), span)
 
     def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
-        """The typed form of a parsed document; relative `use:` entries start from `folder`, itself relative to base."""
+        """Return a parsed document as a spec. Relative `use:` entries start from `folder`, itself relative to base."""
         if root is None:
             return None
         if not isinstance(root, Mapping):
@@ -346,7 +346,7 @@ class Reader:
         return self.files[key]
 
     def _text_in_use(self, name: str, relative: str, path: Path, shown: str, span: Span) -> str | None:
-        """The text of a file in `use:`; None after a fault, and nothing is read that may not be."""
+        """Return the text of a file in `use:`; None after a fault. Nothing is read that may not be."""
         if self.provided is not None:
             if relative not in self.provided:
                 self.fault("E306", f"there is no file {quote(name)} among those that came with the spec", span)
@@ -388,7 +388,7 @@ class Reader:
             return
         if name in file.visible:
             clash = file.visible[name]
-            note = Note("the other one stands here", clash.span)
+            note = Note("the other one is here", clash.span)
             self.report.add(Diagnostic("E309", f"block {quote(name)} is already defined", span, notes=(note,)))
             return
         if not isinstance(node, Mapping):
@@ -451,13 +451,13 @@ STEP_KEYS = ("from", "as", "name", "init", "tie")
 
 
 def _type_meant(word: str) -> str | None:
-    """The type of an argument that another language's word is meant for."""
+    """Return the type of an argument that another language calls so."""
     words = [word.lower(), *called_elsewhere(word)]
     return next((each for each in words if each in ARGUMENT_TYPES), None)
 
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:
-    """Parse and type one file. `edit(root)` may replace nodes first (overrides)."""
+    """Read one file. `edit(root)` may replace nodes first (overrides)."""
     tree = document.parse(source, reader.report)
     if tree is not None:
         edit(tree)
@@ -466,7 +466,7 @@ def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> S
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
-    """A SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError, UsageError."""
+    """Return a SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError, UsageError."""
     if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
         kind = type(spec).__name__
         raise UsageError(f"a spec is a path or a bundled name, not {kind}; load_text and build_text take its text")

@@ -40,17 +40,17 @@ def vocabulary() -> Vocabulary:
 
 
 def called_elsewhere(word: str) -> list[str]:
-    """What a word of another library may be called in seqblocks."""
+    """Return what a word of another library may be called in seqblocks."""
     return vocabulary().elsewhere.get(word.lower(), [])
 
 
 def instead_of(word: str) -> str | None:
-    """What there is in place of something that other libraries have."""
+    """Return what there is in place of something that other libraries have."""
     return vocabulary().instead.get(word)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is meant: close in letters, or what another library's word is here."""
+    """Return the known word that is meant: one close in letters, or what another library's word is called here."""
     import difflib  # only a spec with a fault pays for it
 
     lowered = {w.lower(): w for w in reversed(list(islice(known, MAX_KNOWN)))}
@@ -63,14 +63,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known word that is meant, if there is one."""
+    """Return a hint that names the known word that is meant, if there is one."""
     meant = nearest(word, known)
     only = " It is the exact one; its approximations are not there" if "gelu" in called_elsewhere(word) else ""
     return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
-    """A hint where `text` is a key and its value without the colon (or the space) between them.
+    """Return a hint where `text` is a key and its value without the colon (or the space) between them.
 
     `known` are the keys that there may be; without them any word will do.
     """
@@ -85,6 +85,6 @@ def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
 
 
 def key_hint(key: str, known: Iterable[str]) -> str | None:
-    """A hint for a key that is not known: it holds its value too, or is misspelt."""
+    """Return a hint for a key that is not known: it holds its value too, or is misspelt."""
     words = list(known)
     return missing_colon(key, words) or did_you_mean(key, words)

@@ -122,7 +122,7 @@ def test_the_tree_as_text() -> None:
         ("- a: {x: 8; y: false}", "a ',' is wanted in place of the ';' before `y`"),
         ("- a: {x: 2 * dim y: false}", "a ',' is missing before `y`"),
         ("- a: {x: %dim}", "no value begins with '%': leave it away, or quote the value"),
-        ("- a: {x: ${dim}}", "a name stands for its value as it is: `dim`"),
+        ("- a: {x: ${dim}}", "a name is replaced by its value as it is: `dim`"),
         ("- a: {x: 3}}", "a '}' too many, or a '{' is missing"),
         ("- a: x: dim}", "a '{' is missing: `a: {x: dim}`"),
         ("- a: {x: [3}", "is a ']' missing?"),

@@ -337,7 +337,7 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("b.k", "did you mean 'blocks.b.k'?"),
         ("b.from", "did you mean 'model.repeat.b.from'?"),  # what the step leaves to its default
         ("model.repeat.1.b.k", "did you mean 'model.repeat.b.k'?"),
-        ("model.named.1.causal_conv.kernel", "inside a pattern its word stands in the path, not the layer's number"),
+        ("model.named.1.causal_conv.kernel", "a path through a pattern has the word, not the layer's number"),
         ("features", "did you mean 'model.input.features'?"),
         ("dmi", "did you mean 'dim'?"),
         ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
@@ -512,7 +512,7 @@ def test_attention_costs_what_a_token_sees(options: str, length: int | None, see
 
 
 def test_a_length_that_cannot_be() -> None:
-    with pytest.raises(UsageError, match="an input has 20 tokens, says the spec"):
+    with pytest.raises(UsageError, match="the spec fixes the input at 20 tokens"):
         summarise(model("silu", input="{features: 8, length: 20}"), length=30)
     with pytest.raises(UsageError, match="the model takes a multiple of 4 tokens, not 30"):
         summarise(model("{downsample: {factor: 4}}", input="{features: 8}"), length=30)

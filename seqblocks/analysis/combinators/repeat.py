@@ -95,6 +95,6 @@ def _counts(pattern: str, words: dict[str, Node]) -> Iterator[tuple[str, int]]:
                 f"the pattern's word {quote(match[1])} has no steps",
                 at="pattern",
                 expected=f"one of {listing(words)}" if words else "a key that holds its steps",
-                hint=did_you_mean(match[1], words) or f"add `{match[1]}: [steps]` beside the pattern",
+                hint=did_you_mean(match[1], words) or f"add `{match[1]}: [steps]` next to the pattern",
             )
         yield match[1], int(match[2] or 1)

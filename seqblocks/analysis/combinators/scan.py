@@ -143,7 +143,7 @@ def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None
             hint = "own: all, or let only one of the two own parameters"
             raise Fault("E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint)
         if node.ties:
-            message = f"{node.name} is tied, so a direction cannot have parameters of its own beside it"
+            message = f"{node.name} is tied, so a direction cannot have parameters of its own"
             raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")
 
 
