@@ -102,7 +102,7 @@ class Repeat(Combinator):
     repeats the pattern. Inside, `layer` is the index (from 0) and `layers` their number.
     """
 
-    times: int = argument(1, "how often the steps, or the pattern, are repeated", ge=1, le=MAX_REPEATS)
+    times: int = argument(1, "how often the steps, or the pattern, are repeated (0: not at all)", ge=0, le=MAX_REPEATS)
     pattern: str | None = argument(None, "words with counts, for instance `m*7 s`; each word is a key holding steps")
     index: str = argument("layer", "what the layer index is called inside; the number of layers is its plural")
     steps: Any = argument(None, "the steps to repeat, if there is no pattern")

@@ -138,7 +138,9 @@ class Composer:
             ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
         ]
         verb, arguments = chance.choice(choices)
-        self.add(body, verb, now, **arguments)
+        inside = self.add(body, verb, now, **arguments)
+        if self.maybe(0.1):
+            inside["when"] = chance.choice([True, False, "1 > 2", "not 1 > 2 and 2 == 2"])
 
     def linear(self, body: Body, width: int | None = None) -> None:
         before, bias = body.now.width, self.maybe(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from seqblocks import graph
 from seqblocks.analysis.names import Names, names_in, needed_names, shown_value
@@ -35,6 +36,7 @@ class Body:
     last: graph.Node | None = None  # the step above the current one
     value: int = -1  # what the current step reads unless it says otherwise
     nodes: dict[str, graph.Node] = field(default_factory=dict)  # so far, by namespace
+    conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
     numbers: dict[str, int] = field(default_factory=dict)  # by a step's name: the last number that a hint added to it
 
 

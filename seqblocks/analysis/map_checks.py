@@ -24,7 +24,7 @@ MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
 def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
     """Report keys that name nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
-    `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
+    `open`: the body could have been made otherwise (a block has arguments, a step a condition, or something is overridden), so that a key
     may name a parameter, a layer or a direction that this one lacks.
     """
     parted = not open and any(node.directions for node in graph.walk(body))

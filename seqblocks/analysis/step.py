@@ -56,7 +56,7 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
 def _block_verb(block: Block) -> Verb:
     required = (name for name, argument in block.args.items() if argument.default is None)
     wires = (name for name, argument in block.args.items() if argument.type == "wire")
-    return Verb(block, tuple(required), tuple(block.args), tuple(wires), common=("from", "as", "name"))
+    return Verb(block, tuple(required), tuple(block.args), tuple(wires), common=("from", "as", "name", "when"))
 
 
 Entries = dict[str, tuple[Span, Node]]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from seqblocks import graph
+from seqblocks.analysis.conditions import has_unknown_condition, is_absent
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.reading import read_step
@@ -83,6 +84,8 @@ def lower_steps(
     body.steps = [read_step(ctx, item) for item in steps.items]
     for step in body.steps:
         body.current, body.incomplete = step, body.incomplete or step.hides_wires
+        if "when" in step.common and is_absent(ctx, step):
+            continue
         body.last = lower_step(ctx, step)
         body.value = body.last.outputs[0]
         out.nodes.append(body.last)
@@ -120,7 +123,7 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
 def lower_step(ctx: Context, step: Step) -> graph.Node:
     """Return the node of a step: an unknown one after a fault, or where it depends on what is UNKNOWN."""
     try:
-        if not (step.unreadable or ctx.run.full):
+        if not (step.unreadable or ctx.run.full or has_unknown_condition(ctx, step)):
             count_steps(ctx, 1)
             spend(ctx, step.effort)
             if step.found is None:

@@ -7,6 +7,7 @@ cannot be read is reported and UNKNOWN.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any
@@ -18,12 +19,13 @@ from seqblocks.analysis.names import Compute, shown_value
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Span, listing, quote
 from seqblocks.language.document import MAX_DEPTH, Mapping, Node, Scalar, Sequence, kind_of, plain
-from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse
+from seqblocks.language.expressions import MAX_MAGNITUDE, UNKNOWN, NameFault, parse, syntax_tree
 from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, with those of the lists in it
+_PATTERN = re.compile(r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z")
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
 
 
@@ -245,9 +247,20 @@ def free_value(ctx: Context, node: Node) -> Any:
     assert isinstance(node, Scalar)
     if not isinstance(node.value, str):
         return node.value
-    if node.text.isidentifier() and node.text not in ctx.names:
-        return node.text  # a word
+    if (node.text.isidentifier() and node.text not in ctx.names) or _is_pattern(node.text):
+        return node.text
     return evaluate(ctx, node.text, node)
+
+
+def _is_pattern(text: str) -> bool:
+    """Whether it is several words with counts, as a repeat takes them, and not an expression such as `not a`."""
+    if not _PATTERN.match(text):
+        return False
+    try:
+        syntax_tree(text)
+    except Fault:
+        return True
+    return False
 
 
 def add_let(ctx: Context, let: Mapping | None) -> None:

@@ -169,20 +169,35 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"'{node.id}' is {quote(str(value))}, not a number")
             return value
+        case ast.UnaryOp(op=ast.Not()):
+            return not _flag(node.operand, names)
         case ast.UnaryOp():
             return _UNARY[type(node.op)](_walk(node.operand, names))
         case ast.BinOp():
             left, right = _walk(node.left, names), _walk(node.right, names)
             return _bounded(_BINARY[type(node.op)](left, right))
         case ast.Compare():
-            return _COMPARE[type(node.ops[0])](_walk(node.left, names), _walk(node.comparators[0], names))
-        case ast.IfExp(test=ast.Name(id=flag)) if isinstance(names[flag], bool):
-            return _walk(node.body if names[flag] else node.orelse, names)
+            return _COMPARE[type(node.ops[0])](_any(node.left, names), _any(node.comparators[0], names))
+        case ast.BoolOp(op=ast.And()):
+            return all(_flag(each, names) for each in node.values)
+        case ast.BoolOp():
+            return any(_flag(each, names) for each in node.values)
         case ast.IfExp():
-            return _walk(node.body if _walk(node.test, names) else node.orelse, names)
+            return _walk(node.body if _flag(node.test, names) else node.orelse, names)
         case ast.Call(func=ast.Name(id=name)):
             return _bounded(FUNCTIONS[name][0](*[_walk(a, names) for a in node.args]))
     raise AssertionError(node)
+
+
+def _any(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """A side of a comparison: a number, or a word or flag by its name."""
+    value = names[node.id] if isinstance(node, ast.Name) else None
+    return value if isinstance(value, bool | str) else _walk(node, names)
+
+
+def _flag(node: ast.expr, names: Mapping[str, Any]) -> bool:
+    """A condition. Numbers are true where they are not 0."""
+    return bool(_any(node, names))
 
 
 def _bounded(value: Any) -> Any:
@@ -217,8 +232,11 @@ def _parse(text: str) -> Expression:
     if len(nodes) > MAX_NODES * 2 + 1:
         raise Fault("E504", "the expression is too complex", hint="split it up with `let:`")
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    equal = (n for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq))
+    compared = {id(n.comparators[0]) for n in equal}
     for node in nodes:
-        _check(node, text)
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in compared):
+            _check(node, text)  # words are only compared: order == 'reverse'
         if isinstance(node, ast.Name) and id(node) not in called:
             names.append((node.id, node.col_offset))
     return Expression(text, tree, tuple(names))
@@ -236,7 +254,7 @@ def syntax_tree(text: str) -> ast.expr:
 
 
 _ALLOWED = (
-    ast.Name, ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Load, ast.operator, ast.unaryop, ast.cmpop,
+    ast.Name, ast.BinOp, ast.UnaryOp, ast.IfExp, ast.BoolOp, ast.Load, ast.operator, ast.unaryop, ast.cmpop, ast.boolop,
 )  # fmt: skip
 
 
@@ -263,7 +281,7 @@ def _check(node: ast.AST, text: str) -> None:
             return
         case ast.BinOp(op=op) if type(op) not in _BINARY:
             pass
-        case ast.UnaryOp(op=op) if type(op) not in _UNARY:
+        case ast.UnaryOp(op=op) if type(op) not in (*_UNARY, ast.Not):
             pass
         case _ if isinstance(node, _ALLOWED):
             return
@@ -271,6 +289,6 @@ def _check(node: ast.AST, text: str) -> None:
     raise Fault(
         "E501",
         f"{quote(text)} uses what expressions do not have",
-        expected="numbers, names, + - * / // % **, comparisons, `a if c else b`, and functions",
+        expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, and functions",
         hint=hint,
     )

@@ -447,7 +447,7 @@ class Reader:
         return Argument(name, "word", span, node)
 
 
-STEP_KEYS = ("from", "as", "name", "init", "tie")
+STEP_KEYS = ("from", "as", "name", "init", "tie", "when")
 
 
 def _type_meant(word: str) -> str | None:

@@ -52,6 +52,7 @@ STEP_KEYS: dict[str, Schema] = {
         "additionalProperties": {"type": "string"},
     },
     "tie": {"type": ["string", "object"], "description": "the step whose parameters these are"},
+    "when": {**FLAG, "description": "a condition; where it is false the step is absent, and its input is read instead"},
 }
 
 
@@ -289,7 +290,7 @@ def _word(choices: list[str], many: bool, words: list[str] | None) -> Schema:
 
 def _block(block: Block) -> Schema:
     properties = {a.name: _block_argument(a) for a in block.args.values()}
-    properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name")}
+    properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name", "when")}
     required = [a.name for a in block.args.values() if a.default is None]
     return _short(_takes(block.about or f"the block {block.name}", properties, required), required)
 

@@ -15,11 +15,11 @@ from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import MAX_REPEATS, Repeat
 from seqblocks.errors import Fault, listing, quote
-from seqblocks.language.document import Node
+from seqblocks.language.document import Node, plain
 from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 
-KEYS = ("times", "steps", "pattern", "index", "name", "from", "as")
+KEYS = ("times", "steps", "pattern", "index", "name", "from", "as", "when")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")
 
 
@@ -47,8 +47,10 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
 def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
     """Report words that the pattern does not use, or unknown keys where there is no pattern."""
     used = {word.partition("*")[0] for word in (arguments.pattern or "").split()}
+    node = step.get("pattern")
+    chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
     for word in words:
-        if word not in used:
+        if word not in used and not (chosen and arguments.pattern):
             message = f"{quote(word)} is not in the pattern" if arguments.pattern else f"unknown key {quote(word)}"
             code = "E603" if arguments.pattern else "E201"
             hint = partial(did_you_mean, word, used or KEYS)

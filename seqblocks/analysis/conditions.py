@@ -1,0 +1,66 @@
+"""Conditions: where `when:` is false, a step is absent, and what would read its output reads its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.values import argument
+from seqblocks.analysis.wires import read_port
+from seqblocks.errors import Fault
+from seqblocks.language.document import Scalar
+from seqblocks.language.expressions import UNKNOWN
+from seqblocks.op import FieldKind, Op, Port
+
+FLAG = FieldKind("flag")
+
+
+def has_unknown_condition(ctx: Context, step: Step) -> bool:
+    """Whether it is UNKNOWN if the step is there."""
+    return "when" in step.common and _condition(ctx, step) is UNKNOWN
+
+
+def is_absent(ctx: Context, step: Step) -> bool:
+    """Whether the condition of a step is false. Its input is then the value of the step, and of its wire."""
+    if _condition(ctx, step) is not False or step.unreadable:
+        return False
+    ctx.run.has_absent = True
+    try:
+        value = _input(ctx, step)
+    except Fault as fault:
+        ctx.report(fault, step)
+        value = ctx.run.unknown()
+    for name in step.defined_wires():
+        ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
+    if value is not None:
+        ctx.body.value, ctx.body.last = value, None
+    return True
+
+
+def _condition(ctx: Context, step: Step) -> Any:
+    """Return the condition, or UNKNOWN after a fault. It is read once."""
+    span, node = step.common["when"]
+    known = ctx.body.conditions
+    if id(step) not in known:
+        known[id(step)] = argument(ctx, node, FLAG)
+        entry = step.common.get("as")
+        if entry and not isinstance(entry[1], Scalar):
+            hint = "split its output in a step of its own: - identity: {as: [a, b]}"
+            ctx.report(Fault("E316", "a step with a condition cannot split its output", hint=hint), span)
+            known[id(step)] = UNKNOWN
+    return known[id(step)]
+
+
+def _input(ctx: Context, step: Step) -> int | None:
+    """Return the value that takes the place of the output; None for that of the step above. Raise Fault (E316)."""
+    meaning = step.found.meaning if step.found else None
+    ports = meaning.ports if isinstance(meaning, type) and issubclass(meaning, Op) else (Port("", main=True),)
+    main = next((port for port in ports if port.main), None)
+    if main is None or not ("from" in step.common or main.name in step.fields):
+        return None
+    values = read_port(ctx, step, main) or (ctx.run.unknown(),)
+    if len(values) > 1:
+        hint = "join them in a step of its own, which this one reads"
+        raise Fault("E316", "a step with a condition reads one wire", at="from", hint=hint)
+    return values[0]
