@@ -105,6 +105,7 @@ class Graph:
     captures: tuple[int, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
+    absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
 
     @property
     def reads(self) -> tuple[int, ...]:

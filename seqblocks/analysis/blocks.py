@@ -168,7 +168,7 @@ def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) ->
     if not run.report:
         run.lowered.append((inner, body))
         if run.types[call.x]:  # else it is unknown what an unused block will hold
-            run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden or run.has_absent))
+            run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
         if run.ties == ties:  # a tie holds the names of the layer that it was made for
             run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
     run.deepest = max(run.deepest, deepest)

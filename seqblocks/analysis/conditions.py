@@ -16,16 +16,15 @@ from seqblocks.op import FieldKind, Op, Port
 FLAG = FieldKind("flag")
 
 
-def has_unknown_condition(ctx: Context, step: Step) -> bool:
-    """Whether it is UNKNOWN if the step is there."""
-    return "when" in step.common and _condition(ctx, step) is UNKNOWN
+def is_known(ctx: Context, step: Step) -> bool:
+    """Whether it is known if the step is there."""
+    return _condition(ctx, step) is not UNKNOWN
 
 
 def is_absent(ctx: Context, step: Step) -> bool:
     """Whether the condition of a step is false. Its input is then the value of the step, and of its wire."""
     if _condition(ctx, step) is not False or step.unreadable:
         return False
-    ctx.run.has_absent = True
     try:
         value = _input(ctx, step)
     except Fault as fault:

@@ -76,5 +76,5 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
     if run.report or wire is None:
         return None
     run.lowered.append((ctx, body))
-    run.map_checks.append((ctx, table, body, run.overridden or run.has_absent))
+    run.map_checks.append((ctx, table, body, run.overridden))
     return graph.ModelSpec(name, wire, body, run.types, run.labels, file.expect, table)

@@ -24,7 +24,7 @@ MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
 def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
     """Report keys that name nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
-    `open`: the body could have been made otherwise (a block has arguments, a step a condition, or something is overridden), so that a key
+    `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
     may name a parameter, a layer or a direction that this one lacks.
     """
     parted = not open and any(node.directions for node in graph.walk(body))
@@ -49,7 +49,8 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
         for part in entry.ours.split("."):
             found = places.below(part, open)
             if not found.things:
-                if not (open and any(isinstance(place, graph.Node) and place.op for place in places.things)):
+                otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.things)
+                if not (otherwise or _is_absent(part, places.things)):
                     _unknown(ctx, entry, part, start, places)
                     sound = False
                 break
@@ -63,6 +64,13 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
                 sound &= _check_owner(ctx, entry, owners)
     if sound:
         _check_use(ctx, table, body, open, composed)
+
+
+def _is_absent(name: str, places: list[Any]) -> bool:
+    """Whether a step of this name has a condition that is false."""
+    bodies = [place for place in places if isinstance(place, Graph)]
+    bodies += [body for place in places if isinstance(place, graph.Node) for body in place.bodies.values()]
+    return any(name in body.absent for body in bodies)
 
 
 def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, composed: set[int]) -> None:

@@ -41,7 +41,6 @@ class Run:
     used: set[int] = field(default_factory=set)  # blocks that were called
     unread: dict[int, bool] = field(default_factory=dict)  # by nodes of `let:` and of defaults: whether it has no use
     overridden: bool = False  # whether values were given from outside
-    has_absent: bool = False  # whether a step is absent as its condition is false
     ties: int = 0
 
     # the model's input, for arguments that inherit from it

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from seqblocks import graph
-from seqblocks.analysis.conditions import has_unknown_condition, is_absent
+from seqblocks.analysis.conditions import is_absent, is_known
 from seqblocks.analysis.context import Body, Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.reading import read_step
@@ -85,8 +85,10 @@ def lower_steps(
     for step in body.steps:
         body.current, body.incomplete = step, body.incomplete or step.hides_wires
         if "when" in step.common and is_absent(ctx, step):
+            out.absent.append(step.name)
             continue
-        body.last = lower_step(ctx, step)
+        known = "when" not in step.common or is_known(ctx, step)
+        body.last = lower_step(ctx, step) if known else _unknown_node(ctx, step)
         body.value = body.last.outputs[0]
         out.nodes.append(body.last)
     out.result = body.value
@@ -123,7 +125,7 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
 def lower_step(ctx: Context, step: Step) -> graph.Node:
     """Return the node of a step: an unknown one after a fault, or where it depends on what is UNKNOWN."""
     try:
-        if not (step.unreadable or ctx.run.full or has_unknown_condition(ctx, step)):
+        if not (step.unreadable or ctx.run.full):
             count_steps(ctx, 1)
             spend(ctx, step.effort)
             if step.found is None:

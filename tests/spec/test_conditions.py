@@ -1,4 +1,4 @@
-"""`when:`, patterns by name, and repeats of no layers: the spec is what it would be with the step written or left out."""
+"""`when:`, patterns by name, repeats of no layers: a spec is what it is with the step written, or left out."""
 
 import pytest
 
@@ -53,6 +53,8 @@ def test_conditions_differ_from_layer_to_layer() -> None:
 def test_a_map_may_name_a_step_that_is_absent() -> None:
     blocks = "blocks: {b: {steps: [{linear: {features: 8, when: false}}], checkpoint: {linear.weight: w}}}\n"
     assert spec("[{b: {}}]", more=blocks)
+    with pytest.raises(SpecError, match="there is no step 'liner' to map"):
+        spec("[{b: {}}]", more=blocks.replace("{linear.weight", "{liner.weight"))
 
 
 def test_the_name_of_a_step_that_is_absent_is_free() -> None:
