@@ -64,8 +64,8 @@ def _check_record(path: Path, record: Any) -> None:
     if not isinstance(record, dict):
         raise UsageError(f"{path} was not written by {SAVE}: its record is not a mapping")
     if type(record.get("format")) is int and record["format"] != FORMAT:
-        how = "save the model again with this version" if record["format"] < FORMAT else "install that version"
-        raise UsageError(f"{path} was written by another version of seqblocks (format {record['format']}): {how}")
+        versions = f"its format is {record['format']}, and this version reads {FORMAT}"
+        raise UsageError(f"{path} was written by another version of seqblocks: {versions}")
     for key in ENTRIES:
         if not has_entry(record, key):
             raise UsageError(f"{path} was not written by {SAVE}: its record lacks a sound {key!r}")

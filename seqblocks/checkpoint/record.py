@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqblocks.errors import UnavailableError
 
-FORMAT = 2
+FORMAT = 1
 
 # The types of its entries; a pair is those of the keys and values of a mapping.
 ENTRIES: dict[str, type | tuple[type, type]] = {

@@ -320,7 +320,7 @@ RECORDS: list[tuple[str, Any]] = [
     *((key, value) for key in ("format", "name", "text", "overrides", "files") for value in (None, [], 3.5, ["x"])),
     ("format", True), ("text", 3), ("text", "seqblocks: 1"), ("text", "{"), ("text", ""), ("overrides", {"dim": 3}),
     ("overrides", {"dim": "{"}), ("overrides", {"nothing": "3"}), ("files", {"a": 3}),
-    ("format", 1), ("format", 99), ("checksums", None), ("checksums", {"up.weight": "x"}), ("checksum", None),
+    ("format", 0), ("format", 99), ("checksums", None), ("checksums", {"up.weight": "x"}), ("checksum", None),
     ("checksum", "0"), ("checksums", {}),
 ]  # fmt: skip
 
