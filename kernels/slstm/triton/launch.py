@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -196,47 +197,53 @@ def _op(
     outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_backward)
     y, y1, c1, n1, m1, *kept = outputs
     H, D = recurrent.shape[:2]
-    i, f, z, o = (last_contiguous(x) for x in (i, f, z, o))
+    gates = [last_contiguous(x) for x in (i, f, z, o)]
     _raise_if_late(i)
-    plan = _Plan(i, (f, z, o), H, D, reverse)
-    recurrent, bias, y0, c0, n0, m0 = (x.contiguous() for x in (plan.operand(recurrent), bias, y0, c0, n0, m0))
-    resets = common.marks(resets)
-    if not for_backward:
-        kept = [None] * 3
-    sizes = (plan.S, plan.B, D, *(n for x in (i, f, z, o) for n in x.stride()[:2]))
+    plan = _Plan(gates[0], tuple(gates[1:]), H, D, reverse)
+    matrices, bias, *state = (x.contiguous() for x in (plan.operand(recurrent), bias, y0, c0, n0, m0))
+    given = (*gates, matrices, bias)
+    written = (common.marks(resets), y, *(kept if for_backward else [None] * 3))
+    last = (y1, c1, n1, m1)
+    sizes = (plan.S, plan.B, D, *(n for x in gates for n in x.stride()[:2]))
     with common.on(i):
         if plan.whole:
-            scan[plan.grid](
-                i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, y, *kept, y1, c1, n1, m1, *sizes, **plan.options
-            )
+            scan[plan.grid](*given, *state, *written, *last, *sizes, **plan.options)
             return outputs
-        def begin() -> None:
-            for to, given in zip((y1, c1, n1, m1), (y0, c0, n0, m0), strict=True):
-                to.copy_(given)
-
+        _copy(last, state)
         if plan.team:
-            begin()
-            exchange = plan.exchange(1, y0)
-            first = y0
-            if resets is not None:
-                first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
-            first = F.pad(first, (0, 0, 0, 0, 0, exchange.shape[0] * exchange.shape[4] - plan.B))
-            first = plan.operand(first).unflatten(0, (exchange.shape[0], -1))
-            exchange[:, :, 0, 0, :, :D] = first.transpose(1, 2)
             try:
-                plan.launch_teams(
-                    scan_by_team, plan.S, i, f, z, o, recurrent, bias, resets, y, *kept, exchange, plan.counters(y0),
-                    _late_flag(i), y1, c1, n1, m1, *sizes[:2], H, *sizes[2:],
-                )
+                _launch_forward_by_team(plan, given, state[0], written, last, sizes, reverse)
                 return outputs
             except TeamRefused:
-                plan = _Plan(i, (f, z, o), H, D, reverse)
-        begin()
-        exchange = torch.stack([y0 if plan.narrow else plan.operand(y0), torch.empty_like(y0)])
-        scan_by_tiles[plan.grid](
-            i, f, z, o, recurrent, bias, resets, y, *kept, exchange, y1, c1, n1, m1, *sizes, **plan.options
-        )
+                plan = _Plan(gates[0], tuple(gates[1:]), H, D, reverse)
+                _copy(last, state)
+        y0 = state[0] if plan.narrow else plan.operand(state[0])
+        exchange = torch.stack([y0, torch.empty_like(y0)])
+        scan_by_tiles[plan.grid](*given, *written, exchange, *last, *sizes, **plan.options)
     return outputs
+
+
+def _copy(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for x, y in zip(to, given, strict=True):
+        x.copy_(y)
+
+
+def _launch_forward_by_team(
+    plan: _Plan, given: tuple[Tensor, ...], y0: Tensor, written: tuple[Any, ...], last: tuple[Tensor, ...],
+    sizes: tuple[int, ...], reverse: bool,
+) -> None:
+    """`last` holds the state before the first token. Raises TeamRefused."""
+    exchange, resets = plan.exchange(1, y0), written[0]
+    first = y0
+    if resets is not None:
+        first = y0.masked_fill(along(resets[:, -1 if reverse else 0] != 0, y0), 0.0)
+    first = F.pad(first, (0, 0, 0, 0, 0, exchange.shape[0] * exchange.shape[4] - plan.B))
+    first = plan.operand(first).unflatten(0, (exchange.shape[0], -1))
+    exchange[:, :, 0, 0, :, : plan.D] = first.transpose(1, 2)
+    plan.launch_teams(
+        scan_by_team, plan.S, *given, *written, exchange, plan.counters(y0), _late_flag(given[0]), *last, *sizes[:2],
+        plan.H, *sizes[2:],
+    )
 
 
 @_op.register_fake
@@ -261,37 +268,33 @@ def _op_backward(
     dy = last_contiguous(dy)
     _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse, True)
-    dy0, dc0, dn0, dm0 = (x.new_empty(x.shape) for x in (y0, c0, n0, m0))
+    first = [x.new_empty(x.shape) for x in (y0, c0, n0, m0)]
     # not in float16: what comes from them, a token back and in the weights, may be too small for it
-    di, df, dz, do = (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o))
+    grads = [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o)]
     resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
     contiguous = (x.contiguous() for x in (plan.operand(recurrent), c0, n0, m0))
     last = [x.contiguous() for x in (dy1, dc1, dn1, dm1)]
     given = (*contiguous, resets, states, gates_if, gates_zo)
     sizes = (plan.S, plan.B, D, *dy.stride()[:2])
     with common.on(i):
-        if plan.whole:
-            scan_backward[plan.grid](dy, *last, *given, di, df, dz, do, dy0, dc0, dn0, dm0, *sizes, **plan.options)
-        elif plan.team:
-            for to, x in zip((dc0, dn0, dm0), last[1:], strict=True):
-                to.copy_(x)
+        if plan.team:
+            _copy(first[1:], last[1:])
             try:
                 plan.launch_teams(
-                    scan_backward_by_team, plan.S + 1, dy, last[0], *given, di, df, dz, do, plan.exchange(4, y0),
-                    plan.counters(y0), _late_flag(i), dy0, dc0, dn0, dm0, *sizes[:2], H, *sizes[2:],
+                    scan_backward_by_team, plan.S + 1, dy, last[0], *given, *grads, plan.exchange(4, y0),
+                    plan.counters(y0), _late_flag(i), *first, *sizes[:2], H, *sizes[2:],
                 )
             except TeamRefused:
                 plan = _Plan(i, (f, z, o), H, D, reverse, True)
-        if not plan.whole and not plan.team:
-            for to, x in zip((dy0, dc0, dn0, dm0), last, strict=True):
-                to.copy_(x)
+        if plan.whole:
+            scan_backward[plan.grid](dy, *last, *given, *grads, *first, *sizes, **plan.options)
+        elif not plan.team:
+            _copy(first, last)
             exchange = y0.new_empty(4, *y0.shape) if plan.through_tf32 else None
-            scan_backward_by_tiles[plan.grid](
-                dy, *given, di, df, dz, do, exchange, dy0, dc0, dn0, dm0, *sizes, **plan.options
-            )
-    drecurrent, dbias = _weight_gradients(plan, (di, df, dz, do), y, y0, resets, H, reverse)
-    grads = [g.to(x.dtype) for g, x in zip((di, df, dz, do), (i, f, z, o), strict=True)]
-    return [*grads, drecurrent.to(recurrent.dtype), dbias.to(bias.dtype), dy0, dc0, dn0, dm0]
+            scan_backward_by_tiles[plan.grid](dy, *given, *grads, exchange, *first, *sizes, **plan.options)
+    drecurrent, dbias = _weight_gradients(plan, tuple(grads), y, y0, resets, H, reverse)
+    grads = [g.to(x.dtype) for g, x in zip(grads, (i, f, z, o), strict=True)]
+    return [*grads, drecurrent.to(recurrent.dtype), dbias.to(bias.dtype), *first]
 
 
 def _weight_gradients(
