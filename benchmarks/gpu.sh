@@ -12,7 +12,7 @@
 #
 #     PEERS=WHEELS bash benchmarks/gpu.sh FOLDER
 #
-# They are unpacked, not installed, into a folder that is put behind this checkout on PYTHONPATH. By hand:
+# They are unpacked, not installed, into a folder that follows this checkout on PYTHONPATH. By hand:
 #
 #     for wheel in WHEELS/*.whl; do python3 -m zipfile -e "$wheel" UNPACKED; done; export PYTHONPATH=.:UNPACKED
 #
@@ -31,13 +31,13 @@ fi
 
 failed=0
 if [ "${TESTS:-240}" != 0 ]; then
-    # compilers within the processes, each of which would start a pool; of pytest's plugins, what is asked for alone
+    # compilers within the processes, each of which would start a pool; only the named plugins of pytest are loaded
     TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
         "$python" -m pytest tests/kernels -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
         -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/kernels/.* $' || true; } || failed=1
 fi
 
-# for the benchmark alone, so that no peer's needs stand before what the tests need
+# for the benchmark only, so that no dependency of a peer hides one of the tests
 [ -n "${PEERS:-}" ] && export PYTHONPATH=.:$unpacked
 left=$((${SECONDS_IN_ALL:-570} - SECONDS))
 timeout -k 5 $((left + 10)) "$python" benchmarks/gpu.py --out "$out" \

@@ -130,7 +130,7 @@ def _disable_pydantic_plugins() -> None:
     """Spare pydantic the search for plug-ins, unless the user configured it.
 
     The search reads every installed package, and importing its module alone, for `importlib.metadata`, takes as long as
-    checking a small spec. Without the stand-in everything works, later.
+    checking a small spec. Everything works without this stub, only later.
     """
     if os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__") == "__all__":
         loader = ModuleType("pydantic.plugin._loader")

@@ -1,6 +1,6 @@
 """The shape of the tree: which file may import which, what stays free of torch, what is packaged.
 
-The order of the rooms is the table ROOMS. A file may import what stands above it, at its top, inside a function or for
+The order of the rooms is the table ROOMS. A file may import what is above it, at its top, inside a function or for
 type checkers only. A new file fails these tests until it has its place in the table.
 """
 
@@ -25,8 +25,8 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The files and rooms of seqblocks/, from the top down. `ops/*` stands for all files of the folder: any of them may
-# import what is above, and its neighbours as long as they do not import it in turn.
+# The files and rooms of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import what is
+# above, and its neighbours as long as they do not import it in turn.
 ROOMS = """
     _version
     errors
@@ -134,7 +134,7 @@ def _imports(node: ast.AST, package: str, at_import: bool) -> Iterator[Import]:
 
 
 def room(module: str) -> str:
-    """The row of the table in which a module of seqblocks (not of kernels/ or cli/) stands."""
+    """Return the row of the table for a module of seqblocks (not of kernels/ or cli/)."""
     first, *rest = module.split(".")[1:] or ["__init__"]
     return f"{first}/*" if rest or (ROOT / "seqblocks" / first).is_dir() else first
 
@@ -164,7 +164,7 @@ def test_every_file_has_a_place():
 
 @pytest.mark.parametrize("path", CORE, ids=relative)
 def test_arrows_point_up(path):
-    """A file imports only what stands above it."""
+    """A file imports only what is above it."""
     own = room(module_name(path))
     wrong = []
     for module, line, *_ in imports(path):
@@ -172,7 +172,7 @@ def test_arrows_point_up(path):
         if where == "kernels" and PLACE[own] < PLACE[MAY_USE_KERNELS]:
             wrong.append(f"{relative(path)}:{line} imports {module}: kernels are used from {MAY_USE_KERNELS} on")
         if where == "seqblocks" and own != room(module) and PLACE[own] <= PLACE[room(module)]:
-            wrong.append(f"{relative(path)}:{line} imports {module}, which stands below {own}")
+            wrong.append(f"{relative(path)}:{line} imports {module}, which is below {own}")
     assert not wrong, "\n".join(wrong)
 
 

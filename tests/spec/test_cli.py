@@ -107,7 +107,7 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("build good.yaml --sumary", "build has no option --sumary: did you mean '--summary'?"),
         ("build good.yaml --deth=3", "build has no option --deth: did you mean '--depth'?"),
@@ -122,14 +122,14 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
         ("buidl good.yaml", "there is no verb 'buidl': did you mean 'build'?"),
     ],
 )
-def test_a_misspelt_option(words: str, told: str, run_here: Run, folder: Path) -> None:
+def test_a_misspelt_option(words: str, message: str, run_here: Run, folder: Path) -> None:
     done = run_here(*words.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, folder: Path) -> None:
+def test_specs_may_follow_an_option_and_help_is_a_verb_too(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "good.yaml", "--set", "dim=9", "good.yaml", cwd=folder)
     assert done.stdout.count("good.yaml: ok, 40 parameters") == 2, done.stderr
     assert run_cli("help").stdout == run_cli("--help").stdout
@@ -137,7 +137,7 @@ def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, f
 
 
 @pytest.mark.parametrize(
-    ("option", "given", "told"),
+    ("option", "given", "message"),
     [
         ("--depth", "x", "argument --depth: 'x' is not a whole number"),
         ("--batch", "0", "argument --batch: '0' is not a whole number from 1"),
@@ -147,10 +147,10 @@ def test_specs_may_stand_behind_an_option_and_help_is_a_verb_too(run_cli: Run, f
         ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
     ],
 )
-def test_a_number_that_is_none(option: str, given: str, told: str, run_here: Run, folder: Path) -> None:
+def test_a_number_that_is_none(option: str, given: str, message: str, run_here: Run, folder: Path) -> None:
     done = run_here("build", "good.yaml", option, given, cwd=folder)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_diagnostics_go_to_stderr(run_cli: Run, folder: Path) -> None:
@@ -335,10 +335,10 @@ def test_an_internal_error_asks_for_a_report(
 
     monkeypatch.setattr(command, "_run", broken)
     assert command.main(["list"]) == 70
-    told = capsys.readouterr().err
-    assert "internal error (RuntimeError: a fault of ours)" in told
-    assert "Please report it" in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert "internal error (RuntimeError: a fault of ours)" in message
+    assert "Please report it" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.skipif(os.name != "posix", reason="shells of other systems break pipes in other ways")
@@ -348,7 +348,7 @@ def test_a_broken_pipe_ends_quietly(words: str, unbuffered: str, root: Path) -> 
     script = f'"$PYTHON" -m seqblocks.cli {words}; echo "status $?" >&2'
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHON": sys.executable, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        child.stdout.close()  # type: ignore[union-attr]  # nobody reads, from the first byte on
+        child.stdout.close()  # type: ignore[union-attr]  # closed before the first byte
         assert child.stderr.read() == b"status 141\n"  # type: ignore[union-attr]
 
 
@@ -389,14 +389,14 @@ def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12: cannot open"),
         ("raise ImportError('DLL load failed')", "ImportError: DLL load failed"),
         ("import nonesuch_anywhere", "ModuleNotFoundError: No module named 'nonesuch_anywhere'"),
     ],
 )
-def test_a_torch_that_does_not_load(line: str, told: str, run_cli: Run, folder: Path, root: Path) -> None:
+def test_a_torch_that_does_not_load(line: str, message: str, run_cli: Run, folder: Path, root: Path) -> None:
     fake = folder / "fake"
     fake.mkdir()
     (fake / "torch.py").write_text(f"{line}\n")
@@ -404,7 +404,7 @@ def test_a_torch_that_does_not_load(line: str, told: str, run_cli: Run, folder: 
     for words, needs in (("build", "building needs torch"), ("explain", "the kernels need torch")):
         done = run_cli(words, "good.yaml", cwd=folder, env=env)
         assert done.returncode == 4
-        assert done.stderr.startswith(f"error: {needs}, which does not load: {told}")
+        assert done.stderr.startswith(f"error: {needs}, which does not load: {message}")
 
 
 def test_list_names_every_bundled_spec(run_cli: Run) -> None:
@@ -443,7 +443,7 @@ def test_a_bundled_spec_can_be_forked(run_cli: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("mamab --source", "there is no bundled spec 'mamab': did you mean 'mamba'?"),
         ("good.yaml --source", "--source is for bundled specs, and 'good.yaml' is a file of your own"),
@@ -452,10 +452,10 @@ def test_a_bundled_spec_can_be_forked(run_cli: Run, folder: Path) -> None:
         ("mamba --source --set dim=4", "--set changes nothing in it"),
     ],
 )
-def test_a_source_that_cannot_be_shown(words: str, told: str, run_cli: Run, folder: Path) -> None:
+def test_a_source_that_cannot_be_shown(words: str, message: str, run_cli: Run, folder: Path) -> None:
     done = run_cli("show", *words.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 OUTLINED = """seqblocks: 1
@@ -538,7 +538,7 @@ def test_every_stage_is_data_too(run_cli: Run) -> None:
         assert data[stage]
 
 
-def test_ops_tells_of_blocks_in_a_file(run_cli: Run, folder: Path) -> None:
+def test_ops_lists_the_blocks_of_a_file(run_cli: Run, folder: Path) -> None:
     block = "{about: a block of mine, args: {dim: int, act: silu, bias: true}, steps: [silu]}"
     (folder / "blocks.yaml").write_text(f"seqblocks: 1\nblocks: {{b: {{steps: [silu]}}, mine: {block}}}\n")
     assert run_cli("ops", "blocks.yaml", cwd=folder).stdout == "  b\n  mine  a block of mine\n"
@@ -549,7 +549,7 @@ def test_ops_tells_of_blocks_in_a_file(run_cli: Run, folder: Path) -> None:
     data = json.loads(run_cli("ops", f"{folder}/blocks.yaml::mine", "--format", "json").stdout)
     assert (data["name"], data["use"], len(data["arguments"])) == ("mine", f"{folder}/blocks.yaml", 3)
     assert json.loads(run_cli("ops", "xlstm::mlstm_cell", "--format", "json").stdout)["use"] == "xlstm"
-    for name, status, told in (
+    for name, status, message in (
         ("blocks.yaml::mien", 2, "blocks.yaml defines no block 'mien': did you mean 'mine'?"),
         ("good.yaml", 2, "good.yaml defines no blocks"),
         ("bad.yaml::mine", 1, "there is no verb 'linaer'"),
@@ -557,7 +557,7 @@ def test_ops_tells_of_blocks_in_a_file(run_cli: Run, folder: Path) -> None:
     ):
         done = run_cli("ops", name, cwd=folder)
         assert (done.returncode, done.stdout) == (status, "")
-        assert told in done.stderr
+        assert message in done.stderr
 
 
 def test_check_leaves_torch_rich_and_numpy_alone(root: Path) -> None:
@@ -615,7 +615,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "a folder": ("check .", 1, "there is no bundled spec '.'"),
     "the root": ("check /", 1, "'/' cannot be read: Is a directory"),
     "a name that begins with a dash": ("check -dash.yaml", 2, "SPEC"),
-    "the same, told apart": ("check -- -dash.yaml", 0, "-dash.yaml: ok"),
+    "the same, after two dashes": ("check -- -dash.yaml", 0, "-dash.yaml: ok"),
     "a working directory that is gone": ("check vil_tiny; cd gone; rmdir ../gone; seqblocks check vil_tiny", 0, "ok"),
     "an import from there": ("list -q; cd gone; rmdir ../gone; seqblocks check vil_tiny --import x.py", 2, "removed"),
     "docstrings stripped": ("list -q; PYTHONOPTIMIZE=2 seqblocks ops", 0, "layer_norm"),
@@ -641,7 +641,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
     """Each has the exit status that is promised, and says what is wrong: no traceback, no internal error."""
-    line, status, told = UNUSUAL[name]
+    line, status, message = UNUSUAL[name]
     (folder / "-dash.yaml").write_text(GOOD)
     (folder / "gone").mkdir()
     (folder / "closing.py").write_text("import sys\nsys.stdout.close()\nsys.stderr.close()\n")
@@ -653,14 +653,14 @@ def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, check=False)
     printed = (done.stdout + done.stderr).decode(errors="replace")
     assert done.returncode == status, printed
-    assert told in printed
+    assert message in printed
     assert "Traceback" not in printed
     assert "internal error" not in printed
 
 
 @pytest.mark.skipif(os.name != "posix", reason="what a shell of another system does to streams is another matter")
 @pytest.mark.parametrize(
-    ("line", "status", "told"),
+    ("line", "status", "message"),
     [
         ("list >&-", 0, ""),
         ("check good.yaml >&- 2>&-", 0, ""),
@@ -672,12 +672,14 @@ def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
         ("check - < /dev/zero", 1, "error[E104]: <stdin> is too large for a spec"),
     ],
 )
-def test_streams_that_are_closed_full_or_endless(line: str, status: int, told: str, folder: Path, root: Path) -> None:
+def test_streams_that_are_closed_full_or_endless(
+    line: str, status: int, message: str, folder: Path, root: Path
+) -> None:
     if not Path("/dev/full").exists() and "/dev/full" in line:
         pytest.skip("no /dev/full here")
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHON": sys.executable}
     command = ["sh", "-c", f'exec "$PYTHON" -m seqblocks.cli {line}']
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == status, done.stderr
-    assert done.stderr.startswith(told) if told.startswith("error") else told in done.stderr
-    assert told or not done.stderr
+    assert done.stderr.startswith(message) if message.startswith("error") else message in done.stderr
+    assert message or not done.stderr

@@ -200,9 +200,9 @@ def test_a_step_may_begin_another_sequence() -> None:
 
 
 def test_a_summary_of_what_was_built() -> None:
-    proven = seqblocks.load_model("mlstm_small")
-    built = seqblocks.build_model(proven, device="meta")
-    assert seqblocks.summarise(built).params == seqblocks.summarise(proven).params
+    checked = seqblocks.load_model("mlstm_small")
+    built = seqblocks.build_model(checked, device="meta")
+    assert seqblocks.summarise(built).params == seqblocks.summarise(checked).params
 
 
 @pytest.mark.parametrize(
