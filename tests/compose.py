@@ -10,45 +10,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-Step = dict[str, Any]
+from tests.composed import Body, Kind, Step
 
 ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus")
 INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
     "fan_in_uniform", "xavier_uniform", "wang(4, 2)", "powerlaw(0.5)", "ramp(0.1)", "log_range", "inverse_softplus",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a wire is: sequence, vector, image or tokens."""
-
-    name: str
-    width: int
-    length: int | None = None  # None: open
-    grid: tuple[int, int] | None = None
-    every: int = 1
-
-    @property
-    def place(self) -> Any:
-        return self.name, self.length, self.every, self.grid if self.name == "image" else None
-
-
-@dataclass
-class Body:
-    """A list of steps under way: its wires by name, and what the next step reads."""
-
-    now: Kind
-    wires: dict[str, Kind]
-    steps: list[Step] = field(default_factory=list)
-    linears: list[tuple[str, int, int, bool]] = field(default_factory=list)  # that a tie may name
-    depth: int = 0
-    fixed: bool = False  # the kind that leaves must be the kind that entered, but for the width
-    columns: bool = False  # in a scan by columns
-    owned: bool = False  # in a scan whose orders own parameters
 
 
 class Composer:
@@ -703,22 +674,3 @@ class Composer:
 def compose(seed: int) -> str:
     """A random spec; the same one for the same seed."""
     return Composer(seed).compose()
-
-
-def spoilt(text: str, seed: int) -> str:
-    """The spec with one number, word or name in it replaced: most such specs are faulty."""
-    chance = random.Random(seed)
-    spec = json.loads(text)
-    places: list[tuple[Any, Any]] = []
-
-    def visit(node: Any) -> None:
-        for key in node if isinstance(node, dict) else range(len(node)):
-            if isinstance(node[key], dict | list):
-                visit(node[key])
-            places.append((node, key))
-
-    visit(spec["model"])
-    holder, key = chance.choice(places)
-    names = [name for node, name in places if isinstance(node, dict)]
-    holder[key] = chance.choice([0, 1, 2, 3, 5, -1, 1.5, "input", "silu", None, True, [], {}, chance.choice(names)])
-    return json.dumps(spec) + "\n"

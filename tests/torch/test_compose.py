@@ -27,7 +27,8 @@ from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law, check_lookahead, check_shapes, random_input
-from tests.compose import compose, spoilt
+from tests.compose import compose
+from tests.mutate import mutated
 
 
 def judge(text: str, seed: int) -> bool:
@@ -132,9 +133,9 @@ def test_composed_specs(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_spoilt_specs(part: int) -> None:
+def test_mutated_specs(part: int) -> None:
     """One thing in a spec is replaced by another: rejected, or as good as any other."""
-    accepted = sum(judge(spoilt(compose(seed), seed), seed) for seed in range(60 * part, 60 * (part + 1)))
+    accepted = sum(judge(mutated(compose(seed), seed), seed) for seed in range(60 * part, 60 * (part + 1)))
     assert 0 < accepted < 60
 
 
@@ -145,4 +146,4 @@ def test_many_composed_specs(part: int) -> None:
     accepted = sum(judge(compose(seed), seed) for seed in range(start, start + 200))
     assert accepted >= 180
     for seed in range(start, start + 200):
-        judge(spoilt(compose(seed), seed), seed)
+        judge(mutated(compose(seed), seed), seed)
