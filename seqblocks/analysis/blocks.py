@@ -186,7 +186,7 @@ def _enter(
     names = Names(outside.names, call.values)
     names.written = call.written
     names.incomplete = block.incomplete
-    body = Body({"input": entered, **ports}, (*ctx.body.path, name))
+    body = Body({"input": entered, **ports}, (*ctx.body.path, name), incomplete=block.incomplete)
     inner = Context(run, block.home, names, body, (*ctx.trail, note), (*ctx.callers, block), ctx.depth + 1)
     add_let(inner, block.let)
     return inner, entered, ports

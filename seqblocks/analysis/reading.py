@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.step import Entries, Step, Verb, find_verb
@@ -34,7 +35,7 @@ def _read(ctx: Context, item: Node) -> Step:
             return _read_arguments(ctx, item, verb, span, node)
         case Mapping(entries=entries) if entries:
             _report_several_verbs(ctx, item)
-            return Step("?", item.span, {}, {}, hides_wires=True, unreadable=True)
+            return Step("?", item.span, {}, {}, possible_wires=("?",), unreadable=True)
         case _:
             ctx.report(Fault("E204", "a step is a verb, or `verb: {arguments}`", found=kind_of(item)), item.span)
     return Step("?", item.span, {}, {}, unreadable=True)
@@ -65,9 +66,9 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
     if SOLE in node.entries:  # put there by an override
         entries = dict(node.entries)
         where, only = entries.pop(SOLE)
-        sole = _sole_argument(ctx, verb, only, found) if found else None
+        sole = _sole_argument(ctx, verb, only, found) if found and found.is_known else None
         if sole is None:
-            return Step(verb, span, {}, {}, found=found, unreadable=True)
+            return Step(verb, span, {}, {}, found=found, unreadable=found is not None)
         node = replace(node, entries={sole: (where, only), **entries})
     fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
     common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
@@ -117,7 +118,8 @@ def _check_keys(ctx: Context, step: Step) -> None:
     for key, (span, _) in unknown.items():
         ctx.report(_unknown_key(step, found, key), span)
         step.incomplete = True
-    step.hides_wires = "as" not in step.common and any(map(_may_name_wires, unknown.items()))
+    if "as" not in step.common:
+        step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
 
 
 def _takes_words(found: Verb) -> bool:
@@ -135,10 +137,18 @@ def _unknown_key(step: Step, found: Verb, key: str) -> Fault:
     return Fault("E201", message, expected=expected, hint=partial(key_hint, key, words), notes=notes)
 
 
-def _may_name_wires(entry: tuple[str, tuple[Span, Node]]) -> bool:
-    """Whether an unknown key with its value may be meant as `as:`."""
-    key, (_, node) = entry
-    return " " in key or not isinstance(node, Scalar) or isinstance(node.value, str)
+def _words(key: str, node: Node) -> list[str]:
+    """Return the words that an unknown key holds, which are wires if it is meant as `as:`."""
+    match node:
+        case Scalar(value=None):
+            return key.split()[1:]  # the colon may be missing
+        case Scalar(value=str(text)):
+            return [text]
+        case Mapping(entries=entries):
+            return list(entries)
+        case Sequence(items=items):
+            return [item.text for item in items if isinstance(item, Scalar)]
+    return []
 
 
 def _effort(step: Step) -> int:

@@ -74,7 +74,7 @@ class Step:
     name_span: Span | None = None
     found: Verb | None = None  # None if there is no such verb
     incomplete: bool = False
-    hides_wires: bool = False  # whether it may define wires that could not be read
+    possible_wires: tuple[str, ...] = ()  # what keys that could not be read hold, one of which may be `as:`
     unreadable: bool = False  # whether it cannot be lowered, which is reported
     alias: Span | None = None  # where it is repeated with `*anchor`, if it is
     effort: int = 1  # of reading its arguments once, see `values.effort`

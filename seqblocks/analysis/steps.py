@@ -83,7 +83,9 @@ def lower_steps(
     body.value = x
     body.steps = [read_step(ctx, item) for item in steps.items]
     for step in body.steps:
-        body.current, body.incomplete = step, body.incomplete or step.hides_wires
+        body.current = step
+        if not body.wires.keys() >= set(step.possible_wires):
+            body.incomplete = True
         if "when" in step.common and is_absent(ctx, step):
             out.absent.append(step.name)
             continue

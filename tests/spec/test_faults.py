@@ -85,7 +85,11 @@ def test_what_hangs_on_a_fault_is_not_told(monkeypatch: pytest.MonkeyPatch) -> N
         ("model: {input: {features: 8}, step: [silu]}", ["E201"]),
         ("model: {input: {features: 8}, steps: [{linear: {features: 8, ass: a}}, {gate: {by: a}}]}", ["E201"]),
         ("model: {input: {features: 8}, steps: [{linear: {featurs: 8}}, {gate: {by: a}}]}", ["E201", "E302"]),
+        ("model: {input: {features: 8}, steps: [{gate: {bye: input}}, {gate: {by: a, name: b}}]}", ["E201", "E302"]),
         ("model: {input: {features: 8}, steps: [{linear: 8, as: a}, {gate: {by: a}}]}", ["E204"]),
+        ("model: {input: {features: 8}, steps: [{parallel: {branchs: [{left: [silu]}]}}]}", ["E201"]),
+        ("blocks: {mine: {arg: {p: wire}, steps: [{gate: {by: p}}]}}\nmodel: {input: {features: 8}, steps: [mine]}",
+         ["E201"]),
         ("model: {input: {features: 8}, steps: [{linear: {features: 8, as: {a: max(4, 4), b: 4}}}, {gate: {by: a}}]}",
          ["E110"]),
         ("model: {input: {features: 8}, steps: [{repeat: {pattern: m s, m: [silu], z: [silu]}}]}", ["E603"]),
@@ -97,6 +101,11 @@ def test_what_an_incomplete_mapping_lacks_is_unknown(text: str, codes: list[str]
     with pytest.raises(SpecError) as caught:
         check.load_text(f"seqblocks: 1\n{text}")
     assert [d.code for d in caught.value.diagnostics] == codes
+
+
+def test_an_override_of_an_unknown_verb_does_not_hide_it() -> None:
+    with pytest.raises(SpecError, match="E301"):
+        check.load_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [{foo: 3}]}", set={"model.foo.bar": 4})
 
 
 def test_a_fault_is_known_by_its_code_and_cause() -> None:

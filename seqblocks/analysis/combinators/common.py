@@ -54,5 +54,5 @@ def _check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
     names.incomplete = cls.open_keys  # the name of the index is unknown too
     x = ctx.run.unknown()
     for key, (_, node) in step.fields.items():
-        if isinstance(node, Sequence) and (key == "steps" or key not in cls.model_fields):
+        if isinstance(node, Sequence) and (key == "steps" or (cls.open_keys and key not in cls.model_fields)):
             lower_inside(ctx, node, x, names=names)
