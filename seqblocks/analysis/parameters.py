@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from seqblocks import graph
@@ -76,8 +78,11 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
 
     `tie: embed` ties every parameter to the one of that name there; `tie: {weight: embed.weight}` names them.
     """
+    if not parameters:
+        _check_step(ctx, step)
+        return {}
     found: dict[str, str] = {}
-    for tie in _written_ties(ctx, step, parameters) if parameters else ():
+    for tie in _written_ties(ctx, step, parameters):
         try:
             if target := _find_target(ctx, tie):
                 found[tie.ours] = _checked_shape(step, tie, parameters[tie.ours], target)
@@ -88,6 +93,15 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
             ctx.report(fault, tie.span)
     ctx.run.ties += len(found)
     return found
+
+
+def _check_step(ctx: Context, step: Step) -> None:
+    """Report a tie to a step that does not exist (E312), while the step's own parameters are UNKNOWN."""
+    node = step.get("tie")
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        first = node.value.partition(".")[0]
+        if not any(body.incomplete or first in body.nodes for body in _bodies(ctx)):
+            ctx.report(_no_step(ctx, first), node.span)
 
 
 def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie]:
@@ -130,8 +144,7 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
     It is looked up in this body, then in those around it.
     """
     first, _, rest = tie.target.partition(".")
-    body: Body | None = ctx.body
-    while body:
+    for body in _bodies(ctx):
         node = body.nodes.get(first)
         if node:
             there = ctx.run.parameters_of(node)
@@ -140,17 +153,25 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
             if all(inner.type for inner in graph.walk(graph.Graph(0, [node], 0))):
                 raise _no_target(tie, [graph.join(first, name) for name in there])
             return None
-        body = body.outer
-    raise Fault("E312", f"there is no step {quote(first)} to tie to", hint=lambda: _step_hint(ctx, first))
+    if any(body.incomplete for body in _bodies(ctx)):
+        return None
+    raise _no_step(ctx, first)
 
 
-def _step_hint(ctx: Context, name: str) -> str:
+def _bodies(ctx: Context) -> Iterator[Body]:
+    """This body, and those around it."""
     body: Body | None = ctx.body
-    known: dict[str, None] = {}
     while body:
-        known |= dict.fromkeys(body.nodes)
+        yield body
         body = body.outer
-    return did_you_mean(name, known) or "tie to a step above this one"
+
+
+def _no_step(ctx: Context, name: str) -> Fault:
+    def hint() -> str:
+        known = dict.fromkeys(chain.from_iterable(body.nodes for body in _bodies(ctx)))
+        return did_you_mean(name, known) or "tie to a step above this one"
+
+    return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)
 
 
 def _no_target(tie: _Tie, names: list[str]) -> Fault:

@@ -49,7 +49,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         report_no_parameters(ctx, step, "init", "tie")
     if "init" in step.common:
         parameters = with_initialisers(ctx, step, parameters, known=op is not None)
-    ties = find_ties(ctx, step, parameters) if "tie" in step.common else {}
+    may_tie = "tie" in step.common and (parameters or not declared.type)
+    ties = find_ties(ctx, step, parameters) if may_tie else {}
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
         macs=declared.macs, calls=declared.calls, wires=tuple(wires),
