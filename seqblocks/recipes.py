@@ -2,7 +2,8 @@
 
 A name is a tensor as it is; the other recipes join, cut or rearrange tensors. Each kind is a class that checks itself
 against the shape of a parameter and makes the parameter. `seqblocks/analysis/maps.py` reads them from a spec, and
-`seqblocks/checkpoint/official.py` follows them. torch is imported when a recipe is followed.
+`seqblocks/checkpoint/official.py` follows them. torch is imported when a recipe is followed: graphs hold recipes, so
+this file belongs to the declarations, and the checkpoint room, which needs the runtime, comes after the graphs.
 """
 
 from __future__ import annotations
