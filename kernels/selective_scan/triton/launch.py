@@ -186,6 +186,29 @@ def _op_fake(u, dt, A, B, C, D, z, bias, h0, resets, softplus, reverse, for_back
     return u.new_empty(u.shape), A.new_empty(u.shape[0], *A.shape), A.new_empty(u.shape[0] * chunks * A.numel())
 
 
+def _ends_of_segments(
+    cut: _Cut, groups: int, W: int, dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, C: Tensor,
+    z: Tensor | None, bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool,
+) -> Tensor | None:
+    """What comes to each segment from the one after it, [B K, N, E]; None for nothing."""
+    if cut.K == 1:
+        return None if dlast is None else dlast.transpose(1, 2).contiguous()
+    # a walk like the forward one, and launched like it
+    forward = tiles(A.shape[1], W, False, common.arch(u))
+    ahead = _Cut(u, A, groups, W, forward, True, cut.K)
+    return ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
+
+
+def _backward_options(
+    arch: str, tile: dict[str, int], even: bool, resets: Tensor | None, B: Tensor, C: Tensor
+) -> dict[str, Any]:
+    """How a program sums, and how much of a chunk it takes at a time where tokens do not wait for one another."""
+    numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
+    dot, columns = _summing(arch, B, C, tile)
+    rows, lines = min(CHUNK // 2, max(1, numbers // tile["BE"])), min(CHUNK, max(1, numbers // tile["BN"]))
+    return {"DOT": dot, "COLUMNS": columns, "ROWS": rows, "LINES": lines, "SCRATCH": scratch_of(**tile), **tile}
+
+
 @common.custom_op("seqblocks::selective_scan_triton_backward")
 def _op_backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
@@ -208,24 +231,17 @@ def _op_backward(
     tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
         cut = _Cut(u, A, groups, W, tile, True)
-        if cut.K > 1:
-            # which is a walk like the forward one, and is launched like it
-            ahead = _Cut(u, A, groups, W, tiles(N, W, False, common.arch(u)), True, cut.K)
-            ends: Tensor | None = ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
-        else:
-            ends = None if dlast is None else dlast.transpose(1, 2).contiguous()
-        turned = A.t().contiguous()
+        ends = _ends_of_segments(cut, groups, W, dy, dlast, u, dt, A, C, z, bias, resets, softplus, reverse)
+        transposed = A.t().contiguous()
         K, programs = cut.K, cut.grid[1]
-        rows, own = batch * K, scratch_of(**tile)
+        rows, even = batch * K, W % tile["BE"] == 0
+        options = _backward_options(common.arch(u), tile, even, resets, B, C)
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
         constants = [parts(rows, E, N, of=x if x.dim() == 2 else None) for x in (B, C)]
-        arch, even = common.arch(u), W % tile["BE"] == 0
-        numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
-        dot, columns = _summing(common.arch(u), B, C, tile)
         most = ceil_div(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
 
         def walk(first: int) -> list[Tensor]:
-            """The launch for sequences from the first on; what it adds to dB and dC."""
+            """Launch for sequences from the first on. Returns what they add to dB and dC."""
             count = min(most, batch - first)
 
             def some(x: Any, each: int = 1) -> Any:
@@ -237,13 +253,11 @@ def _op_backward(
                 for x, of in zip((B, C), constants, strict=True)
             ]
             scan_backward[count * K, programs](
-                some(dy), some(ends, K), some(u), some(dt), turned, B_, C_, D, some(z), bias, some(between, kept),
-                some(resets), parts(count * K * programs, own),
+                some(dy), some(ends, K), some(u), some(dt), transposed, B_, C_, D, some(z), bias, some(between, kept),
+                some(resets), parts(count * K * programs, options["SCRATCH"]),
                 some(du), some(ddt), some(dA, K), *added, some(dD, K), some(dz), some(dbias, K), some(dh0),
                 S, K, cut.L, E, N, W, 0, *_strides(dy, u, dt, B, C, z),
-                SOFTPLUS=softplus, REVERSE=reverse, EVEN=W % tile["BE"] == 0, DOT=dot, COLUMNS=columns, CHUNK=CHUNK,
-                ROWS=min(CHUNK // 2, max(1, numbers // tile["BE"])), LINES=min(CHUNK, max(1, numbers // tile["BN"])),
-                SCRATCH=own, **tile,
+                SOFTPLUS=softplus, REVERSE=reverse, EVEN=even, CHUNK=CHUNK, **options,
             )
             return [part if x.dim() == 2 else part.sum(0) for x, part in zip((B, C), added, strict=True)]
 
