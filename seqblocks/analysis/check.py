@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqblocks.analysis.lower import is_builtin, lower_file
-from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError
+from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError, in_order
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
 from seqblocks.language.spec import Reader, SpecFile, locate, read_file
@@ -78,36 +78,44 @@ def check_text(
         raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
     checked_overrides(set)
     report = Report()
-    applied: tuple[Override, ...] = ()
-    texts: dict[str, str] = {}
-
-    def edit(root: Node) -> None:
-        nonlocal applied
-        if set:
-            from seqblocks.language import overrides  # imported where it is needed: `check` is as fast as its imports
-
-            texts.update({k: str(v) if isinstance(v, _Raw) else overrides.as_text(v) for k, v in set.items()})
-            called = {k for k, v in set.items() if not isinstance(v, _Raw)}
-            applied = overrides.apply(root, texts, report, called)
-
+    changes = _Changes(set or {}, report)
     reader = Reader(report, is_builtin, base, files, _allowed(allow_use))
-    file = read_file(reader, Source.of(name, text, kind), edit)
-    if file is None or (file.model is None and not file.blocks and not report):
-        if file is not None:
-            report.add(
-                Diagnostic("E206", "the file defines nothing", file.root.span, hint="add a `model:` or `blocks:`")
-            )
-        report.raise_if_any()
-        raise SpecError([])
-    model = lower_file(file, report, Path(name).stem, applied)
+    file = read_file(reader, Source.of(name, text, kind), changes.apply)
+    if file is not None and file.model is None and not file.blocks and not report:
+        message = "the file defines nothing"
+        report.add(Diagnostic("E206", message, file.root.span, hint="add a `model:` or `blocks:`"))
+        file = None
+    if file is None:
+        raise SpecError(in_order(report.diagnostics), report.dropped)
+    model = lower_file(file, report, Path(name).stem, changes.applied)
     report.raise_if_any()
     if model is not None:
-        model.source = SpecSource(name, text, tuple(texts.items()), tuple(reader.texts.items()))
+        model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
-            from seqblocks.analysis.expectations import check_expectations  # as above
+            from seqblocks.analysis.expectations import check_expectations  # only specs that have it need it
 
             check_expectations(model, file)
     return file, model
+
+
+class _Changes:
+    """Overrides, and what became of them."""
+
+    def __init__(self, given: Mapping[str, Any], report: Report) -> None:
+        self.given, self.report = given, report
+        self.texts: dict[str, str] = {}
+        self.applied: tuple[Override, ...] = ()
+
+    def apply(self, root: Node) -> None:
+        """Apply the overrides to a document."""
+        if not self.given:
+            return
+        from seqblocks.language import overrides  # only specs with overrides need it
+
+        for key, value in self.given.items():
+            self.texts[key] = str(value) if isinstance(value, _Raw) else overrides.as_text(value)
+        called = {key for key, value in self.given.items() if not isinstance(value, _Raw)}
+        self.applied = overrides.apply(root, self.texts, self.report, called)
 
 
 def _allowed(folders: Folders) -> list[Path]:

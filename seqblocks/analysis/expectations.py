@@ -19,49 +19,51 @@ from seqblocks.types import Wire
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
-    """Raises ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead) or
-    SpecError."""
+    """Raise ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead) where
+    the model is not what the spec expects, SpecError where `expect:` is at fault."""
     expect = file.expect
     if expect is None or model.overridden:
         return
     malformed, broken = Report(), Report()
     ctx = file_context(Run(malformed), file)
-    tolerance = _number(ctx, expect, "tolerance", 0.0)
-    if tolerance is not UNKNOWN and not 0 <= tolerance < 1:
-        fault = Fault(
-            "E209", "the tolerance is a share of the figure", expected="0 or more, below 1", found=f"{tolerance:g}",
-            hint="0.01 accepts figures that are off by a hundredth",
-        )
-        ctx.report(fault, expect.entries["tolerance"][1].span)
-        tolerance = UNKNOWN
-    body = model.graph
-    largest = sorted(body.nodes, key=graph.count_node, reverse=True)[:3]
-    parts = "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
-    macs = cost.macs(body, cost.tokens_of(model))
-    figures: tuple[tuple[str, str, float | None, str | None], ...] = (
-        ("params", "E701", graph.count(body), parts),
-        ("state_bytes", "E702", cost.state_bytes(body, "float32"), None),
-        ("flops_per_token", "E703", None if macs is None else 2 * macs, None),
-    )
-    for key, code, found, hint in figures:
-        wanted = _number(ctx, expect, key, None)
-        if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
-            continue
-        if found is None or abs(found - wanted) > tolerance * abs(wanted):
-            shown = (
-                "unknown: the sequence length is open" if found is None else f"{found:,.10g} ({found - wanted:+,.10g})"
-            )
-            span = expect.entries[key][1].span
-            broken.add(
-                Diagnostic(
-                    code, f"the spec does not have the {key} it expects", span, f"{wanted:,.10g}", shown, (), hint
-                )
-            )
+    _check_figures(ctx, expect, model, broken)
     _check_output(ctx, expect.get("output"), model.output, broken)
     _check_lookahead(ctx, expect.get("lookahead"), model, broken)
     malformed.raise_if_any()
     if broken:
         raise ExpectationError(broken.diagnostics, broken.dropped)
+
+
+def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
+    tolerance = _tolerance(ctx, expect)
+    macs = cost.macs(model.graph, cost.tokens_of(model))
+    largest = sorted(model.graph.nodes, key=graph.count_node, reverse=True)[:3]
+    parts = "largest parts: " + ", ".join(f"{node.name} {graph.count_node(node):,}" for node in largest)
+    figures: tuple[tuple[str, str, float | None, str | None], ...] = (
+        ("params", "E701", graph.count(model.graph), parts),
+        ("state_bytes", "E702", cost.state_bytes(model.graph, "float32"), None),
+        ("flops_per_token", "E703", None if macs is None else 2 * macs, None),
+    )
+    for key, code, found, hint in figures:
+        expected = _number(ctx, expect, key, None)
+        if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
+            continue
+        if found is None or abs(found - expected) > tolerance * abs(expected):
+            shown = "unknown: the sequence length is open"
+            if found is not None:
+                shown = f"{found:,.10g} ({found - expected:+,.10g})"
+            message, span = f"the spec does not have the {key} it expects", expect.entries[key][1].span
+            broken.add(Diagnostic(code, message, span, f"{expected:,.10g}", shown, hint=hint))
+
+
+def _tolerance(ctx: Context, expect: Mapping) -> Any:
+    tolerance = _number(ctx, expect, "tolerance", 0.0)
+    if tolerance is UNKNOWN or 0 <= tolerance < 1:
+        return tolerance
+    message, hint = "the tolerance is a share of the figure", "0.01 accepts figures that are off by a hundredth"
+    fault = Fault("E209", message, expected="0 or more, below 1", found=f"{tolerance:g}", hint=hint)
+    ctx.report(fault, expect.entries["tolerance"][1].span)
+    return UNKNOWN
 
 
 def _number(ctx: Context, expect: Mapping, key: str, default: float | None) -> Any:

@@ -31,18 +31,19 @@ def read_input(ctx: Context, model: Mapping, span: Span | None) -> Wire | None:
         if not node.incomplete:
             ctx.report(Fault("E202", "the input is of one kind", expected=EXPECTED), node.span)
         return None
-    kind = kinds[0]
-    if kind == "image":
-        return _image(ctx, node.entries["image"][1])
+    return _image(ctx, node.entries["image"][1]) if kinds == ["image"] else _sequence(ctx, node, kinds[0])
+
+
+def _sequence(ctx: Context, node: Mapping, kind: str) -> Wire | None:
+    """Return the type of an input of tokens or of features."""
     features = _positive(ctx, node.get(kind))
     length = _positive(ctx, node.get("length")) if "length" in node.entries else None
     grid = _grid(ctx, node.get("grid")) if "grid" in node.entries else None
     if features is UNKNOWN or length is UNKNOWN or grid is UNKNOWN:
         return None
     if grid and length and length != grid[0] * grid[1]:
-        ctx.report(
-            Fault("E412", "length must be rows times columns", found=f"{length}, {grid[0]} x {grid[1]}"), node.span
-        )
+        found = f"{length}, {grid[0]} x {grid[1]}"
+        ctx.report(Fault("E412", "length must be rows times columns", found=found), node.span)
     if grid:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
