@@ -33,12 +33,12 @@ def idle_steps(bodies: Iterable[tuple[Graph, str]]) -> list[list[Node]]:
 def fault_of(node: Node) -> Fault:
     """What to say of an idle step."""
     count = graph.count_node(node)
-    lost = f"its {count:,} parameters" if count > 1 else "its parameter" if count else "its parameters"
+    owned = f"its {count:,} parameters" if count > 1 else "its parameter" if count else "its parameters"
     who = node.verb if node.name == node.verb else f"{node.verb} {quote(node.name)}"
     what = "it" if len(node.outputs) == 1 else "one of its parts"
     return Fault(
         "E315",
-        f"nothing uses the output of {who}: {lost} would never be trained",
+        f"nothing uses the output of {who}: {owned} would never be trained",
         hint=f"read {what} in a later step, by `from:` or a port, or remove the step",
     )
 

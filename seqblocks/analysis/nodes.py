@@ -74,7 +74,7 @@ def may_be_name(ctx: Context, name: str, span: Span) -> bool:
 
 def _unique_name(ctx: Context, step: Step) -> str:
     """Return the namespace of a step; report one that is not legal, or taken."""
-    name, span = step.name, step.name_span or step.span
+    name, span = step.name, step.name_span
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
         ctx.report(Fault("E203", "name is a word", found=kind_of(given[1])), given[1].span)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from seqblocks.combinators import COMBINATORS, Combinator
@@ -70,8 +70,8 @@ class Step:
     span: Span  # of the verb
     fields: Entries  # the verb's own arguments
     common: Entries  # those that every step has
-    name: str = ""  # its namespace: `name:`, else a single `as:`, else the verb
-    name_span: Span | None = None
+    name: str = field(init=False)  # its namespace: `name:`, else a single `as:`, else the verb
+    name_span: Span = field(init=False)
     found: Verb | None = None  # None if there is no such verb
     incomplete: bool = False
     possible_wires: tuple[str, ...] = ()  # what keys that could not be read hold, one of which may be `as:`
@@ -80,8 +80,11 @@ class Step:
     effort: int = 1  # of reading its arguments once, see `values.effort`
 
     def __post_init__(self) -> None:
-        given = next((self.common[key] for key in ("name", "as") if _is_scalar(self.common.get(key))), None)
-        self.name, self.name_span = (given[1].text, given[1].span) if given else (self.verb, self.span)  # type: ignore[attr-defined]
+        self.name, self.name_span = self.verb, self.span
+        for key in ("as", "name"):
+            node = self.common[key][1] if key in self.common else None
+            if isinstance(node, Scalar):
+                self.name, self.name_span = node.text, node.span
 
     def get(self, key: str) -> Node | None:
         entry = self.fields.get(key) or self.common.get(key)
@@ -111,7 +114,3 @@ class Step:
             case Mapping(entries=entries):
                 return list(entries)
         return []
-
-
-def _is_scalar(entry: tuple[Span, Node] | None) -> bool:
-    return entry is not None and isinstance(entry[1], Scalar)
