@@ -67,7 +67,9 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
 
 
 def _is_absent(name: str, places: list[Any]) -> bool:
-    """Whether a step of this name has a condition that is false."""
+    """Whether a step of this name has a condition that is false, or would be in a repeat of no layers."""
+    if any(isinstance(place, graph.Node) and place.kind == "repeat" and not place.bodies for place in places):
+        return True
     bodies = [place for place in places if isinstance(place, Graph)]
     bodies += [body for place in places if isinstance(place, graph.Node) for body in place.bodies.values()]
     return any(name in body.absent for body in bodies)

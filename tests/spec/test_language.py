@@ -205,6 +205,15 @@ def test_any_word_of_a_pattern_is_repeated(words: list[str]) -> None:
     assert len(shapes(made)) == 2 * len(words)
 
 
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_map_names_the_layers_of_a_repeat_that_has_none(times: int) -> None:
+    repeat = f"repeat: {{name: l, times: {times}, steps: [{{linear: 8}}]}}"
+    head = f"seqblocks: 1\nmodel:\n  input: {{features: 8}}\n  steps: [{{{repeat}}}]\n"
+    _, made = check.load_text(head + 'checkpoint: {"l.{layer}.linear": "layers.{layer}"}\n')
+    assert made is not None
+    assert len(shapes(made)) == 2 * times
+
+
 def test_nested_repeats_may_name_their_index() -> None:
     made = model(
         "{repeat: {name: o, times: 2, index: outer, steps: [{repeat: {name: i, times: 2, "
