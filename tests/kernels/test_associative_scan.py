@@ -1,4 +1,4 @@
-"""What is special to the associative scan: algebras of every kind, and the mLSTM as one of them.
+"""What is special to the associative scan: algebras of all kinds, and the mLSTM as one of them.
 
 Everything else: test_conformance.py. Official numbers: tests/torch/test_golden_memoroid.py.
 """
@@ -86,7 +86,7 @@ def test_the_tree_is_the_chain(
     combine, tree, initial = algebras(seq)[name]
     options: dict[str, Any] = {"initial": initial if carried else None, "reverse": reverse}
     options["resets"] = marked(seq, marks) if marks else None
-    near(*(associative_scan(combine, tree, backend=form, **options) for form in ("torch", "reference")))
+    near(*(associative_scan(combine, tree, backend=backend, **options) for backend in ("torch", "reference")))
 
 
 def test_a_reset_starts_afresh_without_nan() -> None:
@@ -111,7 +111,7 @@ def test_a_reset_starts_afresh_without_nan() -> None:
 )
 def test_the_mlstm_is_one(seq: int, marks: list[tuple[int, int]], reverse: bool, carried: bool) -> None:
     """Against the recurrent definition, value, state and gradient. Where the stabiliser starts matters by about the
-    normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own forms)."""
+    normaliser's eps: 1e-6 (and 3e-6 in the gradients, as for the kernel's own implementations)."""
     x = an_mlstm(seq)
     state = MLSTMState(draw(2, 2, 4, 3), draw(2, 2, 4), draw(2, 2)) if carried else None
     options: dict[str, Any] = {"state": state, "return_state": True, "reverse": reverse}

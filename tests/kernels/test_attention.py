@@ -68,7 +68,7 @@ def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
     return resets
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @settings(max_examples=20)
 @given(
     seq=st.integers(1, 24),
@@ -78,11 +78,11 @@ def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
     marks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 23)), max_size=3),
 )
 def test_by_hand(
-    form: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]]
+    backend: str, seq: int, window: int | None, base: float | None, causal: bool, marks: list[tuple[int, int]]
 ) -> None:
     x = inputs(seq)
     resets = marked(seq, marks) if marks else None
-    found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=form)
+    found = attention(*x, causal=causal, window=window, rotary=base, resets=resets, backend=backend)
     wanted = by_hand(*x, causal, window, base, resets)
     weights = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view(wanted.shape)
     near([found], [wanted])
@@ -96,7 +96,7 @@ def test_packed_sequences_in_blocks() -> None:
     for causal in (True, False):
         near(*(
             [y, *torch.autograd.grad(y.square().sum(), x)]
-            for y in (attention(*x, causal=causal, resets=resets, backend=form) for form in ("torch", "reference"))
+            for y in (attention(*x, causal=causal, resets=resets, backend=backend) for backend in ("torch", "reference"))
         ))  # fmt: skip
 
 

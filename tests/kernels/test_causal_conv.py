@@ -27,14 +27,14 @@ CASES = sorted(p.stem for p in (golden.FOLDER / "xlstm").glob("conv1d_*.npz"))
 TORCH, TRITON = (Subject(CAUSAL_CONV, "plain", IMPLEMENTATIONS[name]) for name in ("torch", "triton"))
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
-def test_official_numbers(case: str, dtype: torch.dtype, form: str) -> None:
+def test_official_numbers(case: str, dtype: torch.dtype, backend: str) -> None:
     data, meta = golden.read(f"xlstm/{case}")
     x = {name: torch.tensor(data[name], dtype=dtype, requires_grad=True)
          for name in ("in/x", "w/conv.weight", "w/conv.bias") if name in data}
-    y, state = causal_conv(*x.values(), return_state=True, backend=form)  # type: ignore[misc]
+    y, state = causal_conv(*x.values(), return_state=True, backend=backend)  # type: ignore[misc]
     grads = torch.autograd.grad((y * torch.tensor(data["ct"], dtype=dtype)).sum(), [*x.values()])
     found = {"out": y.detach(), **{f"grad_{name}": g for name, g in zip(x, grads, strict=True)}}
     golden.compare(data, meta, found)
@@ -50,8 +50,8 @@ def test_the_fast_gradient_is_right_on_a_long_sequence() -> None:
 def test_the_fast_gradient_can_be_differentiated() -> None:
     x = {name: t.float().requires_grad_() for name, t in TORCH.inputs(batch=1, S=15, state=False).items()}
     second = []
-    for form in ("reference", "torch"):
-        y = TORCH(x, backend=form)["out"]
+    for backend in ("reference", "torch"):
+        y = TORCH(x, backend=backend)["out"]
         (g,) = torch.autograd.grad(y.square().sum(), x["weight"], create_graph=True)
         second.append(with_gradients({"gradient": g.square().sum()}, x))
     assert_close(*second, CAUSAL_CONV.bar(3 * 15))

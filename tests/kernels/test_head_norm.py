@@ -16,13 +16,13 @@ from tests.torch import golden
 TRITON, TORCH = (Subject(HEAD_NORM, "norm", IMPLEMENTATIONS[name]) for name in ("triton", "torch"))
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_official_numbers(dtype: torch.dtype, form: str) -> None:
+def test_official_numbers(dtype: torch.dtype, backend: str) -> None:
     data, meta = golden.read("xlstm/mhln_h4_d16_s7")
     x = torch.tensor(data["in/x"], dtype=dtype, requires_grad=True)  # [B, H, S, D]
     w = torch.tensor(data["w/weight"], dtype=dtype, requires_grad=True)  # stored as gain - 1
-    y = head_norm(x.transpose(1, 2).flatten(2), 4, 1 + w, backend=form).unflatten(-1, (4, 16)).transpose(1, 2)
+    y = head_norm(x.transpose(1, 2).flatten(2), 4, 1 + w, backend=backend).unflatten(-1, (4, 16)).transpose(1, 2)
     dx, dw = torch.autograd.grad((y * torch.tensor(data["ct"], dtype=dtype)).sum(), [x, w])
     golden.compare(data, meta, {"out": y.detach(), "grad_in/x": dx, "grad_w/weight": dw})
 
@@ -32,8 +32,8 @@ def test_official_numbers(dtype: torch.dtype, form: str) -> None:
 def test_any_number_of_axes(shape: tuple[int, ...], heads: int) -> None:
     x, gain = draw(*shape).requires_grad_(), draw(12, seed=1).requires_grad_()
     results = []
-    for form in ("reference", "torch"):
-        y = head_norm(x, heads, gain, backend=form)
+    for backend in ("reference", "torch"):
+        y = head_norm(x, heads, gain, backend=backend)
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, gain])])
     # float64 rounding; a head of one channel is 0 / sqrt(eps)
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
@@ -49,12 +49,12 @@ def test_heads_and_tokens_do_not_see_each_other() -> None:
     assert same[0, 1, :4].all()
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics_are_float32_inside(form: str, dtype: torch.dtype) -> None:
+def test_statistics_are_float32_inside(backend: str, dtype: torch.dtype) -> None:
     """A mean of 200 with a spread of 1: in bfloat16 arithmetic the mean alone would be off by half the spread."""
     x = (draw(4, 256) + 200).to(dtype)
-    y = head_norm(x, 2, backend=form)
+    y = head_norm(x, 2, backend=backend)
     # rounded once when it leaves, values below 4 (a rounded x has a spread above 1 at most by rounding)
     assert (y.double() - head_norm(x.double(), 2)).abs().max() <= 4 * torch.finfo(dtype).eps
 

@@ -20,14 +20,14 @@ CASES = sorted(p.stem for p in (golden.FOLDER / "xlstm").glob("headwise_*.npz"))
 TRITON = Subject(HEADWISE_LINEAR, "no bias", IMPLEMENTATIONS["triton"])
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
-def test_official_numbers(case: str, dtype: torch.dtype, form: str) -> None:
+def test_official_numbers(case: str, dtype: torch.dtype, backend: str) -> None:
     data, meta = golden.read(f"xlstm/{case}")
     x = {name: torch.tensor(data[name], dtype=dtype, requires_grad=True)
          for name in ("in/x", "w/weight", "w/bias") if name in data}
-    y = headwise_linear(*x.values(), backend=form)
+    y = headwise_linear(*x.values(), backend=backend)
     grads = torch.autograd.grad((y * torch.tensor(data["ct"], dtype=dtype)).sum(), [*x.values()])
     golden.compare(data, meta, {"out": y.detach(), **{f"grad_{name}": g for name, g in zip(x, grads, strict=True)}})
 
@@ -41,8 +41,8 @@ def test_is_the_block_diagonal_matrix(lead: list[int], G: int, O: int, I: int, b
     leaves = [x, weight, *([draw(G * O, seed=2).requires_grad_()] if biased else [])]
     dense = torch.nn.functional.linear(x, torch.block_diag(*weight), leaves[2] if biased else None)
     expected = [dense, *torch.autograd.grad(dense.square().sum(), leaves)]
-    for form in ("reference", "torch"):
-        y = headwise_linear(*leaves, backend=form)
+    for backend in ("reference", "torch"):
+        y = headwise_linear(*leaves, backend=backend)
         # sums of at most 40 x 27 products in float64, in another order
         found = [y, *torch.autograd.grad(y.square().sum(), leaves)]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-9)

@@ -51,13 +51,13 @@ def test_many_chunks_are_one_scan(reverse: bool, monkeypatch: pytest.MonkeyPatch
     check(TORCH, TORCH.inputs(S=45), precision=Precision(torch.float64), reverse=reverse)
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("size", [1e-6, 1e3])
-def test_extreme_steps_are_finite(form: str, size: float) -> None:
+def test_extreme_steps_are_finite(backend: str, size: float) -> None:
     x = bare()
     x["dt"] = torch.full_like(x["dt"], size)
     leaves = {name: t.requires_grad_() for name, t in x.items()}
-    out = TORCH(leaves, backend=form, dt_softplus=False)
+    out = TORCH(leaves, backend=backend, dt_softplus=False)
     assert all(t.isfinite().all() for t in with_gradients(out, leaves).values())
 
 
@@ -301,7 +301,7 @@ def test_states_are_kept_only_for_a_gradient(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @INTERPRETED
-def test_a_gradient_that_nobody_announced() -> None:
+def test_a_gradient_that_the_forward_pass_did_not_expect() -> None:
     """The op without kept states makes them when it is differentiated all the same."""
     x = TRITON.exact(S=3)
     order = ("u", "dt", "A", "B", "C", *BARE, "state")

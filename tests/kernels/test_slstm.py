@@ -40,9 +40,9 @@ GATES, STATE = SLSTM.sequences, SLSTM.states
 TRITON, GPU = (Subject(SLSTM, "", IMPLEMENTATIONS[name]) for name in ("triton", "gpu"))
 
 
-@pytest.mark.parametrize("form", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("case", CASES)
-def test_official_cell(case: str, form: str) -> None:
+def test_official_cell(case: str, backend: str) -> None:
     data, meta = golden.read(f"xlstm/{case}")
     H, B = meta["config"]["num_heads"], meta["config"]["B"]
     for dtype in (torch.float64, torch.float32):
@@ -55,7 +55,7 @@ def test_official_cell(case: str, form: str) -> None:
         if "in/state0" in data:
             state = SLSTMState(*torch.from_numpy(data["in/state0"]).to(dtype).reshape(4, B, H, D).unbind(0))
         y, last = slstm(
-            *x.chunk(4, -1), recurrent, flat_bias.view(4, H, D), state=state, return_state=True, backend=form
+            *x.chunk(4, -1), recurrent, flat_bias.view(4, H, D), state=state, return_state=True, backend=backend
         )
         out = y.unflatten(-1, (H, D)).transpose(1, 2)
         (out * torch.from_numpy(data["ct"]).to(dtype)).sum().backward()
@@ -71,12 +71,12 @@ def test_official_cell(case: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 100.0, -100.0])
-@pytest.mark.parametrize("form", ["reference", "torch"])
-def test_extreme_gates_are_finite(form: str, size: float) -> None:
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_extreme_gates_are_finite(backend: str, size: float) -> None:
     for gate in GATES:
         x = {name: t.float().requires_grad_() for name, t in TRITON.inputs(state=False).items()}
         x[gate] = torch.full_like(x[gate], size, requires_grad=True)
-        for name, value in with_gradients(TRITON(x, backend=form), x).items():
+        for name, value in with_gradients(TRITON(x, backend=backend), x).items():
             assert torch.isfinite(value).all(), (gate, name)
 
 
@@ -178,7 +178,7 @@ def test_six_teams_of_four_take_six_launches(reverse: bool) -> None:
 def test_a_team_of_one_walks_several_tokens_in_a_launch(
     at_once: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of what a device runs but for the waiting: there is nobody to wait for."""
+    """All that a device runs, except the waiting: there is no other program to wait for."""
     monkeypatch.setattr(slstm_triton, "AT_ONCE", at_once)
     check(TRITON, TRITON.inputs(batch=3, S=7, D=16), reverse=reverse, resets=reset_marks(3, 7, 3))
 
@@ -268,7 +268,7 @@ def test_programs_wait_for_one_another(
 
 @INTERPRETED
 @pytest.mark.usefixtures("by_team")
-def test_who_waits_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_waits_in_vain_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN at once, an error in words at the next call, and heads by tiles from then on."""
     monkeypatch.setattr(slstm_triton, "_no_teams", set())
     monkeypatch.setattr(slstm_triton, "AT_ONCE", 100)

@@ -143,11 +143,11 @@ def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", 
     causal_conv_triton.run(x, weight, bias, activation=activation, **given | change).sum().backward()
 
 
-def head_norm(width: int, dtype: torch.dtype, behind: bool = False) -> None:
+def head_norm(width: int, dtype: torch.dtype, gated: bool = False) -> None:
     x = torch.zeros(100, 4 * width, dtype=dtype, requires_grad=True)
     weight, bias = (torch.zeros(4 * width, requires_grad=True) for _ in range(2))
     more: tuple[Any, ...] = ()
-    if behind:
+    if gated:
         skip, gate = (torch.zeros(100, 4 * width, dtype=dtype, requires_grad=True) for _ in range(2))
         more = (skip, torch.zeros(4 * width, requires_grad=True), gate, "silu")
     head_norm_triton.run(x, 4, weight, bias, 1e-5, *more).sum().backward()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 GOLDEN = Path("tests", "golden", "triton")
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}  # bytes that a program may have
 LOCAL = 16  # bytes: a value or two put aside outside the loops is no harm
-REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: beyond that the second half of the file is used
+REGISTERS = {"sm_80": 255, "sm_90": 255, "gfx942": 256}  # gfx942: above that the second half of the file is used
 
 
 def table(words: list[str], root: Path, cache: Path) -> list[str]:
@@ -60,7 +60,7 @@ def compare(lines: list[str], recorded: list[str]) -> None:
 
 
 OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus")
-TYPICAL = {  # of each op the cases that are compiled every time, which have all its kernels; with `long` all are
+TYPICAL = {  # of each op the cases that each run compiles, which have all its kernels; with `long` all are
     "selective_scan": ["selective_scan N=16 bf16 segments resets"],
     "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
     "head_norm": ["head_norm D=192 bf16 skip gate"],
