@@ -43,7 +43,9 @@ from seqblocks.kernels.mlstm.triton.tensors import (
     weights_read,
     weights_written,
 )  # fmt: skip
-from seqblocks.kernels.triton_common import exp, jit, operand, reciprocal, tl
+from seqblocks.kernels.triton_common import constexpr, exp, jit, operand, reciprocal, tl
+
+LARGEST_EXPONENT = constexpr(88.0)  # e^88 is finite in float32
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -160,21 +162,7 @@ def state_gradients(
         tl.store(dn0 + wide * DK + dk, total, first)
 
 
-@jit
-@no_type_check
-def _times_state(
-    rows, offsets, live, state, DOWN: tl.constexpr, ACROSS: tl.constexpr, d, is_d, D: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-):
-    """The D channels of rows of a tile, times a state of steps DOWN and ACROSS, of which columns d are wanted."""
-    total = tl.zeros((BT, BC), tl.float32)
-    for first in range(0, D, BD):
-        c = first + tl.arange(0, BD)
-        is_c = inside(c, D, BD)
-        a = operand(load_tile(rows, offsets, c, live, is_c), DOT, PRECISION)
-        b = load_tile(state, c * DOWN, d * ACROSS, is_c, is_d)
-        total += tl.dot(a, b.to(DOT), input_precision=PRECISION)
-    return total
+# Each role has a loop of its own over what the state gives: as a helper it cost registers, and on sm_90 a spill.
 
 
 @jit
@@ -191,9 +179,13 @@ def _query_gradients(
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
     grads = start(dh, n, H, tile, S, gb, gs, gh, REVERSE, BT)
-    total = _times_state(
-        grads, sign * j * gs, live, C + at * DK * DV, 1, DV, d, is_d, DV, DOT, PRECISION, BT, BK, BD
-    )
+    total = tl.zeros((BT, BK), tl.float32)
+    for first in range(0, DV, BD):
+        dv = first + tl.arange(0, BD)
+        is_v = inside(dv, DV, BD)
+        a = operand(load_tile(grads, sign * j * gs, dv, live, is_v), DOT, PRECISION)
+        state = load_tile(C + at * DK * DV, dv, d * DV, is_v, is_d)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     inverse = load_plane(factors, INVERSE, plane, here, j)
     dden = load_plane(factors, D_DEN, plane, here, j)
     total *= load_plane(factors, READ_C, plane, here, j)[:, None]
@@ -232,9 +224,13 @@ def _key_gradients(
     is_d = inside(d, DK, BK)
     sign = -1 if REVERSE else 1
     values = start(v, n, H, tile, S, vb, vs, vh, REVERSE, BT)
-    total = _times_state(
-        values, sign * j * vs, live, dC + at * DK * DV, 1, DV, d, is_d, DV, DOT, PRECISION, BT, BK, BD
-    )
+    total = tl.zeros((BT, BK), tl.float32)
+    for first in range(0, DV, BD):
+        dv = first + tl.arange(0, BD)
+        is_v = inside(dv, DV, BD)
+        a = operand(load_tile(values, sign * j * vs, dv, live, is_v), DOT, PRECISION)
+        state = load_tile(dC + at * DK * DV, dv, d * DV, is_v, is_d)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
     total *= load_plane(gates, WRITE, plane, here, j)[:, None]
     e = load_e(gates, plane, here, j, log_scale, DOT)
@@ -274,9 +270,13 @@ def _value_gradients(
     is_d = inside(d, DV, BV)
     sign = -1 if REVERSE else 1
     keys = start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
-    total = _times_state(
-        keys, sign * j * ks, live, dC + at * DK * DV, DV, 1, d, is_d, DK, DOT, PRECISION, BT, BV, BD
-    )
+    total = tl.zeros((BT, BV), tl.float32)
+    for first in range(0, DK, BD):
+        dk = first + tl.arange(0, BD)
+        is_k = inside(dk, DK, BD)
+        a = operand(load_tile(keys, sign * j * ks, dk, live, is_k), DOT, PRECISION)
+        state = load_tile(dC + at * DK * DV, dk * DV, d, is_k, is_d)
+        total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
     total *= load_plane(gates, WRITE, plane, here, j)[:, None]
     e = load_e(gates, plane, here, j, log_scale, DOT)
     segment = load_segment(segments, here, j)
@@ -390,9 +390,9 @@ def gate_gradients(
     dlog_f = sums(segment, read - dlog_i, segments is not None) + reaches
     if not EXP:
         raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
-        dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, 88.0)))
+        dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, 88.0)))
+    dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
     tl.store(di + to, dlog_i, live)
     tl.store(df + to, dlog_f, live)

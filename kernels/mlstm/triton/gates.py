@@ -9,7 +9,11 @@ from typing import no_type_check
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.mlstm.triton.tensors import CARRIED, E_REST, FLOOR, KEEP, WRITE, E, U, X, start
-from seqblocks.kernels.triton_common import binary, jit, log_sigmoid, tl
+from seqblocks.kernels.triton_common import binary, constexpr, jit, log_sigmoid, tl
+
+LEAST_LOG_F = constexpr(-1e6)  # so that sums over a chunk are finite
+NEGLIGIBLE = constexpr(208.0)  # a weight smaller by e^-208 = 2^-300 than another
+LARGEST_FLOOR = constexpr(125.51447)  # e^87 as a power of 2
 
 
 @jit
@@ -76,7 +80,7 @@ def _chunk_gates(
     if not EXP:
         log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))
-    least = tl.maximum(log_i - tl.max(log_i, 0) - 208.0, -1e6)
+    least = tl.maximum(log_i - tl.max(log_i, 0) - NEGLIGIBLE, LEAST_LOG_F)
     closed = log_f < least
     rest = tl.where(closed, binary(log_f - least), 0.0)
     log_f = binary(tl.where(closed, least, log_f).to(tl.float64))
@@ -86,28 +90,40 @@ def _chunk_gates(
         marks = tl.load(start(resets, n, H, c, S, S, 1, 0, REVERSE, BT) + sign * j, live, 0).to(tl.int32)
         segment = tl.cumsum(marks, 0)
     b = sums(segment, log_f, resets is not None)
-    if tl.min(rest, 0) < 0.0:
-        rest = sums(segment, rest, resets is not None)
+    rest = sums(segment, rest, resets is not None)
     e = log_i - b
     high = e.to(tl.float32)
     if resets is not None:
         best = tl.associative_scan((segment, high), 0, _max_within)[1]
     else:
         best = tl.associative_scan(high, 0, _max)
-    return b, e, rest.to(tl.float64), high, best, segment
+    return b, e, rest, high, best, segment
 
 
 @jit
 @no_type_check
-def _passage(b, e, rest, segment, BT: tl.constexpr):
-    """What a chunk makes of the m that enters it, max(m + sum, most): after a reset that m is 0."""
+def _in_last_segment(segment, resets):
+    """Which tokens are in the segment in which the chunk ends, and whether there is an earlier one: a constant without
+    resets, which saves the maximum."""
+    if resets is None:
+        return segment == 0, tl.full((), False, tl.int1)
+    else:
+        return segment == tl.max(segment, 0), tl.max(segment, 0) > 0
+
+
+@jit
+@no_type_check
+def _passage(b, e, rest, reaches, broken, BT: tl.constexpr):
+    """What a chunk makes of the m that enters it, max(m + sum, most): after a reset that m is 0. Selected, not branched
+    over: around a branch compilers synchronise threads at every exchange of numbers."""
     last = tl.arange(0, BT) == BT - 1
     through = tl.sum(tl.where(last, b, 0.0), 0)
-    most = tl.max(tl.where(segment == tl.max(segment, 0), e, float("-inf")), 0)
-    enters = tl.sum(tl.where(last, rest, 0.0), 0)
-    if tl.max(segment, 0) > 0:
-        return tl.full((), float("-inf"), tl.float64), tl.maximum(most, enters) + through
-    return through + enters, most + through
+    most = tl.max(tl.where(reaches, e, float("-inf")), 0)
+    enters = tl.sum(tl.where(last, rest, 0.0), 0).to(tl.float64)
+    return (
+        tl.where(broken, float("-inf"), through + enters),
+        tl.where(broken, tl.maximum(most, enters), most) + through,
+    )
 
 
 @common.kernel(do_not_specialize=["S"])  # one compiled kernel for all lengths
@@ -122,7 +138,8 @@ def totals(
     b, e, rest, _, _, segment = _chunk_gates(
         i, f, resets, at // chunks, H, at % chunks, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
     )
-    through, most = _passage(b, e, rest, segment, BT)
+    reaches, broken = _in_last_segment(segment, resets)
+    through, most = _passage(b, e, rest, reaches, broken, BT)
     tl.store(passages + at, through)
     tl.store(passages + tl.num_programs(0) + at, most)
 
@@ -180,10 +197,11 @@ def gates(
             i, f, resets, n, H, c, S, ib, js, ih, fb, fs, fh, EXP, REVERSE, BT
         )
         whole = segment == 0
-        p = tl.where(whole, m, 0.0) + rest
+        p = tl.where(whole, m, 0.0) + rest.to(tl.float64)
+        reaches, broken = _in_last_segment(segment, resets)
         after = tl.full((), 0.0, tl.float64)
         if EXP:
-            through, most = _passage(b, e, rest, segment, BT)
+            through, most = _passage(b, e, rest, reaches, broken, BT)
             after = tl.maximum(most, through + m)
             if c == chunks - 1:
                 after = _rounded(after)
@@ -197,14 +215,13 @@ def gates(
         tl.store(to + plane * E, high)
         tl.store(to + plane * X, x)
         tl.store(to + plane * U, _power(tl.where(whole, p - x.to(tl.float64), float("-inf"))))
-        tl.store(to + plane * FLOOR, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), 125.51447)))
+        tl.store(to + plane * FLOOR, tl.exp2(tl.minimum((-b - x.to(tl.float64)).to(tl.float32), LARGEST_FLOOR)))
         tl.store(to + plane * CARRIED, tl.where(carried, 1.0, 0.0))
-        reaches = segment == tl.max(segment, 0)  # the end of the chunk
         left = tl.sum(tl.where(last, b, 0.0), 0) - after
         tl.store(to + plane * WRITE, _power(tl.where(reaches, e + left, float("-inf"))))
         low = e - tl.where(high > float("-inf"), high, 0.0).to(tl.float64)
         tl.store(to + plane * E_REST, tl.where(high > float("-inf"), low, 0.0).to(tl.float32))
-        tl.store(to + plane * KEEP, _power(tl.where(whole & last, m + rest + left, float("-inf"))))
+        tl.store(to + plane * KEEP, _power(tl.where(whole & last, m + rest.to(tl.float64) + left, float("-inf"))))
         if segments is not None:
             tl.store(segments + place + c * BT + j, segment)
         m = after

@@ -59,7 +59,7 @@ class _Plan:
             gates.totals[(self.N * self.chunks,)](
                 i, f, resets, passages, self.S, self.H, *_strides(i, f), **options
             )
-            gates.entering[(self.N,)](passages, m0, m_enters, self.chunks, BC=256, num_warps=1)
+            gates.entering[(self.N,)](passages, m0, m_enters, self.chunks, BC=sizes.CHUNKS_AT_ONCE, num_warps=1)
         gates.gates[(self.N * self.chunks if each else self.N,)](
             i, f, resets, m0, m_enters, planes, segments, m_out,
             self.S, self.N, self.H, *_strides(i, f), EACH=each, **options,
@@ -91,7 +91,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
-    return [common.near(x, 256) for x in lines] + [None if x is None else x.contiguous() for x in whole]
+    return [common.near(x, sizes.LONGEST_CHUNK) for x in lines] + [None if x is None else x.contiguous() for x in whole]
 
 
 @common.custom_op("seqblocks::mlstm_triton")

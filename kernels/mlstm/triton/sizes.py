@@ -6,6 +6,8 @@ from seqblocks.kernels import triton_common as common
 
 WALKERS = 512  # programs that walk over chunks, at least: four for each multiprocessor of a large GPU
 WALKED = 8  # chunks, at most, that one program goes through to find the gates; more are worth two more launches
+LONGEST_CHUNK = 256
+CHUNKS_AT_ONCE = 256  # chunks whose passages a program composes in one step
 
 
 def chunk(dk: int, dv: int, narrow: bool) -> dict[str, int]:
