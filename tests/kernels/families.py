@@ -54,62 +54,95 @@ def mlstm_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: A
     """Roundings times sizes for gradients that are differences of larger sums. See `mlstm_roundings`; further counts:
 
         dq, dk   through the numerator of h 2: C or dC, and when it is read; or the weights
-                 through its divisor 4: h, in dh . h, and the weights
-        dn       through the divisor 3
-        <C, dC>  3: C, C when it is read, and dC; <n, dn> 3
+                 through its divisor 4: h, in dh . h, and the weights; the parts may cancel; the result 1
+        dn       through the divisor 3, and the result
+        k . dk   as dk without the result
+        <C, dC>  4: both, and when they are read; of the first state 2, of the last 2; <n, dn> 3, of the last 0
 
-    The two parts of dq and dk may cancel. One more rounding is that of the result; q . dq and k . dk, which the gates
-    take, are made before it. The gradient of log f sums q . dq - k . dk over later tokens, and <C, dC> + <n, dn> of the
-    state after them; that of log i is k . dk, less the last state's for the token that made m; that of m is the first
-    state's less the last one's. A sum over tokens counts once: what two of its tokens add to each other cancels.
+    The gradient of log f at t is <C, dC> + <n, dn> there, but is made as what tokens of the chunk read, less what they
+    write, and what enters and leaves the chunk. What two of these tokens add to each other is the same number in both,
+    so the sizes are those of <C, dC> + <n, dn>, all products taken positive, of the first state, of the last, and at
+    the worst token between. The gradient of log i is k . dk; that
+    of m that of the first state. With the exponential gate m is a maximum, and both lose the last state's (1) and what
+    eps leaves of dh . h (3).
     """
     counts = {"q": (2, 4), "k": (2, 4), "n": (0, 3)}
     leaves = {name: x[name].detach().requires_grad_() for name in counts if name in x}
-    parts = [
+    parts = mlstm_parts({name: leaves.get(name, t.detach()) for name, t in x.items()}, given, **options)
+    gradients = [
         torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, allow_unused=True, materialize_grads=True)
-        for loss in mlstm_parts({name: leaves.get(name, t.detach()) for name, t in x.items()}, given, **options)
+        for loss in (parts.numerator, parts.divisor)
     ]
     results, products = {}, {}
-    for (name, leaf), *of_leaf in zip(leaves.items(), *parts, strict=True):
+    for (name, leaf), *of_leaf in zip(leaves.items(), *gradients, strict=True):
         counted = [*zip(counts[name], of_leaf, strict=True)]
         results[name] = sum((count + 1) * part.abs().max().item() for count, part in counted)
         products[name] = sum(count * (leaf * part).abs().sum(-1).max().item() for count, part in counted)
-
-    def of_state(C: Tensor, dC: Tensor, n: Tensor, dn: Tensor) -> float:
-        return 3 * ((C * dC).abs().sum((-2, -1)) + (n * dn).abs().sum(-1)).max().item()
-
-    first = of_state(x["C"], wanted["gradient of C"], x["n"], wanted["gradient of n"]) if "C" in x else 0.0
-    last = of_state(wanted["C"], given["C"], wanted["n"], given["n"]) if "C" in wanted else 0.0
-    results |= {"i": products["k"] + last, "f": products["q"] + products["k"] + last, "m": first + last}
+    through_m = 0.0 if options.get("input_gate") == "sigmoid" else parts.flows[-1] + 3 * parts.of_eps
+    first, *between, last = parts.flows
+    results |= {"i": products["k"] + through_m, "m": 3 * first + through_m}
+    results["f"] = 3 * first + 4 * max(between, default=0.0) + 2 * last
     return {f"gradient of {name}": size for name, size in results.items()}
+
+
+class Parts(NamedTuple):
+    """numerator, divisor: the loss as a function of the numerator of h and the last C, and of the divisor and the last
+    n; in the second all products of dh . h are positive, because they may cancel. flows: <C, dC> + <n, dn> before each
+    token and after the last, all products positive. of_eps: what eps leaves of dh . h, over all tokens."""
+
+    numerator: Tensor
+    divisor: Tensor
+    flows: list[float]
+    of_eps: float
 
 
 def mlstm_parts(
     x: Tensors, given: Tensors, *, resets: Tensor | None = None, reverse: bool = False, eps: float = 1e-6,
     input_gate: str = "exp", normalize: bool = True, **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """The loss of the cotangents `given`, through the numerator of h and the last C, and through the divisor and the
-    last n. The second has dh . h with all its products positive: their sum may cancel too."""
+) -> Parts:
+    """By the definition in float64, with the cotangents `given`."""
     B, S, H, DK = x["q"].shape
     log_i, log_f = log_input_gate(x["i"], input_gate), logsigmoid(x["f"])
     shapes = {"C": (DK, x["v"].shape[-1]), "n": (DK,), "m": ()}
     state = MLSTMState(*(x.get(name, log_f.new_zeros(B, H, *shape)) for name, shape in shapes.items()))
+    largest = MLSTMState(state.C.abs(), state.n.abs(), state.m)  # the state, all products positive
     numerator = divisor = torch.zeros(())
+    of_eps = torch.zeros(B, H, dtype=torch.float64)
+    tokens = []
     for t in reversed(range(S)) if reverse else range(S):
         if resets is not None:
-            state = MLSTMState(*(along(~resets[:, t], s) * s for s in state))
-        q = x["q"][:, t] * DK**-0.5
-        num, state = cell(q, x["k"][:, t], x["v"][:, t], log_i[:, t], log_f[:, t], state,
-                          eps=eps, input_gate=input_gate, normalize=False)
+            state, largest = (MLSTMState(*(along(~resets[:, t], y) * y for y in part)) for part in (state, largest))
+        kept, gates = torch.exp(log_f[:, t] + state.m), (log_i[:, t], log_f[:, t])
+        if resets is not None:
+            kept = along(~resets[:, t], kept) * kept
+        q, k, v = x["q"][:, t] * DK**-0.5, x["k"][:, t], x["v"][:, t]
+        before = largest
+        _, largest = cell(q, k.abs(), v.abs(), *gates, largest, eps=eps, input_gate=input_gate, normalize=False)
+        num, state = cell(q, k, v, *gates, state, eps=eps, input_gate=input_gate, normalize=False)
         den, floor = (q * state.n).sum(-1), torch.exp(-state.m)
         inverse = (1 / (den.abs().clamp(min=floor) + eps) if normalize else torch.ones_like(den)).detach()
         dh = given["out"][:, t].double()
-        products = (dh * num).detach().abs().sum(-1) * inverse * (normalize & (den.abs() >= floor))
+        r = (dh * num).detach().abs().sum(-1) * inverse
+        dden = r * inverse * (normalize & (den.abs() >= floor))
         numerator = numerator + ((dh * num).sum(-1) * inverse).sum()
-        divisor = divisor + (products * inverse * den).sum()
+        divisor = divisor + (dden * den).sum()
+        of_eps += eps * r * inverse * normalize
+        read = q.detach().abs()
+        dnum = dh.abs() * inverse[..., None]
+        tokens.append((before, kept / torch.exp(state.m), read[..., None] * dnum[..., None, :], read * dden[..., None]))
+    dC, dn = torch.zeros_like(state.C), torch.zeros_like(state.n)
     if "C" in given:
         numerator, divisor = numerator + (state.C * given["C"]).sum(), divisor + (state.n * given["n"]).sum()
-    return numerator, divisor
+        dC, dn = given["C"].double().abs(), given["n"].double().abs()
+
+    def flow(part: MLSTMState) -> float:
+        return ((part.C * dC).sum((-2, -1)) + (part.n * dn).sum(-1)).max().item()
+
+    flows = [flow(largest)]
+    for before, kept, read_C, read_n in reversed(tokens):
+        dC, dn = kept[..., None, None] * (dC + read_C), kept[..., None] * (dn + read_n)
+        flows.append(flow(before))
+    return Parts(numerator, divisor, flows[::-1], of_eps.max().item())
 
 
 def mlstm_errors() -> Any:
