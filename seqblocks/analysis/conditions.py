@@ -23,7 +23,7 @@ def is_known(ctx: Context, step: Step) -> bool:
 
 def is_absent(ctx: Context, step: Step) -> bool:
     """Whether the condition of a step is false. Its input is then the value of the step, and of its wire."""
-    if _condition(ctx, step) is not False or step.unreadable:
+    if _condition(ctx, step) is not False or step.unreadable or step.found is None:
         return False
     try:
         value = _input(ctx, step)
