@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 import math
-import pkgutil
+import os
 import re
 import signal
 import types
@@ -194,15 +194,22 @@ def builtin_verbs() -> dict[str, str]:
     """
     package = importlib.import_module(BUILTIN_PACKAGE)
     found: dict[str, str] = {}
-    for module in pkgutil.iter_modules(package.__path__, f"{BUILTIN_PACKAGE}."):
-        origin = module.module_finder.find_spec(module.name, None)
-        path = origin.origin if origin else None
-        if not path or not path.endswith(".py"):
-            importlib.import_module(module.name)
-            continue
-        with open(path, encoding="utf-8") as source:
-            found |= dict.fromkeys(re.findall(r'^@primitive\("(\w+)"\)', source.read(), re.M), module.name)
+    for folder in filter(os.path.isdir, package.__path__):
+        for file in sorted(os.listdir(folder)):
+            if file.endswith(".py"):
+                with open(os.path.join(folder, file), "rb") as source:
+                    verbs = re.findall(rb'^@primitive\("(\w+)"\)', source.read(), re.M)
+                found |= dict.fromkeys(map(bytes.decode, verbs), f"{BUILTIN_PACKAGE}.{file[:-3]}")
+    if not found:
+        _import_all(package)
     return {**dict.fromkeys(PRIMITIVES, ""), **found}
+
+
+def _import_all(package: types.ModuleType) -> None:
+    import pkgutil  # only an installation without sources pays for it
+
+    for module in pkgutil.iter_modules(package.__path__, f"{BUILTIN_PACKAGE}."):
+        importlib.import_module(module.name)
 
 
 def load_builtin() -> None:

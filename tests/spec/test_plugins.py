@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -285,3 +286,16 @@ def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: P
     done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
     assert done.returncode == 2
     assert told in done.stderr
+
+
+def test_built_in_verbs_are_found_without_sources(tmp_path: Path) -> None:
+    """In an archive, where no folder can be listed: all of them are imported."""
+    archive = tmp_path / "seqblocks.zip"
+    with zipfile.ZipFile(archive, "w") as target:
+        for file in sorted((ROOT / "seqblocks").rglob("*.py")):
+            target.write(file, file.relative_to(ROOT))
+    code = "from seqblocks import op; assert op.find_primitive('silu'); print(op.__file__)"
+    env = {**os.environ, "PYTHONPATH": str(archive)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(archive) in done.stdout
