@@ -86,5 +86,5 @@ def _allocate(module: SequenceModel, dtype: torch.dtype, device: torch.device) -
             ) from error
         holder, _, leaf = name.rpartition(".")
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))
-    for name, buffer in list(module.named_buffers()):
+    for name, buffer in list(module.named_buffers(recurse=False)):
         module.register_buffer(name, torch.empty_like(buffer, device=device, dtype=dtype), persistent=False)

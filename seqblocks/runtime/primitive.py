@@ -27,10 +27,11 @@ class Primitive(StepModule):
         self.op, self._path = node.op, place.path
         self._stateful = type(node.op).state is not Op.state  # then the op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
-        self._axis = joining_axis(node)
-        elsewhere = {name for name in node.parameters if graph.join(place.path, name) in place.held_elsewhere}
-        self._own = [name for name in node.parameters if name not in elsewhere]
-        self._elsewhere = [name for name in node.parameters if name in elsewhere]
+        self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
+        self._own, self._elsewhere = list(node.parameters), list[str]()
+        if place.held_elsewhere:
+            self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
+            self._own = [name for name in self._own if name not in self._elsewhere]
         for name in self._own:
             self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
 

@@ -106,8 +106,6 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
 
 def joining_axis(node: Node) -> int:
     """Return the axis along which an op's inputs are joined: the one of the features."""
-    if all(len(values) == 1 for values in node.inputs.values()):
-        return -1
     assert node.op is not None
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)
