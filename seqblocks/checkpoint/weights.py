@@ -129,6 +129,17 @@ def copy_weights(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     check_fit(model.spec, tensors)
     own = model.state_dict(keep_vars=True)  # its names are the spec's, also where a wrapper is in between
     for name, tensor in tensors.items():
+        if _overflows(tensor, own[name].dtype):
+            dtype = str(own[name].dtype).removeprefix("torch.")
+            raise RunError(f"the weights for {name} hold numbers that {dtype} does not hold; use another dtype")
+    for name, tensor in tensors.items():
         own[name].copy_(tensor)
     if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
         model.tie()  # to_empty and load_state_dict separate them
+
+
+def _overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite numbers would be infinite in another dtype."""
+    if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+        return False
+    return bool((tensor.to(dtype).isinf() & tensor.isfinite()).any())

@@ -504,6 +504,22 @@ def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> 
         load_official(model(), {**model().state_dict(), "up.weight": ODD[kind]})
 
 
+def test_weights_that_a_dtype_does_not_hold_are_an_error(tmp_path: Path) -> None:
+    made = model()
+    large = {**model(1).state_dict(), "up.weight": torch.full((6, 4), 1e300, dtype=torch.float64)}
+    with pytest.raises(seqblocks.RunError, match=r"up\.weight hold numbers that float32 does not hold"):
+        load_official(made, large)
+    assert torch.equal(made.down.weight, model().down.weight)
+    with torch.no_grad():
+        made.up.weight.fill_(1e5)
+    save(made, tmp_path / "a.pt")
+    with pytest.raises(seqblocks.RunError, match="float16 does not hold"):
+        restore(tmp_path / "a.pt", dtype="float16")
+    with torch.no_grad():
+        made.up.weight.fill_(torch.inf)
+    load_official(model(1).half(), made.state_dict())  # infinite before
+
+
 def test_weights_without_storage_are_an_error() -> None:
     gone = torch.ones(6, 4)
     gone.untyped_storage().resize_(0)  # as sharding leaves what is elsewhere
