@@ -155,7 +155,7 @@ def run_in_subprocess(call: Call) -> Finding:
         return f"its check cannot be started ({_summary(error)})", False
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     status = ": ".join([f"exit status {done.returncode}", *last])[:200]
-    if done.returncode > 0:  # an exception of Python, which the check itself would have caught
+    if not done.stdout:  # it did not come to the example
         return f"its check cannot be started ({status})", False
     # SIGINT, SIGKILL and SIGTERM come from outside: from the user, or from a system without memory
     return f"its check crashes ({status})", done.returncode not in (-2, -9, -15)
@@ -173,6 +173,7 @@ def main() -> None:
     importlib.import_module(module)
     if call.facts["device"] == "cuda":  # tests have others
         torch.cuda.set_device(call.facts["index"])
+    print(file=output, flush=True)  # a crash from here on is a fault of the kernels
     json.dump(check(call), output)
     output.flush()
 

@@ -174,6 +174,10 @@ def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: py
     assert "cannot be started" in found
     assert "No module named 'no_such_module'" in found
     assert not lasting
+    monkeypatch.setenv("BROKEN_ABORTS", "1")
+    found, lasting = check("right")
+    assert found.startswith("its check cannot be started (exit status -6")
+    assert not lasting
     monkeypatch.setattr(self_check.sys, "executable", "/no/such/python")
     assert "cannot be started" in check("right")[0]
     assert not check("right")[1]
