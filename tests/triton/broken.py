@@ -12,7 +12,6 @@ from torch import Tensor
 
 from seqblocks.kernels import dispatch
 
-
 if os.environ.get("BROKEN_ABORTS"):
     os.abort()  # as a driver that does not work at all
 
