@@ -50,7 +50,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
             found = places.below(part, open)
             if not found.things:
                 otherwise = open and any(isinstance(place, graph.Node) and place.op for place in places.things)
-                if not (otherwise or _is_absent(part, places.things)):
+                if not (otherwise or places.without_layers or part in places.absent):
                     _unknown(ctx, entry, part, start, places)
                     sound = False
                 break
@@ -64,15 +64,6 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
                 sound &= _check_owner(ctx, entry, owners)
     if sound:
         _check_use(ctx, table, body, open, composed)
-
-
-def _is_absent(name: str, places: list[Any]) -> bool:
-    """Whether a step of this name has a condition that is false, or would be in a repeat of no layers."""
-    if any(isinstance(place, graph.Node) and place.kind == "repeat" and not place.bodies for place in places):
-        return True
-    bodies = [place for place in places if isinstance(place, Graph)]
-    bodies += [body for place in places if isinstance(place, graph.Node) for body in place.bodies.values()]
-    return any(name in body.absent for body in bodies)
 
 
 def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, composed: set[int]) -> None:
@@ -152,6 +143,20 @@ class _Places:
         bodies = [thing for thing in self.things if isinstance(thing, Graph)]
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
         return any(node.checkpoint for node in chain(nodes, chain.from_iterable(map(graph.walk, bodies))))
+
+    @cached_property
+    def absent(self) -> set[str]:
+        """The names of steps here whose condition is false."""
+        bodies = [thing for thing in self.things if isinstance(thing, Graph)]
+        nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
+        bodies += chain.from_iterable(node.bodies.values() for node in nodes)
+        return {name for body in bodies for name in body.absent}
+
+    @cached_property
+    def without_layers(self) -> bool:
+        """Whether one of these is a repeat of no layers."""
+        nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
+        return any(node.kind == "repeat" and not node.bodies for node in nodes)
 
     @cached_property
     def matrix(self) -> bool:

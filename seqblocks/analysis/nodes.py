@@ -141,12 +141,14 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
 def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:
     """Return the names in a list, and the width of each part; no widths while they are UNKNOWN."""
     labels: list[str] = []
+    defined: set[str] = set()
     for item in node.items:
         assert isinstance(item, Scalar)
-        if item.text in labels:
+        if item.text in defined:
             ctx.report(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
         else:
             _define(ctx, item.text, item.span)
+        defined.add(item.text)
         labels.append(item.text)
     if type is None:
         return labels, None
