@@ -114,9 +114,11 @@ def _check_keys(ctx: Context, step: Step) -> None:
     found = step.found
     if found is None or not found.is_known or _takes_words(found):
         return
-    unknown: Entries = {key: entry for key, entry in step.fields.items() if key not in (*found.own, *found.wires)}
+    known = {*found.own, *found.wires}
+    unknown: Entries = {key: entry for key, entry in step.fields.items() if key not in known}
+    words = list(dict.fromkeys((*found.own, *found.wires, *found.common))) if unknown else []
     for key, (span, _) in unknown.items():
-        ctx.report(_unknown_key(step, found, key), span)
+        ctx.report(_unknown_key(step, found, key, words), span)
         step.incomplete = True
     if "as" not in step.common:
         step.possible_wires = tuple(chain.from_iterable(_words(key, node) for key, (_, node) in unknown.items()))
@@ -127,8 +129,7 @@ def _takes_words(found: Verb) -> bool:
     return isinstance(found.meaning, type) and found.meaning.open_keys
 
 
-def _unknown_key(step: Step, found: Verb, key: str) -> Fault:
-    words = list(dict.fromkeys((*found.own, *found.wires, *found.common)))
+def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
     message, notes = f"unknown key {quote(key)} in {step.verb}", []
     if isinstance(found.meaning, Block):
         message = f"block {step.verb} has no argument {quote(key)}"

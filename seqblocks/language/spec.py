@@ -398,8 +398,9 @@ class Reader:
         known_keys(self.report, node, BLOCK_KEYS, f"block {name}")
         let, given = self._mapping(node, "let"), self._mapping(node, "args")
         args = {a.name: a for k, s, n in given or () if (a := self._argument(k, s, n))}
+        names_in_block = {*args, *(let.entries if let else ())}
         for argument in args.values():
-            self._plain_default(argument, [*args, *(let.entries if let else ())])
+            self._plain_default(argument, names_in_block)
         steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
         names = self._mapping(node, "checkpoint")
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
