@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqblocks.kernels import attention, use_backend
 from seqblocks.kernels.positions import rotary
-from tests.kernels.families import attention_inputs
+from tests.kernels.family_of_attention import attention_inputs
 
 # float64: sums of up to 2,000 terms with weights that add to one, of values of order one
 ROUNDING = 1e-12

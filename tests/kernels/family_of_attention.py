@@ -1,0 +1,57 @@
+"""Attention, as the conformance tests see it; the other kernels are in families.py."""
+
+from __future__ import annotations
+
+import torch
+
+from seqblocks import kernels
+from tests.kernels.conformance import Kernel, Tensors, Variant, draw, float32_bar
+
+
+def attention_inputs(
+    batch: int = 2, S: int = 9, H: int = 4, G: int = 2, D: int = 6, DV: int = 3, past: int = 160
+) -> Tensors:
+    """The cache holds 3 tokens for the first row and none for the last; what lies before them is never read."""
+    x = {"q": draw(batch, S, H, D), "k": draw(batch, S, G, D, seed=1), "v": draw(batch, S, G, DV, seed=2)}
+    x |= {"cached k": draw(batch, past, G, D, seed=3), "cached v": draw(batch, past, G, DV, seed=4)}
+    return {**x, "length": 3 * (torch.arange(batch) == 0)}
+
+
+def attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The reference computes in float32, but rotated q and k are rounded, and so is their gradient: 2. torch's kernels
+    round scores, of size 6 here, which the weights are off by relatively (6); the weights and the result: 8 for y. For
+    gradients also those of the weights and of the scores, the weights again, and the rotation: 12."""
+    return 12.0 if backend == "torch" else 2.0
+
+
+WINDOW = {"past": 6}
+ATTENTION = Kernel(
+    name="attention",
+    function=kernels.attention,
+    make=attention_inputs,
+    sequences=("q", "k", "v"),
+    states=("cached k", "cached v", "length"),
+    shapes=({"S": 1}, {"S": 2}, {"S": 7}, {"S": 40}, {"S": 130}, {"H": 1, "G": 1, "DV": 8}, {"S": 13, "G": 4}),
+    ranges={"batch": range(4), "S": range(25), "D": (2, 4), "DV": range(1, 5)},
+    small={"batch": 1, "S": 5, "H": 2, "G": 1, "D": 2, "DV": 2},
+    variants={
+        "full": Variant(),
+        "window of 7": Variant({"window": 7}, WINDOW),
+        "window of 1": Variant({"window": 1}, {"past": 0}),
+        "rotary": Variant({"rotary": 100.0, "scale": 0.3}),
+    },
+    implementations=("reference", "torch"),
+    reverse=False,
+    bar=lambda length: 8 * float32_bar(length),  # scores of size 6 in an exponential
+    roundings=attention_roundings,
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"q": x["q"][:, :, :3]}, "G a divisor of H"),
+        (lambda x: {"causal": False}, "needs causal=True"),
+        (lambda x: {"window": 0}, "at least one token"),
+        (lambda x: {"window": 200}, "too short for a window of 200"),
+        (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
+        (lambda x: {"resets": torch.zeros(2, 9)}, r"wants resets bool \[2, 9\]"),
+        (lambda x: {"length": x["length"][:1]}, "wants a state of shapes"),
+    ),
+)
