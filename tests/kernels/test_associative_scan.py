@@ -18,7 +18,8 @@ from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mls
 from seqblocks.kernels.mlstm.memoroid import MLSTMElement, _scan, elements
 from seqblocks.kernels.mlstm.memoroid import combine as mlstm_combine
 from tests.kernels.conformance import draw
-from tests.kernels.families import Pair, linear, logarithmic, mlstm_inputs
+from tests.kernels.families import Pair, linear, logarithmic
+from tests.kernels.mlstm import mlstm_inputs
 
 # float64: a tree of log2(300) combinations against a chain of 300, each a few 2^-52 of values of order 1e2
 ROUNDING = 1e-10

@@ -35,7 +35,7 @@ from tests.kernels.conformance import (
     reset_marks,
     with_gradients,
 )  # fmt: skip
-from tests.kernels.families import MLSTM
+from tests.kernels.mlstm import MLSTM
 from tests.torch import golden
 
 CASES = sorted(p.stem for p in (golden.FOLDER / "xlstm").glob("mlstm_fn_*.npz"))
