@@ -1,0 +1,61 @@
+"""Activations as verbs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import ANY, Op, primitive
+from seqblocks.ops.gate import activate
+
+
+class Activation(Op):
+    """Base of the activations."""
+
+    ports = (ANY,)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return activate(self.verb, x)
+
+
+@primitive("silu")
+class Silu(Activation):
+    """x * sigmoid(x)."""
+
+
+@primitive("gelu")
+class Gelu(Activation):
+    """x * Phi(x), with the exact normal distribution function."""
+
+
+@primitive("relu")
+class Relu(Activation):
+    """max(x, 0)."""
+
+
+@primitive("squared_relu")
+class SquaredRelu(Activation):
+    """max(x, 0)^2."""
+
+    source = "Primer (arXiv:2109.08668)"
+
+
+@primitive("selu")
+class Selu(Activation):
+    """1.0507 x, for negative x 1.7581 (exp(x) - 1); preserves mean 0 and variance 1."""
+
+    source = "Klambauer et al. 2017 (arXiv:1706.02515)"
+
+
+@primitive("sigmoid")
+class Sigmoid(Activation):
+    """1 / (1 + exp(-x))."""
+
+
+@primitive("tanh")
+class Tanh(Activation):
+    """Hyperbolic tangent."""
+
+
+@primitive("softplus")
+class Softplus(Activation):
+    """log(1 + exp(x))."""

@@ -1,0 +1,130 @@
+"""Positions: learned for each place, or as rotations.   D features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.errors import Fault, RunError
+from seqblocks.op import Op, argument, must_divide, primitive
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+
+@primitive("position_embed")
+class PositionEmbed(Op):
+    """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
+
+    For an image of another size the grid is interpolated (bicubic), also where `rows` and `columns` are given.
+    """
+
+    reads = "past"  # the number of tokens before a token
+    length: int | None = argument(None, "number of positions, where the input's length is open", ge=1)
+    rows: int | None = argument(None, "rows of positions over an image (default: those of the tokens)", ge=1)
+    columns: int | None = argument(None, "columns of positions over an image (default: those of the tokens)", ge=1)
+    source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
+
+    def positions(self, x: Wire) -> tuple[int, ...]:
+        if x.grid and self.length is None:
+            return (self.rows or x.grid[0], self.columns or x.grid[1])
+        if self.rows or self.columns:
+            found = f"{x} without rows and columns" if x.grid is None else f"length {self.length} as well"
+            raise Fault("E407", "rows and columns of positions are for the tokens of an image", found=found)
+        length = self.length or x.length
+        if not isinstance(length, int):
+            hint = "length: 2048, here or in the model's input"
+            raise Fault("E202", "position_embed needs the number of positions", hint=hint)
+        if isinstance(x.length, int) and x.length > length:
+            raise Fault("E412", "fewer positions than tokens", at="length", expected=str(x.length), found=str(length))
+        return (length,)
+
+    def shape(self, x: Wire) -> Wire:
+        self.positions(x)
+        return x
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        shape = (1, *self.positions(x), x.features)
+        return {"weight": Parameter(shape, Init("trunc_normal", (0.02,)), decay=False)}
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"position": State((), "int64")} if len(self.positions(x)) == 1 else {}
+
+    def is_upright(self, x: Wire) -> bool:
+        return len(self.positions(x)) == 2
+
+    def cannot_stream(self, x: Wire) -> str | None:
+        return "it has a place for each row and column of an image" if len(self.positions(x)) == 2 else None
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return self.cannot_stream(x)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels.positions import running_positions
+
+        weight = p["weight"]
+        if weight.ndim == 4:
+            from einops import rearrange
+
+            places = _resized(weight, call.grid_of(x))
+            return x + rearrange(places, "1 rows columns features -> 1 (rows columns) features"), {}
+        before = call.state["position"] if call.state else None
+        count = weight.shape[1]
+        if call.grid and call.grid.size and self.length is None and x.shape[1] != count and not call.streaming:
+            raise RunError(
+                f"position_embed has places for {count} tokens of an image, and this one has {x.shape[1]}; "
+                "before class_token it has a grid, which is interpolated for images of other sizes"
+            )
+        if before is None and x.shape[1] > count and call.resets is None:
+            raise RunError(f"position {count} is past the {count} of position_embed")
+        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
+        # Only on a CPU: elsewhere this would wait for the device, which checks the index itself.
+        if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
+            raise RunError(f"position {int(index.max())} is past the {count} of position_embed")
+        return x + weight[0][index], {"position": after}
+
+
+def _resized(weight: Any, grid: tuple[int, int]) -> Any:
+    import torch
+    from einops import rearrange
+    from torch.nn.functional import interpolate
+
+    if tuple(weight.shape[1:3]) == tuple(grid):
+        return weight
+    image = rearrange(weight, "1 rows columns features -> 1 features rows columns")
+    image = image if weight.dtype == torch.float64 else image.float()
+    resized = interpolate(image, size=grid, mode="bicubic").to(weight.dtype)
+    return rearrange(resized, "1 features rows columns -> 1 rows columns features")
+
+
+@primitive("rotary")
+class Rotary(Op):
+    """Turn pairs of each head's features by an angle that grows with the position in the sequence.
+
+    Of a head of D features, features j and j + D / 2 turn by position / base^(2 j / D). Positions count from the last
+    reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
+    """
+
+    reads = "past"  # the number of tokens before a token
+    heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
+    base: float = argument(10000.0, "base of the wavelengths", ge=1)
+    source = "RoFormer (arXiv:2104.09864)"
+
+    def shape(self, x: Wire) -> Wire:
+        width = must_divide(self.heads, x.features, "heads", "the width")
+        if width % 2:
+            raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="heads")
+        return x
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"position": State((), "int64")}
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels.positions import rotary, running_positions
+
+        before = call.state["position"] if call.state else None
+        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
+        index = index[:1] if before is None and call.resets is None else index  # one row of angles serves the batch
+        turned = rotary(x.unflatten(-1, (self.heads, -1)), index, self.base)
+        return turned.flatten(-2), {"position": after}
