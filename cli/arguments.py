@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,29 @@ from seqblocks.language.vocabulary import did_you_mean
 SPEC = "path of a spec, name of a bundled one, or - for standard input"
 
 
+class Formatter(argparse.HelpFormatter):
+    """Finds out how wide the terminal is by itself: argparse imports shutil for it, and so three compressors."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_columns() - 2)
+
+
+def _columns() -> int:
+    try:
+        return int(os.environ["COLUMNS"]) or 80
+    except (KeyError, ValueError):
+        pass
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80
+
+
 class Parser(argparse.ArgumentParser):
     """Raises UsageError with a hint where argparse would print its usage and exit."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(formatter_class=Formatter, **more)
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)

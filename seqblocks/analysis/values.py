@@ -25,7 +25,7 @@ from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
 MAX_VALUES = 100_000  # in a list, with those of the lists in it
-_PATTERN = re.compile(r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z")
+_PATTERN = r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z"  # compiled when it is needed
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
 
 
@@ -254,7 +254,7 @@ def free_value(ctx: Context, node: Node) -> Any:
 
 def _is_pattern(text: str) -> bool:
     """Whether it is several words with counts, as a repeat takes them, and not an expression such as `not a`."""
-    if not _PATTERN.match(text):
+    if " " not in text or not re.match(_PATTERN, text):
         return False
     try:
         syntax_tree(text)

@@ -121,8 +121,8 @@ def _show(node: Node, label: str, depth: int) -> Iterator[str]:
 # --- YAML 1.2 core schema, section 10.3.2 -----------------------------------------------------------------------
 
 _INT = re.compile(r"[-+]?[0-9]{1,300}\Z")
-_HEX = re.compile(r"0x[0-9a-fA-F]{1,64}\Z")
-_OCT = re.compile(r"0o[0-7]{1,64}\Z")
+_HEX = r"0x[0-9a-fA-F]{1,64}\Z"  # compiled when one is met
+_OCT = r"0o[0-7]{1,64}\Z"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,10})?\Z")
 _WORDS: dict[str, Value] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
@@ -142,9 +142,9 @@ def resolve(text: str) -> Value:
         return text
     if _INT.match(text):
         return int(text)
-    if _HEX.match(text):
+    if text.startswith("0x") and re.match(_HEX, text):
         return int(text, 16)
-    if _OCT.match(text):
+    if text.startswith("0o") and re.match(_OCT, text):
         return int(text[2:], 8)
     if _FLOAT.match(text):
         return float(text)

@@ -30,7 +30,7 @@ def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
             arguments = read_arguments(ctx, step, cls)
             if arguments is not None:
                 return function(ctx, step, arguments, x)
-            _check_steps(ctx, step, cls)
+            check_steps(ctx, step, cls)
             return None
 
         return function
@@ -48,8 +48,8 @@ def _read_input(ctx: Context, step: Step, cls: type[Combinator]) -> int:
     return values[0]
 
 
-def _check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
-    """Look for faults in the steps of a combinator whose own arguments are UNKNOWN."""
+def check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
+    """Look for faults in the steps of a combinator whose own arguments are UNKNOWN, or that does not run them."""
     names = Names(ctx.names)
     names.incomplete = cls.open_keys  # the name of the index is unknown too
     x = ctx.run.unknown()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from seqblocks import graph
-from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.combinators.common import check_steps, combines
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
@@ -20,7 +20,7 @@ from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 
 KEYS = ("times", "steps", "pattern", "index", "name", "from", "as", "when")
-_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z")
+_WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
 
 
 @combines(Repeat)
@@ -33,6 +33,8 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
     if step.incomplete and not _is_complete(arguments, words):
         return None
     layers = _layers(arguments, words)
+    if not layers:
+        check_steps(ctx, step, Repeat)
     bodies: dict[str, graph.Graph] = {}
     value = x
     for index, steps in enumerate(layers):
@@ -88,7 +90,7 @@ def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Node]:
 def _counts(pattern: str, words: dict[str, Node]) -> Iterator[tuple[str, int]]:
     """The words of a pattern, each with its count."""
     for text in pattern.split():
-        match = _WORD.match(text)
+        match = re.match(_WORD, text)
         if not match or match[2] == "0":
             raise Fault("E601", f"{quote(text)} is not a word of a pattern", at="pattern", expected="m, or m*7")
         if match[1] not in words:
