@@ -18,6 +18,7 @@ from seqblocks.types import Wire
 Axis = tuple[str, ...]  # what an axis is split into, outermost first
 Sizes = dict[str, int | None]  # by name; None where only a call knows it
 
+PREFIX = "axis_"
 KINDS = {"vector": "features", "sequence": "seq features", "image": "channels rows columns"}
 
 
@@ -124,6 +125,11 @@ class _Axes(Op):
     def given(self) -> dict[str, int]:
         return self.__pydantic_extra__ or {}
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The sizes that are given, by the names that einops gets."""
+        return {PREFIX + name: size for name, size in self.given.items()}
+
     def check_names(self) -> Sides:
         """The pattern's sides, if they go together. Raises Fault (E413)."""
         sides = parse(self.pattern)
@@ -199,7 +205,7 @@ class _Axes(Op):
         """Run einops on x with the axes of `pattern`, the batch included."""
         from einops import rearrange
 
-        return rearrange(x, pattern, **self.given)
+        return rearrange(x, pattern, **self.lengths)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import EinopsError
@@ -208,7 +214,7 @@ class _Axes(Op):
         if len(left) == 3 and x.dim() == 3:
             x = x.unflatten(1, call.grid_of(x))
         try:
-            y = self.transform(x, " -> ".join(" ".join(["batch", *map(shown, side)]) for side in (left, right)))
+            y = self.transform(x, " -> ".join(" ".join(["batch", *map(_prefixed, side)]) for side in (left, right)))
         except EinopsError as error:
             why = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
             raise RunError(f"{self.verb}: an input of {list(x.shape)} does not fit '{self.pattern}': {why}") from None
@@ -216,6 +222,11 @@ class _Axes(Op):
             return y
         call.set_grid((y.shape[1], y.shape[2]))
         return y.flatten(1, 2)
+
+
+def _prefixed(axis: Axis) -> str:
+    """An axis as einops gets it: its functions have arguments, `tensor` among them, that a name could be taken for."""
+    return shown(tuple(PREFIX + name for name in axis))
 
 
 def to_image(right: tuple[Axis, ...]) -> bool:
@@ -270,4 +281,4 @@ class Reduce(_Axes):
 
         if x.shape[1] == 0 and x.dim() == 3:
             raise RunError(f"reduce makes one number of one or more, and the sequence is empty: {list(x.shape)}")
-        return reduce(x, pattern, self.by, **self.given)
+        return reduce(x, pattern, self.by, **self.lengths)

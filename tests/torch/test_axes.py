@@ -138,6 +138,16 @@ def test_what_moves_tokens_about_has_no_resets_and_no_stream() -> None:
         mixed.init_state(1)
 
 
+@pytest.mark.parametrize("name", ["tensor", "reduction", "class", "axis_n"])
+def test_an_axis_may_have_any_name(name: str) -> None:
+    x = draw(2, 8, 6)
+    for verb in ("rearrange", "reduce"):
+        kept = f"seq ({name} f)" if verb == "rearrange" else "seq f"
+        model = built("features: 6, length: 8", f'{verb}: {{pattern: "(seq {name}) f -> {kept}", {name}: 4}}')
+        wanted = rearrange(x, "b (s n) f -> b s (n f)", n=4) if verb == "rearrange" else x.reshape(2, 2, 4, 6).mean(2)
+        agrees(model, x, wanted)
+
+
 def test_a_mixer_of_tokens_by_transposition() -> None:
     transpose = 'rearrange: {pattern: "seq features -> features seq", name: NAME}'
     steps = [transpose.replace("NAME", "there"), "linear: {features: 4}", transpose.replace("NAME", "back")]
