@@ -34,17 +34,17 @@ from seqblocks.kernels.resets import along, contained
 
 BLOCK = 16  # tokens between which decays per key are multiplied out
 RANGE = 60.0  # e to this, times any reasonable number, is in the range of float32
-Optional = Tensor | None
+Maybe = Tensor | None  # an input that a rule may lack
 
 
 class Decays(NamedTuple):
     """Running sums of log decays in a chunk, float64 [..., L] or [..., L, K]; `before` leaves out the token's own."""
 
-    upto: Optional
-    before: Optional
+    upto: Maybe
+    before: Maybe
 
     @property
-    def last(self) -> Optional:
+    def last(self) -> Maybe:
         """Of the whole chunk, with the axis of tokens kept."""
         if self.upto is None:
             return None
@@ -64,7 +64,7 @@ class Masks(NamedTuple):
     through: Tensor
 
 
-def _decays(decay: Optional, per_key: bool) -> Decays:
+def _decays(decay: Maybe, per_key: bool) -> Decays:
     if decay is None:
         return Decays(None, None)
     g = decay.double()
@@ -79,7 +79,7 @@ def _masks(resets: Tensor) -> Masks:
     return Masks(segment.unsqueeze(-1) == segment.unsqueeze(-2), segment == 0, segment == last, last == 0)
 
 
-def _weighted(x: Tensor, exponent: Optional) -> Tensor:
+def _weighted(x: Tensor, exponent: Maybe) -> Tensor:
     """x [..., L, K] times e to an exponent [..., L] or [..., L, K] of at most 0."""
     if exponent is None:
         return x
@@ -87,7 +87,7 @@ def _weighted(x: Tensor, exponent: Optional) -> Tensor:
     return x * (factor if factor.dim() == x.dim() else factor.unsqueeze(-1))
 
 
-def _pairs(x: Tensor, y: Tensor, to: Optional, since: Optional, seen: Tensor, block: int) -> Tensor:
+def _pairs(x: Tensor, y: Tensor, to: Maybe, since: Maybe, seen: Tensor, block: int) -> Tensor:
     """sum over K of x_t e^(to_t - since_s) y_s, 0 where s is not seen from t: [..., L, L]."""
     if to is None or since is None:
         return (x @ y.transpose(-1, -2)).masked_fill(~seen, 0.0)
@@ -119,7 +119,7 @@ def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, seen: Tensor
     return torch.cat(rows, -2)
 
 
-def _safe_block(decay: Optional, reverse: bool, chunk_size: int) -> int:
+def _safe_block(decay: Maybe, reverse: bool, chunk_size: int) -> int:
     """The longest blocks of 16 tokens times a power of 2 in which decays per key add up to less than RANGE, or 0.
 
     Found by looking at the values, and so on the CPU alone.
@@ -152,16 +152,16 @@ class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Optional
-    a: Optional
-    b: Optional
+    beta: Maybe
+    a: Maybe
+    b: Maybe
     g: Decays
     masks: Masks | None
     seen: Tensor
     earlier: Tensor
     block: int  # see `_pairs_per_key`
 
-    def pairs(self, x: Tensor, y: Tensor, to: Optional, seen: Tensor) -> Tensor:
+    def pairs(self, x: Tensor, y: Tensor, to: Maybe, seen: Tensor) -> Tensor:
         return _pairs(x, y, to, self.g.upto, seen, self.block)
 
     def kept(self, x: Tensor) -> Tensor:
@@ -171,12 +171,12 @@ class _Inputs(NamedTuple):
         return x if self.masks is None else x.masked_fill(~self.masks.to_end.unsqueeze(-1), 0.0)
 
 
-def _each(function: Callable[[Tensor], Tensor], *tensors: Optional) -> list[Any]:
+def _each(function: Callable[[Tensor], Tensor], *tensors: Maybe) -> list[Any]:
     return [None if x is None else function(x) for x in tensors]
 
 
 def _chunked(
-    tensors: tuple[Any, ...], resets: Optional, reverse: bool, scale: float, chunk_size: int, block: int
+    tensors: tuple[Any, ...], resets: Maybe, reverse: bool, scale: float, chunk_size: int, block: int
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, HV, V] and the last state, of inputs as `reference.run` has them."""
     *sequences, bonus, state = tensors
@@ -245,7 +245,7 @@ class _Solved:
 
 
 def _states(
-    direct: Optional, written: Optional, solved: _Solved | None, from_state: Tensor, g: Decays, masks: Masks | None,
+    direct: Maybe, written: Maybe, solved: _Solved | None, from_state: Tensor, g: Decays, masks: Masks | None,
     state: Tensor, v: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Carry the state from chunk to chunk. Returns o [B, H, groups, N, L, V] and the last state."""
@@ -277,8 +277,8 @@ def _states(
 
 @torch.library.custom_op("seqblocks::linear_attention", mutates_args=())
 def _op(
-    q: Tensor, k: Tensor, v: Tensor, decay: Optional, beta: Optional, a: Optional, b: Optional, bonus: Optional,
-    state: Tensor, resets: Optional, reverse: bool, scale: float, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
+    state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     with without_autocast(q.device.type):
@@ -307,8 +307,8 @@ def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, c
 
 @torch.library.custom_op("seqblocks::linear_attention_backward", mutates_args=())
 def _op_backward(
-    dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Optional, beta: Optional, a: Optional,
-    b: Optional, bonus: Optional, state: Tensor, resets: Optional, reverse: bool, scale: float, chunk_size: int,
+    dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe,
+    b: Maybe, bonus: Maybe, state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int,
 ) -> list[Tensor]:
     """Gradients of the tensors that are given, in their order."""
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
@@ -321,7 +321,7 @@ def _op_backward(
     def tokens(*given: Tensor) -> tuple[Tensor, Tensor]:
         return reference.scan(with_absent(given), resets, reverse, scale)
 
-    def with_absent(given: tuple[Tensor, ...]) -> tuple[Optional, ...]:
+    def with_absent(given: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
         rest = iter(given)
         return tuple(None if x is None else next(rest) for x in tensors)
 
@@ -356,15 +356,15 @@ _op_backward.register_autograd(no_second_derivative("linear_attention", "torch")
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, decay: Optional, beta: Optional, a: Optional, b: Optional, bonus: Optional,
-    state: Tensor, resets: Optional, reverse: bool, scale: float, normalize: bool, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
+    state: Tensor, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.run`."""
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     if v.numel() == 0 or state.numel() == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
         return reference.run(*tensors, resets, reverse, scale, normalize, chunk_size)
 
-    def whole(*x: Optional) -> tuple[Tensor, Tensor]:
+    def whole(*x: Maybe) -> tuple[Tensor, Tensor]:
         return reference.read_out(_op(*x, resets, reverse, scale, chunk_size), normalize)
 
     unread = None if bonus is None else decay  # what a token's own output does not depend on

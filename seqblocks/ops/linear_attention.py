@@ -118,7 +118,7 @@ class LinearAttention(Op):
         v = v.unflatten(-1, (self.of_values, -1))
         a, b = (None if x is None else x.unflatten(-1, (self.of_values, -1)) for x in (a, b))
         if self.fixed_decay != "none":
-            decay = q.new_tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(self.of_values)]).expand(v.shape[:3])
+            decay = self.retention(v).expand(v.shape[:3])
         elif decay is not None and decay.shape[-1] != self.of_values:
             decay = decay.unflatten(-1, (self.of_values, -1))
         out: Any = linear_attention(
@@ -128,6 +128,14 @@ class LinearAttention(Op):
         )  # fmt: skip
         o, last = out if call.return_state else (out, None)
         return o.flatten(-2), {} if last is None else {"S": last}
+
+    def retention(self, like: Any) -> Any:
+        """The log decay of each head of values, in float32 at least: in 16 bits slow decays would lose their digits."""
+        import torch
+
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        decays = [math.log1p(-(2.0 ** (-5 - h))) for h in range(self.of_values)]
+        return torch.tensor(decays, dtype=dtype, device=like.device)
 
     def normed(self, x: Any) -> Any:
         """Queries or keys [B, S, H, K], divided by their length if that is wanted, in float32 at least."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqblocks.kernels import linear_attention
 from seqblocks.kernels.linear_attention import torch as chunkwise
+from seqblocks.ops.linear_attention import LinearAttention
 
 FOLDER = Path(__file__).parents[1] / "golden" / "linear_attention"
 CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -129,6 +130,14 @@ def test_a_decay_per_key_of_any_strength() -> None:
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 64
     assert lengths[-1] == 0
+
+
+def test_the_decays_of_retention_are_float32_in_a_model_of_16_bits() -> None:
+    op = LinearAttention(heads=8, fixed_decay="retention")
+    found = op.retention(torch.zeros(1, dtype=torch.bfloat16))
+    assert found.dtype == torch.float32
+    wanted = torch.log1p(-(2.0 ** -torch.arange(5, 13, dtype=torch.float64)))
+    assert (found.double() / wanted - 1).abs().max() <= 2**-24
 
 
 def test_what_follows_a_strong_decay_keeps_its_digits() -> None:

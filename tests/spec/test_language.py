@@ -593,15 +593,15 @@ def test_the_words_that_hints_lead_to_exist() -> None:
     from seqblocks.report import reference
 
     verbs = {name: reference.facts(verb) for name, verb in reference.verbs().items()}
-    arguments = [argument for told in verbs.values() for argument in told["arguments"]]
+    arguments = [argument for facts in verbs.values() for argument in facts["arguments"]]
     words = {*ARGUMENT_TYPES, *FUNCTIONS, "tokens"}.union(*({a["name"], *a["words"]} for a in arguments))
     known = {*verbs, *INITIALISERS, *words, *graph.DIRECTION_NAMES.values()}
     assert {ours for names in vocabulary().elsewhere.values() for ours in names} <= known
     instead = vocabulary().instead
-    told = {word for text in instead.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
+    suggested = {word for text in instead.values() if text.startswith("the ") for word in re.findall(r"\w+", text)}
     (gate,) = (a["words"] for a in verbs["gate"]["arguments"] if a["name"] == "activation")
     norms = {verb for verb in verbs if verb.endswith("_norm")}
-    assert told - {"the", "are", "and", "activations", "norms"} == norms | set(gate) - {"none"}
+    assert suggested - {"the", "are", "and", "activations", "norms"} == norms | set(gate) - {"none"}
     assert {word for text in instead.values() for word in re.findall(r"`(\w+)", text)} <= verbs.keys()
     assert not set(instead) & verbs.keys()
 
