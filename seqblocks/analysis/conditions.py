@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import define_wire
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.values import argument
 from seqblocks.analysis.wires import read_port
@@ -31,6 +32,7 @@ def is_absent(ctx: Context, step: Step) -> bool:
         ctx.report(fault, step)
         value = ctx.run.unknown()
     for name in step.defined_wires():
+        define_wire(ctx, name, step.value_span("as"))
         ctx.body.wires.setdefault(name, ctx.body.value if value is None else value)
     if value is not None:
         ctx.body.value, ctx.body.last = value, None

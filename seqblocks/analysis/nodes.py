@@ -119,7 +119,7 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
         return _Outputs([type], [step.verb])
     node = entry[1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
-        _define(ctx, node.value, node.span)
+        define_wire(ctx, node.value, node.span)
         return _Outputs([type], [node.value])
     if type and type.kind == "tokens" and isinstance(node, Sequence | Mapping):
         ctx.report(ids_are_no_numbers(type, "split", "the result"), node.span)
@@ -147,7 +147,7 @@ def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[
         if item.text in defined:
             ctx.report(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
         else:
-            _define(ctx, item.text, item.span)
+            define_wire(ctx, item.text, item.span)
         defined.add(item.text)
         labels.append(item.text)
     if type is None:
@@ -164,7 +164,7 @@ def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[
 def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[str], list[int] | None]:
     """Return the names and widths in a mapping; no widths while they are UNKNOWN."""
     ctx.body.incomplete |= node.incomplete
-    labels = [_define(ctx, key, span) for key, span, _ in node]
+    labels = [define_wire(ctx, key, span) for key, span, _ in node]
     widths = [number(ctx, value, whole=True) for _, _, value in node]
     if type is None or UNKNOWN in widths or node.incomplete:
         return labels, None
@@ -183,7 +183,7 @@ def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[
     return labels, None
 
 
-def _define(ctx: Context, name: str, span: Span) -> str:
+def define_wire(ctx: Context, name: str, span: Span) -> str:
     """Report a wire's name that is not legal, or taken."""
     if not may_be_name(ctx, name, span):
         ctx.body.incomplete = True
