@@ -47,7 +47,7 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
     own = node.macs_at(tokens)
     if node.type and node.type.kind == "vector" and own:
         return own / tokens if tokens else None
-    return own / node.type.every if node.type else float(own)
+    return own / node.type.rate if node.type else float(own)
 
 
 def input_macs(body: Graph, tokens: int | None) -> float | None:
@@ -64,7 +64,7 @@ def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
         return float(own)
     if isinstance(node.type.length, int):
         return float(own * node.type.length)
-    return own * tokens / node.type.every if tokens else None
+    return own * tokens / node.type.rate if tokens else None
 
 
 def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:

@@ -241,7 +241,7 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 def frame_size(graph: Graph) -> int:
     """Return how many tokens of the input a stream takes at once: the least common multiple of all rates."""
-    return math.lcm(*(node.type.every for node in walk(graph) if node.type))
+    return math.lcm(*(node.type.rate for node in walk(graph) if node.type))
 
 
 def verify(model: ModelSpec) -> None:

@@ -114,12 +114,12 @@ def check_lookahead(
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
     seq, tokens = _length(model, seq), int(ahead.tokens)
-    every = model.spec.output.every if model.spec.output else 1
+    rate = model.spec.output.rate if model.spec.output else 1
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
         before = model(x)
         for start in _starts(tokens + 1, seq):
-            count = -(-(start - tokens) // every)  # of the outputs that are too early
+            count = -(-(start - tokens) // rate)  # of the outputs that are too early
             after = model(torch.cat([x[:, :start], other[:, start:]], 1))
             what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
             _assert_close(what, after[:, :count], before[:, :count], tolerance)
@@ -157,7 +157,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
             y, state = result
-            axes = [seq // wire.every if isinstance(axis, str) else axis for axis in wire.axes[1:]]
+            axes = [seq // wire.rate if isinstance(axis, str) else axis for axis in wire.axes[1:]]
             _assert_shape(f"{name}: output", y, [batch, *axes])
             if streams and isinstance(step, Primitive):
                 expected = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)

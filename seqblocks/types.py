@@ -33,7 +33,7 @@ class Wire:
     length: Size | None = None
     grid: tuple[int, int] | None = None
     origin: Origin | None = field(default=None, compare=False)
-    every: int = 1  # tokens of the model's input for each token here
+    rate: int = 1  # tokens of the model's input for each token here
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -73,16 +73,16 @@ class Wire:
         """Return the wire with another width, without an origin."""
         return replace(self, features=features, origin=None)
 
-    def at_rate(self, every: int) -> Wire:
-        """Return the wire at another rate, a multiple or a divisor of its own: `every` input tokens for each token."""
+    def at_rate(self, rate: int) -> Wire:
+        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens for each token."""
         if isinstance(self.length, int):
-            return replace(self, length=self.length * self.every // every, grid=None, every=every, origin=None)
+            return replace(self, length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
         name = (self.length or "seq").partition("/")[0]
-        return replace(self, length=f"{name}/{every}" if every > 1 else name, grid=None, every=every, origin=None)
+        return replace(self, length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
         """Return the wire where the model's input has `tokens`, if its length is open."""
-        return replace(self, length=tokens // self.every) if isinstance(self.length, str) else self
+        return replace(self, length=tokens // self.rate) if isinstance(self.length, str) else self
 
     def made_by(self, origin: Origin) -> Wire:
         """Return the wire with the step that fixed its sizes, unless one is known."""

@@ -373,15 +373,15 @@ class Composer:
     def restore(self, body: Body, wanted: Kind) -> None:
         """End with a wire of this kind."""
         if body.now.name == "sequence":
-            if body.now.every > wanted.every:
-                factor = body.now.every // wanted.every
+            if body.now.rate > wanted.rate:
+                factor = body.now.rate // wanted.rate
                 length = body.now.length and body.now.length * factor
-                made = replace(body.now, length=length, every=wanted.every, grid=None)
+                made = replace(body.now, length=length, rate=wanted.rate, grid=None)
                 self.add(body, "upsample", made, factor=factor)
-            if body.now.every < wanted.every:
-                factor = wanted.every // body.now.every
+            if body.now.rate < wanted.rate:
+                factor = wanted.rate // body.now.rate
                 length = body.now.length and body.now.length // factor
-                made = replace(body.now, length=length, every=wanted.every, grid=None)
+                made = replace(body.now, length=length, rate=wanted.rate, grid=None)
                 self.add(body, "downsample", made, factor=factor)
             if body.now.width != wanted.width:
                 self.linear(body, wanted.width)
@@ -529,7 +529,7 @@ class Composer:
             self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
-        moves += [self.down, self.up] if body.now.every < 12 else [self.up]
+        moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
         if not self.streams:
@@ -569,31 +569,31 @@ class Composer:
             return
         factor = self.chance.choice(factors)
         length = now.length and now.length // factor
-        made = replace(now, length=length, every=now.every * factor, grid=None)
+        made = replace(now, length=length, rate=now.rate * factor, grid=None)
         self.add(body, "downsample", made, factor=factor, method=self.chance.choice(["mean", "last"]))
 
     def up(self, body: Body) -> None:
         now = body.now
-        if now.every == 1:
+        if now.rate == 1:
             self.pointwise(body)
             return
-        factor = self.chance.choice([f for f in range(2, now.every + 1) if now.every % f == 0])
-        made = replace(now, length=now.length and now.length * factor, every=now.every // factor, grid=None)
+        factor = self.chance.choice([f for f in range(2, now.rate + 1) if now.rate % f == 0])
+        made = replace(now, length=now.length and now.length * factor, rate=now.rate // factor, grid=None)
         self.add(body, "upsample", made, factor=factor)
 
     def windows(self, body: Body) -> None:
         """Tokens merged into features, or features split into tokens, by a pattern."""
         now = body.now
         factors = [f for f in (2, 3) if not now.length or now.length % f == 0]
-        spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.every % f == 0]
+        spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.rate % f == 0]
         if spread and self.maybe(0.5):
             n = self.chance.choice(spread)
             length = now.length and now.length * n
-            made = replace(now, width=now.width // n, length=length, every=now.every // n, grid=None)
+            made = replace(now, width=now.width // n, length=length, rate=now.rate // n, grid=None)
             self.add(body, "rearrange", made, pattern="tokens (n features) -> (tokens n) features", n=self.number(n))
-        elif factors and now.width < 30 and now.every < 12:
+        elif factors and now.width < 30 and now.rate < 12:
             n, merged = self.chance.choice(factors), self.maybe(0.5)
-            made = replace(now, length=now.length and now.length // n, every=now.every * n, grid=None)
+            made = replace(now, length=now.length and now.length // n, rate=now.rate * n, grid=None)
             if merged:
                 made = replace(made, width=n * now.width)
                 self.add(body, "rearrange", made, pattern="(seq n) features -> seq (n features)", n=n)
@@ -612,8 +612,8 @@ class Composer:
             return
         rows, columns = now.grid
         p, q = (self.chance.choice([n for n in (1, 2, 3) if size % n == 0]) for size in now.grid)
-        grid, every = (rows // p, columns // q), now.every * p * q
-        made = Kind("sequence", now.width * p * q, grid[0] * grid[1], grid, every)
+        grid, rate = (rows // p, columns // q), now.rate * p * q
+        made = Kind("sequence", now.width * p * q, grid[0] * grid[1], grid, rate)
         pattern = "(rows p) (columns q) features -> rows columns (p q features)"
         self.add(body, "rearrange", made, pattern=pattern, p=p, q=q)
 

@@ -16,11 +16,11 @@ class Kind:
     width: int
     length: int | None = None  # None: open
     grid: tuple[int, int] | None = None
-    every: int = 1
+    rate: int = 1
 
     @property
     def place(self) -> Any:
-        return self.name, self.length, self.every, self.grid if self.name == "image" else None
+        return self.name, self.length, self.rate, self.grid if self.name == "image" else None
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """How far each value of a graph looks ahead: how many later tokens of the model's input a position may depend on.
 
-A token of a wire at rate r (`Wire.every`) has the position of the first input token that it is made of, r * j. One rule
+A token of a wire at rate r (`Wire.rate`) has the position of the first input token that it is made of, r * j. One rule
 for each verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one
 token of several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in
 another order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
@@ -97,10 +97,10 @@ def _op(node: Node, read: list[Ahead], path: str) -> Ahead:
     assert node.op is not None
     most = _most(read)
     adds = node.op.looks_ahead(*node.wires)
-    every = max((wire.every for wire in node.wires if wire), default=1)
-    made = node.type.every if node.type else 1
+    rate = max((wire.rate for wire in node.wires if wire), default=1)
+    made = node.type.rate if node.type else 1
     window, beyond = most.window, most.beyond
-    if made > every and adds == made - every and (made % window == 0 or window % made == 0):
+    if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
         window = max(window, made)
     elif adds:
         window, beyond = 1, most.tokens + adds

@@ -78,7 +78,7 @@ class Attention(Op):
     def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
         if self.causal:
             return 0
-        return (self.window - 1) * q.every if self.window else math.inf
+        return (self.window - 1) * q.rate if self.window else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token that sees the mean number; for an open length, a full window or half a cache."""

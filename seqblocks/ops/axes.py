@@ -165,7 +165,7 @@ class _Axes(Op):
         tokens, made = (_product(side[0][1:], sizes) for side in (left, right))
         if tokens is None or made is None or (tokens > 1 and made > 1):
             return Reach("whole")
-        fits = x.every * tokens % made == 0
+        fits = x.rate * tokens % made == 0
         return Reach("window", tokens) if fits or not isinstance(x.length, int) else Reach("whole")
 
     def shape(self, x: Wire) -> Wire:
@@ -180,16 +180,16 @@ class _Axes(Op):
             return x.with_features(features)
         if reach.kind == "window":
             made = _product(right[0][1:], sizes) or 1
-            if x.every * reach.tokens % made:
-                hint = f"the tokens here were made one from {x.every}" if x.every > 1 else "merge tokens first"
+            if x.rate * reach.tokens % made:
+                hint = f"the tokens here were made one from {x.rate}" if x.rate > 1 else "merge tokens first"
                 message = f"the pattern makes {made} tokens of one: more than there were"
                 raise Fault("E401", message, at="pattern", hint=hint)
-            return x.at_rate(x.every * reach.tokens // made).with_features(features)
+            return x.at_rate(x.rate * reach.tokens // made).with_features(features)
         return _whole(x, right, [width or 1 for width in widths])
 
     def looks_ahead(self, x: Wire) -> int | float:
         reach = self.reach(x)
-        return math.inf if reach.kind == "whole" else x.every * (reach.tokens - 1)
+        return math.inf if reach.kind == "whole" else x.rate * (reach.tokens - 1)
 
     def cannot_stream(self, x: Wire) -> str | None:
         return "it reads the whole input" if self.reach(x).kind == "whole" else None
@@ -250,9 +250,9 @@ def _whole(x: Wire, right: tuple[Axis, ...], widths: list[int]) -> Wire:
         raise _fault(f"the right side of the pattern has {len(right)} axes", listing(KINDS.values()))
     length = math.prod(widths[:-1])
     before = x.length if isinstance(x.length, int) else 0
-    every = x.every * before // length if before and x.every * before % length == 0 else 1
+    rate = x.rate * before // length if before and x.rate * before % length == 0 else 1
     grid = (widths[0], widths[1]) if len(right) == 3 else None
-    return replace(Wire("sequence", widths[-1], length, grid), every=every)
+    return replace(Wire("sequence", widths[-1], length, grid), rate=rate)
 
 
 @primitive("rearrange")

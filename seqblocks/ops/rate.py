@@ -37,10 +37,10 @@ class Downsample(_Rate):
                 at="factor",
                 hint=f"lengths that work: {near}, {near + self.factor}",
             )
-        return x.at_rate(x.every * self.factor)
+        return x.at_rate(x.rate * self.factor)
 
     def looks_ahead(self, x: Wire) -> int:
-        return x.every * (self.factor - 1)
+        return x.rate * (self.factor - 1)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         if x.shape[1] % self.factor:
@@ -54,14 +54,14 @@ class Upsample(_Rate):
     """Repeat each token `factor` times."""
 
     def shape(self, x: Wire) -> Wire:
-        if x.every % self.factor:
+        if x.rate % self.factor:
             raise Fault(
                 "E401",
                 f"upsample by {self.factor} makes more tokens than there were",
                 at="factor",
-                hint=f"the tokens here were made one from {x.every}" if x.every > 1 else "downsample comes first",
+                hint=f"the tokens here were made one from {x.rate}" if x.rate > 1 else "downsample comes first",
             )
-        return x.at_rate(x.every // self.factor)
+        return x.at_rate(x.rate // self.factor)
 
     def looks_ahead(self, x: Wire) -> int:
         return 0  # a copy is no earlier than the token that it copies

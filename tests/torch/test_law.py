@@ -121,7 +121,7 @@ def test_an_op_that_looks_further_ahead_than_it_says_is_caught(monkeypatch: pyte
         said: int = op.argument(1, "how far it says it looks")
 
         def looks_ahead(self, x: Any) -> int:
-            return self.said * x.every
+            return self.said * x.rate
 
         def forward(self, p: Any, call: Any, x: Any) -> Any:
             return x + torch.cat([x[:, self.far :], torch.zeros_like(x[:, : self.far])], 1)
