@@ -58,10 +58,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     version = f"seqblocks {__version__} (Python {sys.version.split()[0]})"
     top.add_argument("--version", action="version", version=version)
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
-    for name, (about, arguments) in VERBS.items():
-        made = verbs.add_parser(name, help=about, description=about)
-        if name in words:  # the others' arguments would take time, and nothing reads them
-            _declare(made, arguments)
+    first = words[0] if words else ""
+    for name in [first] if first in VERBS else VERBS:  # a parser takes time, and nothing reads those of other verbs
+        about, add_arguments = VERBS[name]
+        _declare(verbs.add_parser(name, help=about, description=about), add_arguments)
     options, extra = top.parse_known_args(words)
     if isinstance(getattr(options, "spec", None), list) and not any(word.startswith("-") for word in extra):
         options.spec += extra  # specs that follow an option, which argparse does not collect
@@ -70,8 +70,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _declare(parser: Parser, arguments: Sequence[Arguments]) -> None:
-    for add in arguments:
+def _declare(parser: Parser, add_arguments: Sequence[Arguments]) -> None:
+    for add in add_arguments:
         add(parser)
     _common(parser)
 

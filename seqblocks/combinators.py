@@ -3,7 +3,7 @@
 What a combinator does with its steps is in `seqblocks/analysis/combinators/`, a file for each.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar

@@ -12,7 +12,7 @@ cost, and how it computes. The validator reads the declarations without torch; `
             return x * p["weight"]
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
 import importlib
 import math
@@ -198,8 +198,9 @@ def builtin_verbs() -> dict[str, str]:
         for file in sorted(os.listdir(folder)):
             if file.endswith(".py"):
                 with open(os.path.join(folder, file), "rb") as source:
-                    verbs = re.findall(rb'^@primitive\("(\w+)"\)', source.read(), re.M)
-                found |= dict.fromkeys(map(bytes.decode, verbs), f"{BUILTIN_PACKAGE}.{file[:-3]}")
+                    _, *uses = source.read().split(b'\n@primitive("')  # a tenth of the time of a pattern
+                verbs = (use[: use.index(b'"')].decode() for use in uses)
+                found |= dict.fromkeys(verbs, f"{BUILTIN_PACKAGE}.{file[:-3]}")
     if not found:
         _import_all(package)
     return {**dict.fromkeys(PRIMITIVES, ""), **found}

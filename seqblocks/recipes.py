@@ -57,7 +57,7 @@ class Recipe(ABC):
         return None
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class FromOne(Recipe):
     """Base of recipes with one official tensor."""
 
@@ -84,7 +84,7 @@ class FromOne(Recipe):
         self._require(tuple(whole.shape) in shapes, name, whole, f"be {expected}")
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class FromSeveral(Recipe):
     """Base of recipes that join official tensors along `axis` (0 if None)."""
 
@@ -138,7 +138,7 @@ class Stack(FromSeveral):
         return torch.stack(tensors, self.axis or 0)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Split(FromOne):
     """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat."""
 
@@ -159,7 +159,7 @@ class Split(FromOne):
         return whole.reshape(stacked).select(axis, self.part)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Slice(FromOne):
     """As much of an official tensor as ours holds, from `start` on along `axis`."""
 
@@ -232,7 +232,7 @@ class Imag(_ComplexPart):
     part = 1
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Rearrange(FromOne):
     """Axes split, permuted and joined, in einops' notation. A size may be UNKNOWN while a spec is read."""
 

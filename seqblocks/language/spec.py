@@ -88,7 +88,9 @@ class SpecFile:
 def bundled() -> dict[str, Path]:
     """Return the bundled specs by name, blocks and models alike."""
     root = Path(__file__).parents[1] / "specs"
-    return {path.stem: path for folder in ("blocks", "models") for path in sorted((root / folder).glob("*.yaml"))}
+    folders = root / "blocks", root / "models"
+    files = ((folder, file) for folder in folders for file in sorted(os.listdir(folder)) if file.endswith(".yaml"))
+    return {file.removesuffix(".yaml"): folder / file for folder, file in files}
 
 
 def looks_like_path(name: str) -> bool:

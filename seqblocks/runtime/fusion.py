@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqblocks.graph import Graph, Node
 from seqblocks.ops.gate import Gate
-from seqblocks.ops.norm import HeadNorm
+from seqblocks.ops.head_norm import HeadNorm
 from seqblocks.types import Wire
 
 Part = tuple[Any, dict[str, Any], list[Any]]  # a step's op, parameters and inputs

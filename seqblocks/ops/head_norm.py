@@ -1,0 +1,44 @@
+"""Normalisation of each head by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import argument, must_divide, primitive
+from seqblocks.ops.norm import Gain, Norm
+from seqblocks.types import Wire
+
+
+@primitive("head_norm")
+class HeadNorm(Norm):
+    """Layer normalisation of each head's own features; gain and bias run over all features, or are shared by heads."""
+
+    heads: int = argument(..., "number of heads; must divide the width", ge=1)
+    gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")
+    bias: bool = argument(False, "whether a bias is added")
+    shared: bool = argument(False, "whether all heads share one gain and one bias, as wide as a head")
+    source = "xLSTM (arXiv:2405.04517), MultiHeadLayerNorm"
+
+    def shape(self, x: Wire) -> Wire:
+        must_divide(self.heads, x.features, "heads", "the width")
+        return x
+
+    def gain_width(self, x: Wire) -> int:
+        return x.features // self.heads if self.shared else x.features
+
+    def effective_gain(self, p: Any) -> Any:
+        return self._of_all_heads(super().effective_gain(p))
+
+    def effective_bias(self, p: Any) -> Any:
+        return self._of_all_heads(p.get("bias"))
+
+    def _of_all_heads(self, x: Any) -> Any:
+        return x.repeat(self.heads) if self.shared and x is not None else x
+
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
+        return "head_norm", {"heads": self.heads, "width": x.features}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels import head_norm
+
+        return head_norm(x, self.heads, self.effective_gain(p), self.effective_bias(p), self.eps)

@@ -1,0 +1,31 @@
+"""Heads of unit length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import ANY, Op, argument, must_divide, primitive
+from seqblocks.types import Wire
+
+
+@primitive("l2_norm")
+class L2Norm(Op):
+    """Division of each head's features by their length: x / sqrt(sum(x^2) + eps), taken in float32 at least."""
+
+    ports = (ANY,)
+    heads: int = argument(1, "number of heads; must divide the width", ge=1)
+    eps: float = argument(1e-6, "added to the sum of squares", gt=0)
+    source = "queries and keys of DeltaNet (arXiv:2406.06484)"
+
+    def shape(self, x: Wire) -> Wire:
+        must_divide(self.heads, x.features, "heads", "the width")
+        return x
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        exact = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (self.heads, -1))
+        return (exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)

@@ -1,0 +1,40 @@
+"""Projections into a block's inner width, and back."""
+
+from __future__ import annotations
+
+from seqblocks.op import argument, primitive
+from seqblocks.ops.linear import Linear
+from seqblocks.parameters import Init
+from seqblocks.types import Wire
+
+
+@primitive("proj_up")
+class ProjUp(Linear):
+    """Projection into a block's inner width. Weight small(I), bias 0.
+
+    Usually split: `as: [u, z]` gives two equal halves.
+    """
+
+    bias: bool = argument(False, "whether a bias is added")
+    source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
+
+    def weight_init(self, x: Wire) -> Init:
+        return Init("small", (float(x.features),))
+
+    def bias_init(self) -> Init:
+        return Init("zeros")
+
+
+@primitive("proj_down")
+class ProjDown(Linear):
+    """Projection back to the model's width. Weight wang(O, blocks), bias 0."""
+
+    bias: bool = argument(False, "whether a bias is added")
+    blocks: int = argument(1, "residual branches of the model: the more, the smaller the initial weights", ge=1)
+    source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
+
+    def weight_init(self, x: Wire) -> Init:
+        return Init("wang", (float(self.features), float(self.blocks)))
+
+    def bias_init(self) -> Init:
+        return Init("zeros")

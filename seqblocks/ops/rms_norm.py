@@ -1,0 +1,61 @@
+"""Normalisation by the root mean square."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from seqblocks.op import ANY, Port, argument, must_divide, must_match, primitive
+from seqblocks.ops.gate import ActivationName, activate
+from seqblocks.ops.norm import Norm
+from seqblocks.parameters import Parameter
+from seqblocks.types import Wire
+
+
+@primitive("rms_norm")
+class RMSNorm(Norm):
+    """Division by the root mean square of the features: x / sqrt(mean(x^2) + eps) * gain + bias.
+
+    With z, gated: the norm of x * silu(z), or, with `gate: after`, the norm of x times silu(z). With groups, the mean
+    is taken over each group of neighbouring features; `shared` gives all groups one gain and bias. The mean is taken
+    in float32 at least.
+    """
+
+    ports = (ANY, Port("z", "a gate, as wide as x", optional=True, kinds=ANY.kinds))
+    gate: Literal["before", "after"] = argument("before", "where the gate is multiplied: before the norm, or after")
+    activation: ActivationName = argument("silu", "the gate's nonlinearity")
+    groups: int = argument(1, "groups of features with a mean of their own; must divide the width", ge=1)
+    shared: bool = argument(False, "whether all groups share one gain and one bias, as wide as a group")
+    bias: bool = argument(False, "whether a bias is added")
+    eps: float = argument(1e-6, "added to the mean square", gt=0)
+    source = "Zhang & Sennrich 2019 (arXiv:1910.07467); gated as in Mamba-2 (arXiv:2405.21060)"
+
+    def shape(self, x: Wire, z: Wire | None = None) -> Wire:
+        must_divide(self.groups, x.features, "groups", "the width")
+        if z:
+            must_match("z", z, x.features, "the width of x")
+        return x
+
+    def gain_width(self, x: Wire) -> int:
+        return x.features // self.groups if self.shared else x.features
+
+    def parameters(self, x: Wire, z: Wire | None = None) -> dict[str, Parameter]:
+        return super().parameters(x)
+
+    def macs(self, x: Wire, z: Wire | None = None) -> int:
+        return super().macs(x) + (x.features if z else 0)
+
+    def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
+        import torch
+
+        exact = x if x.dtype == torch.float64 else x.float()
+        opening = None if z is None else activate(self.activation, z.to(exact.dtype))
+        if opening is not None and self.gate == "before":
+            exact = exact * opening
+        grouped = exact.unflatten(-1, (self.groups, -1))
+        y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        y = y if self.shared else y.flatten(-2)
+        gain, bias = self.effective_gain(p), p.get("bias")
+        y = y if gain is None else y * gain
+        y = y if bias is None else y + bias
+        y = y.flatten(-2) if self.shared else y
+        return y if opening is None or self.gate == "before" else (y * opening).to(y.dtype)

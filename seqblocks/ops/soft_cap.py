@@ -1,0 +1,22 @@
+"""A smooth bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.types import Wire
+
+
+@primitive("soft_cap")
+class SoftCap(Op):
+    """Limit values smoothly to (-cap, cap): cap * tanh(x / cap)."""
+
+    ports = (ANY,)
+    cap: float = argument(..., "the bound", ge=1e-6)
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return self.cap * (x / self.cap).tanh()
