@@ -89,6 +89,7 @@ def _common(parser: Parser) -> None:
 
 def _overrides(parser: Parser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
     parser.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
 
 

@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
         raise AssertionError(f"the built module has {built:,} parameters and the summary {summary.params:,}")
     if options.format == "json":
         facts = {"version": __version__, "ok": True, "spec": options.spec, "device": options.device}
-        facts |= {"batch": options.batch, "built_params": built} | summary.as_data()
-        output.dump(facts | {"notes": [*summary.notes, *(override.idle for override in model.idle)]})
+        facts |= {"batch": options.batch, "built_params": built} | summary.as_data() | output.remarks_on(model)
+        output.dump(facts | {"notes": [*summary.notes, *model.notes]})
     elif options.summary:
         from seqblocks.cli import show
 

@@ -30,17 +30,19 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
 def load(
     spec: str, options: argparse.Namespace, more: dict[str, str] | None = None
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """Load and check a spec given on the command line. Overrides that change nothing are noted."""
+    """Load and check a spec given on the command line; print its warnings and notes."""
     changes = {**overrides(options), **(more or {})}
     file, model = _load(spec, options, changes)
     if model is not None and not options.quiet:
-        output.notes([f"{visible(spec)}: {override.idle}" for override in model.idle], options)
+        output.warnings(model.warnings, model.dropped, options)
+        output.notes([f"{visible(spec)}: {text}" for text in model.notes], options)
     return file, model
 
 
 def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tuple[SpecFile, ModelSpec | None]:
+    given: dict[str, Any] = {"allow_use": options.allow_use, "strict": options.strict}
     if spec != "-":
-        return check.check_text(*locate(spec), changes, allow_use=options.allow_use)
+        return check.check_text(*locate(spec), changes, **given)
     from seqblocks.errors import Report
     from seqblocks.language.spec import read_stream
 
@@ -48,7 +50,7 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
     text = read_stream(sys.stdin.buffer, options.stdin_filename, report)
     report.raise_if_any()
     assert text is not None
-    return check.check_text(text, options.stdin_filename, Path(), changes, allow_use=options.allow_use)
+    return check.check_text(text, options.stdin_filename, Path(), changes, **given)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,7 +80,7 @@ def _facts(file: SpecFile, model: ModelSpec | None) -> dict[str, Any]:
     if model is None:
         return {"blocks": list(file.blocks)}
     facts = {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
-    return facts | {"notes": [override.idle for override in model.idle]}
+    return facts | output.remarks_on(model)
 
 
 def _described(file: SpecFile, model: ModelSpec | None) -> str:

@@ -71,7 +71,7 @@ def show_plan(
     if options.format == "json":
         facts = {"version": __version__, "ok": not stuck, "spec": spec, "device": device, "dtype": dtype}
         facts |= {"arch": arch, "backend": requested(), "steps": [s.as_data() for s in steps]}
-        output.dump(facts | {"notes": [override.idle for override in model.idle]})
+        output.dump(facts | output.remarks_on(model))
     elif not options.quiet:
         where = f"{device} ({arch})" if device == "cuda" else device
         output.write(f"{visible(model.name)} on {where} in {dtype}: what {requested()} would run")

@@ -149,7 +149,8 @@ def show(options: argparse.Namespace) -> int:
         return explain.show_plan(check.require_model(file, model), options.spec, options)
     if options.format == "json":
         found = _stage_data(stage, file, model)
-        output.dump({"version": __version__, "ok": True, "spec": options.spec, "stage": stage, stage: found})
+        remarks = output.remarks_on(model) if model else {}
+        output.dump({"version": __version__, "ok": True, "spec": options.spec, "stage": stage, stage: found} | remarks)
     else:
         output.write(_stage_text(stage, file, model, options.spec))
     return 0

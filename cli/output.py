@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from seqblocks.errors import Diagnostic, SpecError, Style, UnavailableError, render_all, visible
+
+if TYPE_CHECKING:
+    from seqblocks.graph import ModelSpec
 
 results: TextIO | None = None
 remarks: TextIO | None = None
@@ -16,6 +20,7 @@ None: they go to `sys.stdout` and `sys.stderr`. Only this module writes there.""
 
 _CODES = {
     "error": "1;31",
+    "warning": "1;33",
     "message": "1",
     "gutter": "34",
     "caret": "1;31",
@@ -156,7 +161,23 @@ def annotation(diagnostic: Diagnostic) -> str:
         where = f"file={file},line={span.line},col={span.column},endLine={span.end_line},endColumn={span.end_column},"
     parts = [diagnostic.message, diagnostic.expected and f"expected: {diagnostic.expected}"]
     parts += [diagnostic.found and f"found: {diagnostic.found}", diagnostic.hint and f"hint: {diagnostic.hint}"]
-    return f"::error {where}title={diagnostic.code}::{_escape('; '.join(p for p in parts if p))}"
+    return f"::{diagnostic.severity} {where}title={diagnostic.code}::{_escape('; '.join(p for p in parts if p))}"
+
+
+def warnings(found: Sequence[Diagnostic], dropped: int, options: Any) -> None:
+    """Print warnings. In JSON they are among the results."""
+    if not found or options.format == "json":
+        return
+    if options.format == "github":
+        for diagnostic in found:
+            write(annotation(diagnostic))
+        return
+    write(render_all(found, dropped, style(stderr(), options.color)), stderr(), raw=True)
+
+
+def remarks_on(model: ModelSpec) -> dict[str, Any]:
+    """Return the warnings and notes of a checked model as data."""
+    return {"warnings": [each.as_data() for each in model.warnings], "notes": [*model.notes]}
 
 
 def notes(texts: list[str], options: Any) -> None:

@@ -17,6 +17,7 @@ from seqblocks.errors import (
     RunError,
     SeqblocksError,
     SpecError,
+    SpecWarning,
     UnavailableError,
     UsageError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RunError",
     "SeqblocksError",
     "SpecError",
+    "SpecWarning",
     "Summary",
     "UnavailableError",
     "UsageError",

@@ -8,7 +8,8 @@
     │   └── BackendError           a requested implementation of a kernel cannot run
     └── RunError (ValueError)      a built model was called with invalid arguments       exit status 2
 
-    OverrideWarning (UserWarning)  set={…} gives a value that no step uses
+    SpecWarning (UserWarning)      a spec is legal, and something in it is most likely a mistake
+    └── OverrideWarning            set={…} gives a value that no step uses
 
 Inner code raises a short `Fault`; code that knows the position (seqblocks/analysis) makes it a `Diagnostic`.
 """
@@ -54,7 +55,18 @@ class RunError(SeqblocksError, ValueError):
     exit_status = 2
 
 
-class OverrideWarning(UserWarning):
+class SpecWarning(UserWarning):
+    """Something in a spec that is legal and most likely a mistake; `diagnostic` says what and where."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        super().__init__(diagnostic.render())
+        self.diagnostic = diagnostic
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.diagnostic,)
+
+
+class OverrideWarning(SpecWarning):
     """An override that no step of the model uses: most likely its name is wrong."""
 
 
@@ -125,8 +137,14 @@ class Note(NamedTuple):
         return f"{self.text} ({self.span})" if self.span else self.text
 
 
+Severity = Literal["error", "warning"]
+
+
 class Diagnostic(NamedTuple):
-    """One fault of a spec: what, where, what was expected, what was found and where that came from."""
+    """One fault of a spec: what, where, what was expected, what was found and where that came from.
+
+    A warning is about a spec that is legal. Its code begins with W, also where `--strict` makes it an error.
+    """
 
     code: str
     message: str
@@ -135,10 +153,11 @@ class Diagnostic(NamedTuple):
     found: str | None = None
     notes: tuple[Note, ...] = ()
     hint: str | None = None
+    severity: Severity = "error"
 
     def as_data(self) -> dict[str, Any]:
         """Return the diagnostic as plain data (the `--format json` record)."""
-        data: dict[str, Any] = {"code": self.code, "severity": "error", "message": self.message}
+        data: dict[str, Any] = {"code": self.code, "severity": self.severity, "message": self.message}
         if self.span:
             data |= {
                 "file": self.span.source.name,
@@ -157,7 +176,7 @@ class Diagnostic(NamedTuple):
 
     def render(self, style: Style = lambda role, text: text) -> str:
         """Return the diagnostic as text: header, source line with a caret, remarks, styled by `style(role, text)`."""
-        out = [style("error", f"error[{self.code}]") + style("message", f": {visible(self.message)}")]
+        out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {visible(self.message)}")]
         gutter = " "
         if self.span:
             gutter = " " * len(str(self.span.line))
@@ -205,13 +224,15 @@ class ExpectationError(SpecError):
 
 
 def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text) -> str:
-    """Return all diagnostics as one text, with a closing count."""
+    """Return all diagnostics as one text, with a closing count. dropped: how many more there are like the first."""
     parts = [d.render(style) for d in diagnostics]
-    count = len(diagnostics) + dropped
-    closing = f"{count} error{'s' if count != 1 else ''}"
-    if dropped:
-        closing += f" (the first {len(diagnostics)} shown)"
-    return "\n\n".join([*parts, closing])
+    closing = []
+    for severity in dict.fromkeys(d.severity for d in diagnostics):
+        shown = sum(d.severity == severity for d in diagnostics)
+        more = 0 if closing else dropped
+        closing.append(f"{shown + more} {severity}{'s' if shown + more != 1 else ''}")
+        closing[-1] += f" (the first {shown} shown)" if more else ""
+    return "\n\n".join([*parts, ", ".join(closing)])
 
 
 class Fault(Exception):
@@ -233,6 +254,10 @@ class Fault(Exception):
         self.expected, self.found, self.hint = expected, found, hint
         self.notes = tuple(notes)
 
+    @property
+    def severity(self) -> Severity:
+        return "warning" if self.code.startswith("W") else "error"
+
     def again(self) -> Fault:
         """Return the same fault, not raised yet."""
         return Fault(
@@ -244,7 +269,8 @@ class Fault(Exception):
         """Return the diagnostic for this fault at `span`."""
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
-        return Diagnostic(self.code, self.message, span, expected, self.found, (*self.notes, *notes), hint)
+        notes = (*self.notes, *notes)
+        return Diagnostic(self.code, self.message, span, expected, self.found, notes, hint, self.severity)
 
 
 class Report:

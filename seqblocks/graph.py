@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from seqblocks import recipes
-from seqblocks.errors import Span
+from seqblocks.errors import Diagnostic, Span
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
-
-if TYPE_CHECKING:
-    from seqblocks.language.overrides import Override  # only specs with overrides need it
 
 
 class Entry(NamedTuple):
@@ -138,7 +135,9 @@ class ModelSpec:
     expect: Any = None
     checkpoint: tuple[Entry, ...] = ()
     overridden: tuple[str, ...] = ()
-    idle: tuple[Override, ...] = ()  # overrides that change nothing
+    warnings: tuple[Diagnostic, ...] = ()  # what is legal and most likely a mistake
+    dropped: int = 0  # how many more warnings there are
+    notes: tuple[str, ...] = ()  # remarks on overrides that repeat what the spec says
     source: SpecSource | None = None
 
     @property

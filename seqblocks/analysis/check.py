@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqblocks.analysis.lower import is_builtin, lower_file
-from seqblocks.errors import Diagnostic, OverrideWarning, Report, Source, SourceKind, SpecError, UsageError, in_order
+from seqblocks.errors import (
+    Diagnostic,
+    OverrideWarning,
+    Report,
+    Source,
+    SourceKind,
+    SpecError,
+    SpecWarning,
+    UsageError,
+    in_order,
+)
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
 from seqblocks.language.spec import Reader, SpecFile, locate, read_file
@@ -28,32 +38,31 @@ def load_text(
     set: Mapping[str, Any] | None = None,
     files: dict[str, str] | None = None,
     allow_use: Folders = (),
+    strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
     """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
 
     Relative `use:` entries start from `base` (the working directory if None), and only .yaml and .yml files below it
     are read, or below a folder in `allow_use`. With `files` (relative path -> text) they are taken from there alone.
-    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (OverrideWarning)
-    of what `set` gives and no step uses; a value that the spec has already is no cause: a sweep passes through it.
+    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (SpecWarning) of
+    what is legal and most likely a mistake; with `strict` that is an error too. An override that no step uses is one
+    (OverrideWarning); a value that the spec has already is none: a sweep passes through it.
     """
-    return _warning(set, check_text(text, name, base, set, files, allow_use, "text"))
+    return _warned(check_text(text, name, base, set, files, allow_use, "text", strict))
 
 
-def _warning(
-    set: Mapping[str, Any] | None, checked: tuple[SpecFile, ModelSpec | None]
-) -> tuple[SpecFile, ModelSpec | None]:
-    """Return a checked spec, after a warning of each override in `set` that changes nothing."""
-    file, model = checked
-    if model is not None and set:
-        warn_of_idle(model, set)
-    return file, model
+def _warned(checked: tuple[SpecFile, ModelSpec | None]) -> tuple[SpecFile, ModelSpec | None]:
+    """Return a checked spec, after its warnings."""
+    if checked[1] is not None:
+        warn(checked[1].warnings)
+    return checked
 
 
-def warn_of_idle(model: ModelSpec, given: Mapping[str, Any]) -> None:
-    """Warn of overrides among `given` that no step uses, at the line outside seqblocks that led here."""
-    for override in model.idle:
-        if override.node is not None and override.path in given:
-            warnings.warn(override.idle, OverrideWarning, stacklevel=_depth())
+def warn(diagnostics: Iterable[Diagnostic]) -> None:
+    """Issue warnings at the line outside seqblocks that led here."""
+    for each in diagnostics:
+        kind = OverrideWarning if each.code == "W901" else SpecWarning
+        warnings.warn(kind(each), stacklevel=_depth())
 
 
 def _depth() -> int:
@@ -72,12 +81,13 @@ def check_text(
     files: dict[str, str] | None = None,
     allow_use: Folders = (),
     kind: SourceKind = "own",
+    strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """`load_text` without its warnings: the overrides that change nothing are `idle` of the model."""
+    """Do what `load_text` does, but leave the warnings to the caller: `model.warnings`."""
     if not isinstance(text, str):
         raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
     checked_overrides(set)
-    report = Report()
+    report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
     reader = Reader(report, is_builtin, base, files, _allowed(allow_use))
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
@@ -87,15 +97,27 @@ def check_text(
         file = None
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
-    model = lower_file(file, report, Path(name).stem, changes.applied)
-    report.raise_if_any()
+    model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
+    found = _raise_if_any(report, cautions, strict)
     if model is not None:
+        model.warnings, model.dropped = tuple(found), cautions.dropped
         model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
             from seqblocks.analysis.expectations import check_expectations  # only specs that have it need it
 
             check_expectations(model, file)
     return file, model
+
+
+def _raise_if_any(report: Report, cautions: Report, strict: bool) -> list[Diagnostic]:
+    """Raise SpecError where there is an error, or with `strict` a warning. Returns the warnings."""
+    found = in_order(cautions.diagnostics)
+    if strict:
+        found = [each._replace(severity="error") for each in found]
+    if report or (strict and found):
+        dropped = report.dropped + (cautions.dropped if strict else 0)
+        raise SpecError([*in_order(report.diagnostics), *found], dropped)
+    return found
 
 
 class _Changes:
@@ -147,18 +169,24 @@ def yaml(text: str) -> str:
 
 
 def load(
-    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+    spec: str | os.PathLike[str],
+    set: Mapping[str, Any] | None = None,
+    allow_use: Folders = (),
+    strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
     """Validate a spec given by path or bundled name; see `load_text`."""
     text, name, base = locate(spec)
-    return _warning(set, check_text(text, name, base, set, allow_use=allow_use))
+    return _warned(check_text(text, name, base, set, allow_use=allow_use, strict=strict))
 
 
 def load_model(
-    spec: str | os.PathLike[str], set: Mapping[str, Any] | None = None, allow_use: Folders = ()
+    spec: str | os.PathLike[str],
+    set: Mapping[str, Any] | None = None,
+    allow_use: Folders = (),
+    strict: bool = False,
 ) -> ModelSpec:
-    """Return the model of a spec. Raises SpecError (E206) where the file only holds blocks."""
-    file, model = load(spec, set, allow_use)
+    """Return the model of a spec; see `load_text`. Raises SpecError (E206) where the file only holds blocks."""
+    file, model = load(spec, set, allow_use, strict)
     return require_model(file, model)
 
 

@@ -68,7 +68,8 @@ class Context:
         inner = span if span and span.source.bundled else None
         own = _own_line(self, inner, node) if inner else span
         causes = _causes(self, node, own)
-        self.run.report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, any_cause=inner is not None)
+        report = self.run.warnings if fault.severity == "warning" else self.run.report
+        report.fault(fault, own, lambda: _notes(self, node, own, inner), causes, any_cause=inner is not None)
 
 
 def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:

@@ -31,7 +31,7 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     _check_lookahead(ctx, expect.get("lookahead"), model, broken)
     malformed.raise_if_any()
     if broken:
-        raise ExpectationError(broken.diagnostics, broken.dropped)
+        raise ExpectationError([*broken.diagnostics, *model.warnings], broken.dropped)
 
 
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:

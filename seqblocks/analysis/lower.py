@@ -30,10 +30,10 @@ def is_builtin(verb: str) -> bool:
 
 
 def lower_file(
-    file: SpecFile, report: Report, name: str, overrides: tuple[Override, ...] = ()
+    file: SpecFile, report: Report, warnings: Report, name: str, overrides: tuple[Override, ...] = ()
 ) -> graph.ModelSpec | None:
     """Return the graph of a file's model, after a check of every block in it. None if there is no sound model."""
-    run = Run(report)
+    run = Run(report, warnings)
     run.unread = {id(each.default): True for block in file.blocks.values() for each in block.args.values()}
     ctx = file_context(run, file)
     changes = [each for each in overrides if each.node is not None and not each.path.startswith("expect")]
@@ -42,7 +42,7 @@ def lower_file(
     compute_let(ctx, file.let)
     if model:
         model.overridden = tuple(map(str, changes))
-        model.idle = tuple(each for each in overrides if each.node is None or run.unread.get(id(each.node)))
+        _check_overrides(run, model, overrides)
     for block in file.blocks.values():
         if id(block) not in run.used:
             check_unused(file_context(run, file), block)
@@ -52,6 +52,17 @@ def lower_file(
         assert model is None or model.output is not None, "the result has no type, and no fault was reported"
         _report_idle(run.lowered)
     return None if report else model
+
+
+def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override, ...]) -> None:
+    """Warn of overrides that no step uses, and note those whose value the spec has: a sweep passes through it."""
+    same = [each for each in overrides if each.node is None]
+    model.notes = tuple(f"the override {each} changes nothing: the spec says so already" for each in same)
+    for each in overrides:
+        if each.node is not None and run.unread.get(id(each.node)):
+            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names, and what the steps read"
+            unused = Fault("W901", f"the override {each} changes nothing: no step uses it", hint=hint)
+            run.warnings.fault(unused, each.node.span)
 
 
 def _report_idle(lowered: list[tuple[Any, graph.Graph]]) -> None:

@@ -17,6 +17,7 @@ class Run:
     """One analysis of a file and the files it uses."""
 
     report: Report
+    warnings: Report = field(default_factory=Report)
     types: dict[int, Wire | None] = field(default_factory=dict)  # of every value; None is UNKNOWN
     labels: dict[int, str] = field(default_factory=dict)
     makers: dict[int, Origin] = field(default_factory=dict)  # the step that made a value

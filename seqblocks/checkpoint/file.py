@@ -113,8 +113,9 @@ def _analysed(record: Mapping[str, Any], set: Mapping[str, Any] | None) -> Model
     given = set or {}
     overrides = {key: check.yaml(text) for key, text in record["overrides"].items() if key not in given}
     file, spec = check.check_text(record["text"], record["name"], set={**overrides, **given}, files=record["files"])
-    if spec is not None:
-        check.warn_of_idle(spec, given)  # the others were reported when the model was built
+    if spec is not None:  # other warnings were reported when the model was built
+        known = {f"--set {path}={text}" for path, text in overrides.items()}
+        check.warn(each for each in spec.warnings if each.code == "W901" and each.span.source.name not in known)
     return check.require_model(file, spec)
 
 

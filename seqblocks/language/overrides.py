@@ -37,12 +37,6 @@ class Override(NamedTuple):
     def __str__(self) -> str:
         return f"{self.path}={self.text}"
 
-    @property
-    def idle(self) -> str:
-        """What a warning says of an override that changes nothing."""
-        why = "the spec says so already" if self.node is None else "no step uses it"
-        return f"the override {self} changes nothing: {why}"
-
 
 class Slot(NamedTuple):
     """A place for a value: a key of a mapping, which `open` puts in where the step is a verb alone."""

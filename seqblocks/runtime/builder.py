@@ -25,13 +25,15 @@ def build(
     dtype: torch.dtype | str = torch.float32,
     seed: int | None = 0,
     allow_use: check.Folders = (),
+    strict: bool = False,
 ) -> SequenceModel:
     """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
 
-    `allow_use`: folders whose files the spec's `use:` may read, besides its own (see `load_text`).
+    allow_use: folders whose files the spec's `use:` may read, besides its own. strict: warnings are errors
+    (both as in `load_text`).
     Raises SpecError where the spec is at fault, UnavailableError where the device is, UsageError for other arguments.
     """
-    return build_model(check.load_model(spec, set, allow_use), device=device, dtype=dtype, seed=seed)
+    return build_model(check.load_model(spec, set, allow_use, strict), device=device, dtype=dtype, seed=seed)
 
 
 def build_text(
@@ -42,9 +44,10 @@ def build_text(
     dtype: torch.dtype | str = torch.float32,
     seed: int | None = 0,
     allow_use: check.Folders = (),
+    strict: bool = False,
 ) -> SequenceModel:
     """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
-    file, spec = check.load_text(text, set=set, allow_use=allow_use)
+    file, spec = check.load_text(text, set=set, allow_use=allow_use, strict=strict)
     return build_model(check.require_model(file, spec), device=device, dtype=dtype, seed=seed)
 
 

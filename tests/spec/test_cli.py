@@ -174,23 +174,35 @@ def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
 SPARE = GOOD.replace("{dim: 8}", "{dim: 8, heads: 2, half: heads / 2}")
 
 
-def test_an_override_that_changes_nothing_is_noted(run_cli: Run, folder: Path) -> None:
+def test_an_override_that_repeats_the_spec_is_a_note_and_an_unused_one_a_warning(run_cli: Run, folder: Path) -> None:
     (folder / "spare.yaml").write_text(SPARE)
     done = run_cli("check", "spare.yaml", "--set", "dim=8", "--set", "let.heads=4", cwd=folder)
     assert done.returncode == 0
     assert done.stdout.startswith("spare.yaml: ok, 36 parameters")
-    same, unused = (
-        "the override dim=8 changes nothing: the spec says so already",
-        "the override let.heads=4 changes nothing: no step uses it",
+    assert done.stderr == (
+        "warning[W901]: the override let.heads=4 changes nothing: no step uses it\n"
+        " --> --set let.heads=4:1:17\n"
+        "  |\n"
+        "1 | --set let.heads=4\n"
+        "  |                 ^\n"
+        "  = hint: check its name: `seqblocks show SPEC --stage spec` lists the names, and what the steps read\n"
+        "\n"
+        "1 warning\n"
+        "note: spare.yaml: the override dim=8 changes nothing: the spec says so already\n"
     )
-    assert done.stderr.splitlines() == [f"note: spare.yaml: {same}", f"note: spare.yaml: {unused}"]
     arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
     done = run_cli(*arguments, "--format", "json", cwd=folder)
     assert done.stderr == ""
-    assert json.loads(done.stdout)["specs"][0]["notes"] == ["the override heads=4 changes nothing: no step uses it"]
+    (warning,) = json.loads(done.stdout)["specs"][0]["warnings"]
+    assert (warning["code"], warning["severity"]) == ("W901", "warning")
+    assert warning["message"] == "the override heads=4 changes nothing: no step uses it"
     done = run_cli(*arguments, "--format", "github", cwd=folder)
-    assert done.stdout.startswith("::notice ::spare.yaml: the override heads=4")
+    assert done.stdout.startswith("::warning file=--set heads=4,line=1,col=13")
     assert run_cli(*arguments, "-q", cwd=folder).stderr == ""
+    strict = run_cli(*arguments, "--strict", "-q", cwd=folder)
+    assert strict.returncode == 1
+    assert strict.stderr.startswith("error[W901]")
+    assert strict.stderr.endswith("\n1 error\n")
     assert run_cli("check", "good.yaml", "--set", "dim=9", cwd=folder).stderr == ""
 
 

@@ -14,7 +14,7 @@ from seqblocks.language.codes import CODES, framed, text
 
 def test_the_catalogue_holds_every_code_and_no_other(root: Path) -> None:
     sources = [p for folder in ("seqblocks", "cli") for p in (root / folder).rglob("*.py") if p.name != "codes.py"]
-    used = {code for path in sources for code in re.findall(r'"(E\d{3})"', path.read_text(encoding="utf-8"))}
+    used = {code for path in sources for code in re.findall(r'"([EW]\d{3})"', path.read_text(encoding="utf-8"))}
     assert used == set(CODES)
 
 
@@ -35,5 +35,5 @@ def test_what_explain_prints(code: str) -> None:
 
 def test_every_code_that_a_file_can_get_has_a_snapshot(root: Path) -> None:
     golden = "".join(p.read_text(encoding="utf-8") for p in (root / "tests" / "golden" / "faults").glob("*.txt"))
-    seen = set(re.findall(r"error\[(E\d{3})\]", golden))
-    assert set(CODES) - seen == {"E310", "E803"}, "an override and a missing file are the command's: test_cli.py"
+    seen = set(re.findall(r"(?:error|warning)\[([EW]\d{3})\]", golden))
+    assert set(CODES) - seen == {"E310", "E803", "W901"}, "those of the command are in test_cli.py"
