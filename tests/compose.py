@@ -215,6 +215,28 @@ class Composer:
         body.wires[name] = kind
         return name
 
+    def conv1d(self, body: Body) -> None:
+        """A dense convolution at the same rate, or one that leaves fewer tokens, or more."""
+        now, width, finer = body.now, self.width(), [s for s in (2, 3, 4) if body.now.rate % s == 0]
+        groups = self.chance.choice([g for g in range(1, width + 1) if now.width % g == 0 and width % g == 0])
+        coarser = [s for s in (2, 3, 4) if now.rate < 12 and (not now.length or now.length % s == 0)]
+        arguments = {"features": self.number(width), "groups": groups, "bias": self.maybe(0.5)}
+        if not self.streams and self.maybe(0.3):
+            arguments["causal"] = False
+        if finer and self.maybe(0.6):
+            stride = self.chance.choice(finer)
+            length = now.length and now.length * stride
+            made = replace(now, width=width, length=length, rate=now.rate // stride, grid=None)
+            self.add(body, "conv_transpose1d", made, kernel=self.chance.randint(1, 9), stride=stride, **arguments)
+            return
+        stride = self.chance.choice([1, *coarser])
+        made = replace(now, width=width)
+        if stride > 1:
+            made = replace(made, length=now.length and now.length // stride, rate=now.rate * stride, grid=None)
+        dilation = self.chance.choice([1, 1, 2, 3])
+        kernel = self.chance.randint(1, 6)
+        self.add(body, "conv1d", made, kernel=kernel, dilation=dilation, stride=stride, **arguments)
+
     def conv(self, body: Body) -> None:
         activation = self.chance.choice(["none", "silu"])
         kernel, mixing, bias = self.chance.randint(1, 4), self.maybe(0.3), self.maybe(0.5)
@@ -524,7 +546,7 @@ class Composer:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested])
         moves = [
-            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv,
+            self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
             self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.slstm, self.attention,
             self.positions, *nested, *nested[:2],
         ]  # fmt: skip

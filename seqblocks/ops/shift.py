@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, must_match, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
 
-def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
-    """Return x [B, S, D] `by` tokens later, zeros where a sequence begins, and the state to go on from.
+class Past(NamedTuple):
+    """Tokens with those before them: what a window over the past reads."""
+
+    tokens: Any  # [B, by + S, D]: `by` earlier tokens, then x
+    index: Any  # [B, S]: how many of the tokens before each belong to its sequence, at most; None without resets
+    state: dict[str, Any]  # to go on from; empty if it is not wanted
+
+
+def with_past(x: Any, by: int, call: Any) -> Past:
+    """Return x [B, S, D] after the `by` tokens before it, zeros where there are none.
 
     The state holds the last `by` tokens of the current sequence, oldest first, zeros before its first one.
     """
@@ -20,15 +28,28 @@ def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
 
     before = call.state["window"] if call.state else x.new_zeros(x.shape[0], by, x.shape[2])
     tokens = torch.cat([before.to(x.dtype), x], 1)
-    earlier, window = tokens[:, : x.shape[1]], tokens[:, x.shape[1] :]
+    window, index = tokens[:, x.shape[1] :], None
     if call.resets is not None:
         # a state has zeros before the start of its sequence already, so each row counts as having `by` tokens before
         start = torch.full((x.shape[0],), by, device=x.device)
         index, length = running_positions(x.shape[0], x.shape[1], start, call.resets, x.device)
         age = torch.arange(by, 0, -1, device=x.device)
-        earlier = torch.where((index >= by).unsqueeze(-1), earlier, 0.0)
         window = torch.where((age <= length.unsqueeze(-1)).unsqueeze(-1), window, 0.0)
-    return earlier, {"window": window.to(before.dtype)} if call.return_state else {}
+    return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
+
+
+def lagged(past: Past, lag: int, by: int) -> Any:
+    """Return the tokens [B, S, D] that are `lag` places before each one, zeros where a sequence begins."""
+    import torch
+
+    earlier = past.tokens[:, by - lag : past.tokens.shape[1] - lag]
+    return earlier if past.index is None else torch.where((past.index >= lag).unsqueeze(-1), earlier, 0.0)
+
+
+def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
+    """Return x [B, S, D] `by` tokens later, zeros where a sequence begins, and the state to go on from."""
+    past = with_past(x, by, call)
+    return lagged(past, by, by), past.state
 
 
 class _Shifted(Op):

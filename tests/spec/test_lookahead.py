@@ -23,6 +23,7 @@ def ahead(steps: str, input: str = "{features: 8}") -> tuple[int | str | None, s
 
 
 DOWN, UP = "{downsample: {factor: %d, name: down%s}}", "{upsample: {factor: %d, name: up%s}}"
+CONV, TURNED = "{conv1d: {features: 8, kernel: %s}}", "{conv_transpose1d: {features: 8, kernel: %s}}"
 HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
 
 
@@ -45,6 +46,15 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         (f"{{parallel: {{branches: [{{a: [silu]}}, {{b: [{HOURGLASS}]}}]}}}}", 3, "parallel.b.down"),
         (f"{HOURGLASS}, {{linear: {{from: input, features: 8}}}}", 0, None),
         (f"{HOURGLASS}, {{linear: {{from: [up, input], features: 8}}}}".replace("name: up", "as: up"), 3, "down"),
+        # convolutions with a stride: a frame, and with a centred window what follows it
+        (f"{CONV % '8, stride: 4'}", 3, "conv1d"),
+        (f"{CONV % '8, stride: 4'}, {TURNED % '8, stride: 4'}", 3, "conv1d"),
+        (f"{CONV % '9, dilation: 3'}", 0, None),
+        (f"{CONV % '9, dilation: 3, causal: false'}", 12, "conv1d"),
+        (f"{CONV % '3, stride: 2, causal: false'}", 1, "conv1d"),
+        (f"{CONV % '10, stride: 5, causal: false'}", 6, "conv1d"),
+        (f"{DOWN % (4, '')}, {CONV % '3, stride: 2'}, {TURNED % '4, stride: 8'}", 7, "down"),
+        (f"{DOWN % (4, '')}, {TURNED % '8, stride: 4, causal: false'}", 5, "down"),
         # attention
         ("{attention: {q: input, k: input, v: input, heads: 2}}", 0, None),
         ("{attention: {q: input, k: input, v: input, heads: 2, causal: false}}", "all", "attention"),

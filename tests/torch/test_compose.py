@@ -121,7 +121,7 @@ def resettable(model: SequenceModel) -> bool:
     verbs = {node.verb for node in graph.walk(model.graph)}
     orders = {order for node in graph.walk(model.graph) if node.kind == "scan" for order in node.arguments.orders}
     alone = verbs & {"pool", "conv2d", "class_token", "to_image", "patch_embed", "downsample", "upsample"}
-    alone |= verbs & {"rearrange", "reduce"}
+    alone |= verbs & {"rearrange", "reduce", "conv1d", "conv_transpose1d"}
     flat = model.spec.input.grid is None
     return flat and output is not None and output.kind == "sequence" and not alone and orders <= {"forward", "reverse"}
 

@@ -1,0 +1,184 @@
+"""Dense and grouped convolutions over tokens, with a stride.   D features, O features out, K taps, G groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import Op, argument, must_divide, primitive
+from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
+from seqblocks.ops.shift import lagged, with_past
+from seqblocks.parameters import Init, Parameter, State
+from seqblocks.types import Wire
+
+LARGEST = 2**16  # kernel, stride, dilation
+
+
+def as_image(x: Any) -> Any:
+    """Return tokens [B, S, D] as an image of one row [B, D, 1, S]: channels-last in memory, so nothing is copied."""
+    return x.mT.unsqueeze(2)
+
+
+def as_tokens(image: Any) -> Any:
+    """Return an image of one row as tokens."""
+    return image.squeeze(2).mT
+
+
+class _Conv(Op):
+    """Base of both: a weight, a bias, and as state the inputs that the next frame needs."""
+
+    reads = "past"
+    features: int = argument(..., "width of the output, O", ge=1)
+    kernel: int = argument(..., "number of taps, K", ge=1, le=LARGEST)
+    groups: int = argument(1, "parts that the features are split into, each convolved on its own, G", ge=1)
+    causal: bool = argument(True, "whether only its own frame and the past are seen; if not, the step cannot stream")
+    bias: bool = argument(True, "whether a bias is added")
+
+    def earlier(self) -> int:
+        """Return how many tokens of the input, besides those of a frame, the frame's output depends on."""
+        raise AssertionError
+
+    def later(self) -> int:
+        """Return by how many tokens its windows are moved towards the future: 0 if it is causal."""
+        raise AssertionError
+
+    def weight_shape(self, x: Wire) -> tuple[int, int, int]:
+        raise AssertionError
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        shape = self.weight_shape(x)
+        fan_in = shape[1] * shape[2]
+        out = {"weight": Parameter(shape, Init("fan_in_uniform"), fan_in=fan_in)}
+        if self.bias:
+            out["bias"] = Parameter((self.features,), Init("fan_in_uniform"), decay=False, fan_in=fan_in)
+        return out
+
+    def state(self, x: Wire) -> dict[str, State]:
+        carried = 0 if self.later() else self.earlier()
+        return {"window": State((carried, x.features), "model")} if carried else {}
+
+    def check_groups(self, x: Wire) -> None:
+        must_divide(self.groups, x.features, "groups", "the width of the input")
+        must_divide(self.groups, self.features, "groups", "features")
+
+    def cannot_stream(self, x: Wire) -> str | None:
+        return "it reads later tokens (causal: false)" if self.later() else None
+
+
+@primitive("conv1d")
+class Conv1d(_Conv):
+    """Convolution over tokens, one token out for `stride` tokens in. Weight [O, D / G, K], as torch's Conv1d.
+
+    The last tap meets the last token of a frame of `stride` tokens, the others the tokens before it, `dilation` apart,
+    with zeros before the sequence. `causal: false` centres the window on the frame, with zeros at both ends.
+    With a stride, a stream takes whole frames, and resets are an error. State: the inputs that the next frame needs,
+    [(K - 1) dilation + 1 - stride, D], oldest first.
+    """
+
+    stride: int = argument(1, "tokens that become one", ge=1, le=LARGEST)
+    dilation: int = argument(1, "distance between taps, in tokens", ge=1, le=LARGEST)
+
+    def span(self) -> int:
+        """Return how many tokens the window covers."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def earlier(self) -> int:
+        return max(self.span() - self.stride, 0)
+
+    def later(self) -> int:
+        return 0 if self.causal else self.earlier() // 2
+
+    def shape(self, x: Wire) -> Wire:
+        self.check_groups(x)
+        made = merged_tokens(x, self.stride, "stride") if self.stride > 1 else x
+        return made.with_features(self.features)
+
+    def weight_shape(self, x: Wire) -> tuple[int, int, int]:
+        return self.features, x.features // self.groups, self.kernel
+
+    def macs(self, x: Wire) -> int:
+        return self.features * (x.features // self.groups) * self.kernel
+
+    def looks_ahead(self, x: Wire) -> int:
+        return x.rate * (self.stride - 1 + self.later())
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        if self.stride > 1:
+            return "a window of tokens may hold two sequences"
+        return "it reads tokens on both sides" if self.later() else None
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import pad
+
+        check_tokens(x, self.stride, self.verb)
+        weight, bias, earlier, later = p["weight"], p.get("bias"), self.earlier(), self.later()
+        if later:
+            return self.convolve(pad(x, (0, 0, earlier - later, later)), weight, bias), {}
+        if not earlier:
+            unread = self.stride - self.span()  # tokens of a frame that is longer than the window
+            return self.convolve(x[:, unread if self.causal else unread // 2 :], weight, bias), {}
+        past = with_past(x, earlier, call)
+        if past.index is None:
+            return self.convolve(past.tokens, weight, bias), past.state
+        y = 0
+        for tap in range(self.kernel):
+            lag = (self.kernel - 1 - tap) * self.dilation
+            y = y + self.convolve(lagged(past, lag, earlier), weight[..., tap : tap + 1], None if tap else bias)
+        return y, past.state
+
+    def convolve(self, x: Any, weight: Any, bias: Any) -> Any:
+        """Return the convolution of x [B, S, D] without padding."""
+        from torch.nn.functional import conv2d
+
+        if x.shape[1] < (weight.shape[2] - 1) * self.dilation + 1:  # the sequence is empty
+            return x.new_zeros(x.shape[0], 0, self.features)
+        y = conv2d(as_image(x), weight.unsqueeze(2), bias, (1, self.stride), 0, (1, self.dilation), self.groups)
+        return as_tokens(y)
+
+
+@primitive("conv_transpose1d")
+class ConvTranspose1d(_Conv):
+    """Transposed convolution, `stride` tokens out for one token in. Weight [D, O / G, K], as torch's ConvTranspose1d.
+
+    Tap k of token j is added to token j stride + k of the output, so that each token is made of the one it replaces
+    and of those before it. What follows the last frame is dropped. `causal: false` drops as much at both ends.
+    A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
+    """
+
+    stride: int = argument(..., "tokens that one becomes", ge=1, le=LARGEST)
+
+    def earlier(self) -> int:
+        return (self.kernel - 1) // self.stride
+
+    def later(self) -> int:
+        return 0 if self.causal else -(-max(self.kernel - self.stride, 0) // 2)
+
+    def shape(self, x: Wire) -> Wire:
+        self.check_groups(x)
+        made = split_tokens(x, self.stride, "stride", self.verb) if self.stride > 1 else x
+        return made.with_features(self.features)
+
+    def weight_shape(self, x: Wire) -> tuple[int, int, int]:
+        return x.features, self.features // self.groups, self.kernel
+
+    def macs(self, x: Wire) -> int:
+        return x.features * (self.features // self.groups) * self.kernel // self.stride
+
+    def looks_ahead(self, x: Wire) -> int:
+        return self.later() * (x.rate // self.stride)
+
+    def ignores_resets(self, x: Wire) -> str | None:
+        return "a token adds to several others"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import conv_transpose2d
+
+        state, length, first = {}, x.shape[1] * self.stride, self.later()
+        if self.earlier() and not first:
+            x, _, state = with_past(x, self.earlier(), call)
+            first = self.earlier() * self.stride
+        if not length:
+            return x.new_zeros(x.shape[0], 0, self.features), state
+        unmet = max(self.stride - self.kernel, 0)  # tokens of a frame that no tap meets
+        weight, stride = p["weight"].unsqueeze(2), (1, self.stride)
+        y = conv_transpose2d(as_image(x), weight, p.get("bias"), stride, 0, (0, unmet), self.groups)
+        return as_tokens(y)[:, first : first + length], state
