@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.composed import Body, Kind, Step
 
@@ -20,6 +20,20 @@ INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
     "fan_in_uniform", "xavier_uniform", "wang(4, 2)", "powerlaw(0.5)", "ramp(0.1)", "log_range", "inverse_softplus",
 )  # fmt: skip
+
+
+class Call(NamedTuple):
+    """What a block can be called with: the wire that it reads, its wire arguments, its numbers, and its steps.
+
+    steps: by argument, a body with the wire that the block passes in, and that it wants back.
+    """
+
+    block: str
+    reads: Kind
+    makes: Kind
+    ports: list[str]
+    numbers: dict[str, int]
+    steps: dict[str, Body]
 
 
 class Composer:
@@ -31,7 +45,7 @@ class Composer:
         self.numbers: dict[str, int] = {}  # what expressions may name
         self.let: dict[str, int] = {}  # of these, what the file's own `let:` names
         self.blocks: dict[str, Any] = {}
-        self.calls: list[tuple[str, Kind, Kind, list[str], dict[str, int]]] = []
+        self.calls: list[Call] = []
         self.count = 0
         self.budget = self.chance.randint(3, 12)  # steps that do not only finish something
 
@@ -485,17 +499,35 @@ class Composer:
     def block(self, body: Body) -> None:
         """Call a block that is there for such a wire, or write one."""
         now = body.now
-        usable = [call for call in self.calls if call[1] == now]
+        usable = [call for call in self.calls if call.reads == now]
         if not usable or self.maybe(0.5):
             usable = [self.define(body)]
-        name, _, made, ports, given = self.chance.choice(usable)
-        arguments: dict[str, Any] = {key: self.number(value) for key, value in given.items()}
-        for port in ports:
+        call = self.chance.choice(usable)
+        arguments: dict[str, Any] = {key: self.number(value) for key, value in call.numbers.items()}
+        for port in call.ports:
             same = self.like(body, now.width)
             arguments[port] = self.chance.choice(same) if same else self.named(body)
-        self.add(body, name, made, **arguments)
+        for key, place in call.steps.items():
+            inside = replace(place, steps=[], wires={}, linears=[], depth=body.depth + 2, owned=body.owned)
+            inside.columns |= body.columns
+            self.fill(inside, self.chance.randint(0, 2))
+            self.restore(inside, place.now)
+            arguments[key] = inside.steps
+        self.add(body, call.block, call.makes, **arguments)
 
-    def define(self, body: Body) -> tuple[str, Kind, Kind, list[str], dict[str, int]]:
+    def run_argument(self, body: Body) -> dict[str, Body]:
+        """Run an argument that is steps, once or twice; return it by name, with the body that it is."""
+        name = self.fresh("steps")
+        place = replace(body, fixed=True)
+        if self.maybe(0.3):
+            body.steps.append({"repeat": {"name": self.fresh("n"), "times": 2, "steps": [name]}})
+        elif self.maybe(0.3):
+            body.steps.append({"residual": {"name": self.fresh("n"), "steps": [name, {name: {"name": "again"}}]}})
+        else:
+            self.add(body, name, body.now)
+        return {name: place}
+
+    def define(self, body: Body) -> Call:
         now, name = body.now, self.fresh("block")
         around, size = self.numbers, self.width()
         given = {self.fresh("a"): size} if self.maybe(0.6) else {}
@@ -505,6 +537,7 @@ class Composer:
         ports = [self.fresh("p")] if self.maybe(0.5) and now.name in ("sequence", "vector") else []
         inside = Body(now, dict.fromkeys(ports, now), [], [], body.depth + 1, True, body.columns, body.owned)
         self.fill(inside, self.chance.randint(1, 3))
+        steps = self.run_argument(inside) if self.maybe(0.5) and inside.now.name in ("sequence", "vector") else {}
         for port in ports:
             both, width = [self.named(inside), port], self.width()
             if inside.now.place != now.place:
@@ -515,11 +548,11 @@ class Composer:
         self.numbers = around
         arguments: dict[str, Any] = {key: value if with_default else "int" for key, value in given.items()}
         self.blocks[name] = {
-            "args": arguments | dict.fromkeys(ports, "wire"),
+            "args": arguments | dict.fromkeys(ports, "wire") | dict.fromkeys(steps, "steps"),
             "let": {let: f"{next(iter(given))} + 1" if given else size + 1},
             "steps": inside.steps,
         }
-        call = (name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given)
+        call = Call(name, now, inside.now, ports, {} if with_default and self.maybe(0.5) else given, steps)
         self.calls.append(call)
         return call
 

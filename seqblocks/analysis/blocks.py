@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.bodies import lower_once
+from seqblocks.analysis.context import Body, Context, Passed
 from seqblocks.analysis.maps import has_sizes, read_map
 from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.passed import ANY_KIND, add_defaults, check_unrun, read_passed, report_no_primitive
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
-from seqblocks.analysis.steps import count_steps, lower_steps, lowers, spend
+from seqblocks.analysis.steps import lower_steps, lowers, spend
 from seqblocks.analysis.values import add_let, argument, compute_let, effort, free_value, size
 from seqblocks.analysis.wires import read_port, read_wires
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.language.document import Node, Scalar, kind_of, plain
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
-from seqblocks.op import FieldKind, Port
-
-ANY_KIND = Port("", main=True)  # a block reads what its steps can
+from seqblocks.op import FieldKind
 
 
 class Call(NamedTuple):
@@ -30,6 +30,7 @@ class Call(NamedTuple):
     values: dict[str, Any]
     ports: dict[str, int]  # its wire arguments
     written: dict[str, tuple[Node, Names]]
+    passed: dict[str, Passed]  # its arguments that are steps
 
 
 def file_context(run: Run, file: SpecFile) -> Context:
@@ -45,9 +46,7 @@ def file_context(run: Run, file: SpecFile) -> Context:
 @lowers(Block)
 def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     """Raise Fault (E308) where a block uses itself."""
-    for key in ("init", "tie"):
-        if key in step.common:
-            ctx.report(_not_for_blocks(step, key), step.key_span(key))
+    report_no_primitive(ctx, step, "is a block")
     if block in ctx.callers:
         names = [caller.name for caller in ctx.callers]
         ring = " -> ".join([*names[names.index(block.name) :], block.name])
@@ -61,24 +60,19 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
     return make_node(ctx, step, "block", inputs, type, bodies={"": body}, checkpoint=body.checkpoint)
 
 
-def _not_for_blocks(step: Step, key: str) -> Fault:
-    what = f"`{key}` is for the parameters of one primitive, and {step.verb} is a block"
-    hint = f"write `{key}` at a step inside the block"
-    if key == "tie":
-        hint += "; whole blocks cannot share their parameters"
-    return Fault("E201", what, hint=hint)
-
-
 def check_unused(ctx: Context, block: Block) -> None:
     """Look for faults in a block that no step uses; arguments without a default are UNKNOWN."""
     values: dict[str, Any] = {}
     ports: dict[str, int] = {}
+    passed: dict[str, Passed] = {}
     for name, each in block.args.items():
         if each.type == "wire":
             ports[name] = ctx.run.value(None, name)
-        else:
+        elif each.type != "steps":
             values[name] = UNKNOWN if each.default is None else _default(each)
-    call = Call(ctx.run.value(None, "input"), values, ports, {})
+        elif each.default is None:
+            passed[name] = Passed(each)
+    call = Call(ctx.run.value(None, "input"), values, ports, {}, passed)
     block_body(ctx, block, call, block.name, Note(f"in block {block.name}, which no step uses", block.span))
 
 
@@ -86,13 +80,16 @@ def check_unused(ctx: Context, block: Block) -> None:
 
 
 def _read_call(ctx: Context, step: Step, block: Block, x: int) -> Call:
-    call = Call(x, {}, {}, {})
+    call = Call(x, {}, {}, {}, {})
     for name, each in block.args.items():
         node = step.get(name) if name in step.fields else None
         if node is None and each.default is None and not step.incomplete:
             ctx.report(_missing(block, each), step.span)
         if each.type == "wire":
             (call.ports[name],) = read_wires(ctx, node) if node else (ctx.run.unknown(),)
+        elif each.type == "steps":
+            if node or each.default is None:
+                call.passed[name] = read_passed(ctx, node, block, each) if node else Passed(each)
         elif node:
             call.values[name], call.written[name] = _read_argument(ctx, node, block, each), (node, ctx.names)
         elif each.default is not None:
@@ -151,28 +148,25 @@ def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) ->
     """
     run = ctx.run
     spend(ctx, _effort(run, block) + sum(map(size, call.values.values())))
-    key = (id(block), repr(call.values), *(run.types[value] for value in (call.x, *call.ports.values())))
-    if key in run.bodies:
-        body, steps, height = run.bodies[key]
-        count_steps(ctx, steps, height)
-        return body
-    spend(ctx, 20)
+    passed = tuple(each.key for each in call.passed.values())
+    types = (run.types[value] for value in (call.x, *call.ports.values()))
+    key = (id(block), repr(call.values), *types, passed)
+    return lower_once(ctx, key, lambda: _lower_body(ctx, block, call, name, note))
+
+
+def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> tuple[Context, graph.Graph]:
+    """Return the context inside a block, and its body."""
+    run = ctx.run
     inner, entered, ports = _enter(ctx, block, call, name, note)
-    steps, ties, deepest = run.steps, run.ties, run.deepest
-    run.deepest = inner.depth
     body = lower_steps(inner, block.steps, entered, ports)
     compute_let(inner, block.let)
+    check_unrun(inner)
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
         run.maps[id(block)] = read_map(inner, block.checkpoint)
     body.checkpoint = run.maps[id(block)]
-    if not run.report:
-        run.lowered.append((inner, body))
-        if run.types[call.x]:  # else it is unknown what an unused block will hold
-            run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
-        if run.ties == ties:  # a tie holds the names of the layer that it was made for
-            run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
-    run.deepest = max(run.deepest, deepest)
-    return body
+    if not run.report and run.types[call.x]:  # else it is unknown what an unused block will hold
+        run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
+    return inner, body
 
 
 def _enter(
@@ -187,8 +181,11 @@ def _enter(
     names.written = call.written
     names.incomplete = block.incomplete
     body = Body({"input": entered, **ports}, (*ctx.body.path, name), incomplete=block.incomplete)
-    inner = Context(run, block.home, names, body, (*ctx.trail, note), (*ctx.callers, block), ctx.depth + 1)
+    trail, callers = (*ctx.trail, note), (*ctx.callers, block)
+    inner = Context(run, block.home, names, body, trail, callers, ctx.depth + 1, dict(call.passed))
     add_let(inner, block.let)
+    if any(each.type == "steps" for each in block.args.values()):
+        add_defaults(inner, block)
     return inner, entered, ports
 
 

@@ -11,9 +11,9 @@ from seqblocks.analysis.names import Names, names_in, needed_names, shown_value
 from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.errors import Fault, Note, Span
-from seqblocks.language.document import Node, Scalar
+from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import Block, SpecFile
+from seqblocks.language.spec import Argument, Block, SpecFile
 
 MAX_WRITTEN = 4  # notes about where a value was written
 MAX_TRAIL = 8  # notes about the blocks that led to a fault
@@ -38,6 +38,18 @@ class Body:
     nodes: dict[str, graph.Node] = field(default_factory=dict)  # so far, by namespace
     conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
     numbers: dict[str, int] = field(default_factory=dict)  # by a step's name: the last number that a hint added to it
+    place: Body | None = None  # of the steps of an argument: the body in which they are written
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Passed:
+    """The steps that a block is called with. They mean what they mean at their place; None while they are UNKNOWN."""
+
+    declared: Argument
+    steps: Sequence | None = None
+    place: Context | None = None
+    key: int = 0  # equal for equal steps that mean the same; 0: not known
+    used: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -51,6 +63,7 @@ class Context:
     trail: tuple[Note, ...] = ()  # the blocks that are open, as notes
     callers: tuple[Block, ...] = ()  # likewise
     depth: int = 0  # how many bodies are open
+    passed: dict[str, Passed] = field(default_factory=dict)  # the arguments of the block that are steps
 
     def report(self, fault: Fault, where: Step | Node | Span | None) -> None:
         """Report a fault at the argument that it names, with where its value was written and the trail of blocks.

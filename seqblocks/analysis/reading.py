@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from seqblocks.analysis.context import Context
-from seqblocks.analysis.step import Entries, Step, Verb, find_verb
+from seqblocks.analysis.step import Entries, Step, Verb, find_verb, passed_verb
 from seqblocks.analysis.values import effort
 from seqblocks.combinators import Combinator
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.language.document import SOLE, Mapping, Node, Scalar, Sequence, kind_of
-from seqblocks.language.spec import STEP_KEYS, Block
+from seqblocks.language.spec import STEP_KEYS, Argument, Block
 from seqblocks.language.vocabulary import key_hint, missing_colon
 
 
 def read_step(ctx: Context, item: Node) -> Step:
     """Return an item of a list of steps as a step. It is read once, however often its body is lowered."""
     cache = ctx.run.step_cache
-    if id(item) not in cache:
-        cache[id(item)] = step = _read(ctx, item)
+    key = (id(item), id(ctx.callers[-1])) if ctx.passed else id(item)  # an alias may repeat it in another block
+    if key not in cache:
+        cache[key] = step = _read(ctx, item)
         _check_keys(ctx, step)
         step.effort = _effort(step)
-    return cache[id(item)]
+    return cache[key]
+
+
+def _find_verb(ctx: Context, verb: str) -> Verb | None:
+    """Return what a verb stands for here; None if there is no such verb."""
+    if verb in ctx.passed:
+        return passed_verb(ctx.passed[verb].declared)
+    return find_verb(ctx.file, verb)
 
 
 def _read(ctx: Context, item: Node) -> Step:
     match item:
         case Scalar(value=str(verb)):
-            return Step(verb, item.span, {}, {}, found=find_verb(ctx.file, verb))
+            return Step(verb, item.span, {}, {}, found=_find_verb(ctx, verb))
         case Mapping(entries=entries) if len(entries) == 1:
             ((verb, span, node),) = list(item)
             return _read_arguments(ctx, item, verb, span, node)
@@ -44,8 +53,8 @@ def _read(ctx: Context, item: Node) -> Step:
 def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     first, *others = item.entries
     hint = "one verb a step"
-    if find_verb(ctx.file, first):
-        steps = [other for other in others if find_verb(ctx.file, other)]
+    if _find_verb(ctx, first):
+        steps = [other for other in others if _find_verb(ctx, other)]
         hint = f"put '- ' before {listing(steps)}: that is a step of its own" if steps else ""
         hint = hint or f"indent {listing(others)} below `{first}:`"
     message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
@@ -53,7 +62,7 @@ def _report_several_verbs(ctx: Context, item: Mapping) -> None:
 
 
 def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: Node) -> Step:
-    found = find_verb(ctx.file, verb)
+    found = _find_verb(ctx, verb)
     if isinstance(node, Scalar) and node.value is None:
         return Step(verb, span, {}, {}, found=found)
     if not isinstance(node, Mapping):
@@ -80,7 +89,7 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
 def _without_arguments(ctx: Context, verb: str, span: Span, node: Node, found: Verb | None) -> Step:
     """Return a step whose verb is unknown, and so are its arguments. Report a verb that holds an argument too."""
     first = verb.partition(" ")[0]
-    if first == verb or not find_verb(ctx.file, first):
+    if first == verb or not _find_verb(ctx, first):
         return Step(verb, span, {}, {}, found=found)
     fault = Fault("E301", f"there is no verb {quote(verb)}", hint=missing_colon(verb))  # `- embed {features: 64}`
     ctx.report(fault, span.within(0, len(first)))
@@ -131,7 +140,10 @@ def _takes_words(found: Verb) -> bool:
 
 def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
     message, notes = f"unknown key {quote(key)} in {step.verb}", []
-    if isinstance(found.meaning, Block):
+    if isinstance(found.meaning, Argument):
+        message = f"{step.verb} stands for the steps that the block is called with, and takes no {quote(key)}"
+        notes = [Note("the argument is declared here", found.meaning.span)]
+    elif isinstance(found.meaning, Block):
         message = f"block {step.verb} has no argument {quote(key)}"
         notes = [Note("the block is defined here", found.meaning.span)]
     expected = f"one of {listing(words, 16)}"
@@ -156,8 +168,11 @@ def _effort(step: Step) -> int:
     """Return the cost of reading the arguments of a step once; the steps in it count by themselves."""
     meaning = step.found.meaning if step.found else None
     cls = meaning if isinstance(meaning, type) and issubclass(meaning, Combinator) else None
+    holds: Container[str] = cls.holds if cls else ()
+    if isinstance(meaning, Block):
+        holds = [name for name, argument in meaning.args.items() if argument.type == "steps"]
     total = 1
     for key, (_, node) in (*step.fields.items(), *step.common.items()):
-        steps = cls and (key in cls.holds or (cls.open_keys and key in step.fields and key not in cls.model_fields))
+        steps = key in holds or (cls and cls.open_keys and key in step.fields and key not in cls.model_fields)
         total += 1 + (len(node.items) if isinstance(node, Sequence) else 0) if steps else effort(node)
     return total

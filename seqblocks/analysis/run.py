@@ -29,9 +29,11 @@ class Run:
     full: bool = False  # whether a limit was exceeded, after which nothing is lowered
 
     # caches, by the id of a document node or of a block
-    step_cache: dict[int, Step] = field(default_factory=dict)
+    step_cache: dict[Any, Step] = field(default_factory=dict)
     top_names: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
     bodies: dict[Any, tuple[graph.Graph, int, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
+    words: dict[int, frozenset[str]] = field(default_factory=dict)  # in steps that are arguments
+    passed_keys: dict[Any, int] = field(default_factory=dict)  # of such steps, by what they depend on
     maps: dict[int, tuple[graph.Entry, ...]] = field(default_factory=dict)
     efforts: dict[int, int] = field(default_factory=dict)  # of calling each block
     node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = field(default_factory=dict)

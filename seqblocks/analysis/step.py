@@ -8,14 +8,17 @@ from typing import NamedTuple
 from seqblocks.combinators import COMBINATORS, Combinator
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
-from seqblocks.language.spec import STEP_KEYS, Block, SpecFile
+from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
 from seqblocks.op import Op, field_infos, fields_of, find_primitive
+
+
+BLOCK_STEP_KEYS = ("from", "as", "name", "when")
 
 
 class Verb(NamedTuple):
     """What a verb stands for, and the arguments that it takes."""
 
-    meaning: type[Op] | type[Combinator] | Block
+    meaning: type[Op] | type[Combinator] | Block | Argument
     required: tuple[str, ...]
     own: tuple[str, ...]
     """Its own arguments, without those that every step has."""
@@ -54,9 +57,15 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
 
 
 def _block_verb(block: Block) -> Verb:
-    required = (name for name, argument in block.args.items() if argument.default is None)
+    required = tuple(name for name, argument in block.args.items() if argument.default is None)
     wires = (name for name, argument in block.args.items() if argument.type == "wire")
-    return Verb(block, tuple(required), tuple(block.args), tuple(wires), common=("from", "as", "name", "when"))
+    sole = required[0] if len(required) == 1 and block.args[required[0]].type == "steps" else None
+    return Verb(block, required, tuple(block.args), tuple(wires), sole, BLOCK_STEP_KEYS)
+
+
+def passed_verb(argument: Argument) -> Verb:
+    """Return what the name of an argument stands for whose value is steps."""
+    return Verb(argument, (), (), common=BLOCK_STEP_KEYS)
 
 
 Entries = dict[str, tuple[Span, Node]]

@@ -134,7 +134,7 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
                 _report_no_verb(ctx, step)
             else:
                 meaning = step.found.meaning
-                kind = Block if isinstance(meaning, Block) else Op if issubclass(meaning, Op) else meaning
+                kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
                 if node := LOWERINGS[kind](ctx, step, meaning):
                     return node
     except Fault as fault:
@@ -164,7 +164,7 @@ def _report_no_verb(ctx: Context, step: Step) -> None:
 
 def _verb_hint(ctx: Context, verb: str) -> str:
     """Return what may be meant by an unknown verb."""
-    verbs = [*COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
+    verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
     found = _offered(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
     return found or _near_bundled(verb) or NO_VERB
 

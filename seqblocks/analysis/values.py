@@ -140,6 +140,8 @@ def evaluate(ctx: Context, text: str, node: Scalar) -> Any:
             return ctx.names[text]
         return parse(text).evaluate(ctx.names)
     except NameFault as fault:
+        if fault.name in ctx.passed:
+            fault.hint = f"it is an argument of type steps, which is a verb: `- {fault.name}`"
         ctx.report(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)

@@ -65,7 +65,22 @@ def _no_wire(ctx: Context, name: str) -> Fault:
     known = [other for other in islice(ctx.body.wires, 14) if other != "input"]
     expected = f"input, or one of {listing(known)}" if known else "input (no step above defines a wire)"
     message = f"there is no wire {quote(name)} at this point"
+    if place := _place(ctx.body, name):
+        maker = ctx.run.makers.get(place.wires[name])
+        notes = [Note(f"`{name}` is made here, outside these steps", maker.span)] if maker else []
+        hint = "`input` is what the block passes in; a block takes other wires by arguments of type `wire`"
+        expected = "a wire that these steps make themselves: the block that runs them passes in one, `input`"
+        return Fault("E302", message, expected=expected, notes=notes, hint=hint)
     return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
+
+
+def _place(body: Body | None, name: str) -> Body | None:
+    """Return the body in which the steps of an argument are written, if a wire of this name is visible there."""
+    while body:
+        if body.place:
+            return body.place if name in body.place.wires else _place(body.place, name)
+        body = body.outer
+    return None
 
 
 def _wire_hint(ctx: Context, name: str) -> str:
@@ -73,7 +88,7 @@ def _wire_hint(ctx: Context, name: str) -> str:
         return "it is an output of this step, and a step reads only outputs of steps above it"
     if any(name in step.defined_wires() for step in ctx.body.steps):
         return "it is defined further down, and a step reads only outputs of steps above it"
-    if name in builtin_verbs() or name in ctx.file.visible:
+    if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
         return _verb_as_wire(name, ctx.body.current)
     return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
 

@@ -213,8 +213,8 @@ def _choices(node: Node) -> dict[str, Slot]:
                 out[key] = Slot(node, key)
             if key in ("args", "let"):
                 out |= {k: v for k, v in _choices(value).items() if k not in out}
-            elif key in ("steps", "branches"):
-                out |= {k: v for k, v in _steps(value, key == "steps").items() if k not in out}
+            elif key in ("steps", "branches", document.SOLE):
+                out |= {k: v for k, v in _steps(value, key != "branches").items() if k not in out}
     elif isinstance(node, Sequence):
         out |= _steps(node)
     return out
@@ -229,7 +229,7 @@ def _with_arguments(item: Node) -> Node:
             ((verb, span, arguments),) = list(item)
             given: dict[str, tuple[Span, Node]] = {}
             if isinstance(arguments, Sequence):
-                given["branches" if verb == "parallel" else "steps"] = (arguments.span, arguments)
+                given["branches" if verb == "parallel" else document.SOLE] = (arguments.span, arguments)
             elif isinstance(arguments, Scalar) and arguments.value is not None:
                 given[document.SOLE] = (arguments.span, arguments)
             if not isinstance(arguments, Mapping):

@@ -29,7 +29,7 @@ FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "c
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "steps")
 EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "lookahead", "tolerance")
-ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire")
+ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _LIKE = {  # what the mappings look like
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
     "expect": "{params: 1_000}", "let": "{dim: 64}",
@@ -237,6 +237,8 @@ class Reader:
         for name, span, node in blocks or ():
             self._block(file, name, span, node)
         file.incomplete |= blocks is not None and blocks.incomplete
+        for block in file.blocks.values():
+            self._check_passed(block)
         return file
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
@@ -404,10 +406,30 @@ class Reader:
         for argument in args.values():
             self._plain_default(argument, names_in_block)
         steps = required(self.report.fault, node, "steps", Fault("E202", f"block {name} has no steps"), span)
+        lists = [argument for argument in args.values() if isinstance(argument.default, Sequence)]
+        run = verbs_in(steps) if lists else ()
+        for argument in lists:
+            argument.type = "steps" if argument.name in run else "any"
         names = self._mapping(node, "checkpoint")
         incomplete = given is not None and (given.incomplete or len(args) < len(given.entries))
         block = Block(name, span, file, self._text(node, "about"), args, let, steps, names, incomplete)
         file.blocks[name] = file.visible[name] = block
+
+    def _check_passed(self, block: Block) -> None:
+        """Check the arguments of a block that are steps: the block runs them, and no other verb has their name."""
+        passed = {name: argument for name, argument in block.args.items() if argument.type == "steps"}
+        run = verbs_in(block.steps) if passed else ()
+        for name, argument in passed.items():
+            if self.is_builtin(name) or name in block.home.visible:
+                other = block.home.visible.get(name)
+                what = "a block" if other else "a built-in verb"
+                notes = (Note("the block is here", other.span),) if other else ()
+                message = f"an argument that is steps becomes a verb, and {quote(name)} is {what}"
+                hint = "give the argument another name"
+                self.report.add(Diagnostic("E309", message, argument.span, notes=notes, hint=hint))
+            elif name not in run:
+                message = f"block {block.name} never runs the steps of its argument {quote(name)}"
+                self.fault("E323", message, argument.span, hint=f"write `- {name}` where they run, or remove it")
 
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
         """Report a default that is meant as an expression over other arguments."""
@@ -448,6 +470,21 @@ class Reader:
             case float():
                 return Argument(name, "float", span, node)
         return Argument(name, "word", span, node)
+
+
+def verbs_in(steps: Node | None) -> set[str]:
+    """Return the verbs of all steps in a list of steps, those of inner lists included."""
+    found: set[str] = set()
+    waiting = [steps]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Mapping):
+            waiting += [value for _, _, value in node]
+        elif isinstance(node, Sequence):
+            found.update(item.value for item in node.items if isinstance(item, Scalar) and isinstance(item.value, str))
+            found.update(next(iter(item.entries)) for item in node.items if isinstance(item, Mapping) and item.entries)
+            waiting += node.items
+    return found
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie", "when")

@@ -9,6 +9,7 @@ pydantic's own schema does not serve: its unions raise alarms on correct files a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.analysis import check
@@ -62,6 +63,7 @@ def schema(file: SpecFile | None = None) -> Schema:
     blocks = file.visible if file else _bundled_blocks()
     table: dict[str, Schema] = {name: _verb(verb, words) for name, verb in verbs().items()}
     table |= {name: _block(block) for name, block in blocks.items()}
+    table |= {argument.name: _passed(argument) for argument in _arguments_that_are_steps(file)}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "seqblocks",
@@ -251,6 +253,8 @@ def _short(out: Schema, required: list[str]) -> Schema:
     if len(required) != 1:
         return out
     only = out["properties"][required[0]]
+    if only == STEPS:
+        return out | {"type": [*_types(out), "array"], "items": STEP}
     limits = {key: value for key, value in only.items() if key in (*LIMITS.values(), "not")}
     return out | limits | {"type": [*_types(out), *(kind for kind in _types(only) if kind != "array")]}
 
@@ -295,6 +299,17 @@ def _block(block: Block) -> Schema:
     return _short(_takes(block.about or f"the block {block.name}", properties, required), required)
 
 
+def _arguments_that_are_steps(file: SpecFile | None) -> Iterator[Argument]:
+    """Yield the arguments of a file's blocks that are verbs inside them. A schema cannot say where inside is."""
+    for block in file.blocks.values() if file else ():
+        yield from (argument for argument in block.args.values() if argument.type == "steps")
+
+
+def _passed(argument: Argument) -> Schema:
+    properties = {key: STEP_KEYS[key] for key in ("from", "as", "name", "when")}
+    return _takes(f"the steps that the block is called with as `{argument.name}`", properties, [])
+
+
 def _block_argument(argument: Argument) -> Schema:
     match argument.type:
         case "int":
@@ -305,4 +320,6 @@ def _block_argument(argument: Argument) -> Schema:
             return FLAG
         case "wire":
             return WIRE
+        case "steps":
+            return STEPS
     return {"type": ["string", "array"]} if argument.type == "word" else {}

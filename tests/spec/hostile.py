@@ -460,3 +460,53 @@ def towers_of_powers(k: float) -> str:
 @case
 def broken_at_the_end(k: float) -> str:
     return HEAD + "let:\n" + each("  a#: 1\n", 40_000 * k) + "  x\n" + MODEL
+
+
+# --- arguments that are steps ---
+
+RUNS = "b0: {args: {m: steps, n: steps}, steps: [m, n]}"
+
+
+@case
+def steps_that_double(k: float) -> str:
+    twice = "b#: {args: {m: steps}, steps: [{b<: {m: [m, m: {name: o}]}}, {b<: {name: p, m: [m]}}]}"
+    return chain("b0: {args: {m: steps}, steps: [m]}", twice, int(60 * k), last="b{}: [silu]")
+
+
+@case
+def steps_that_change_places(k: float) -> str:
+    block = "b#: {args: {m: steps, n: steps}, steps: [{b<: {m: [n, m], n: [m, n]}}]}"
+    return chain(RUNS, block, int(60 * k), last="b{}: {{m: [silu], n: [tanh]}}")
+
+
+@case
+def steps_in_steps(k: float) -> str:
+    text = "silu"
+    for _ in range(int(20 * k)):
+        text = f"{{b0: {{m: [{text}], n: [tanh]}}}}"
+    return f"{HEAD}blocks: {{{RUNS}}}\nmodel: {{input: {{features: 8}}, steps: [{text}]}}\n"
+
+
+@case
+def steps_in_layers_with_many_names(k: float) -> str:
+    names = each("  x#: 1\n", 6000 * k)
+    words = each("        - linear: {features: 8 + 0 * x#, name: n#}\n", 6000 * k)
+    head = f"let:\n{names}blocks:\n  run: {{args: {{m: steps}}, steps: [residual: [{{m: {{when: false}}}}]]}}\n"
+    repeat = "    - repeat:\n        times: 4096\n        steps:\n"
+    return spec(repeat + "          - run:\n              m:\n" + words.replace("        -", "                -"), head)
+
+
+@case
+def steps_with_many_values(k: float) -> str:
+    values = f"let: {{x: [{each('1, ', 40_000 * k)}]}}\n"
+    head = values + "blocks: {run: {args: {m: steps}, steps: [m]}}\n"
+    step = "run: {m: [silu, {repeat: {pattern: m, m: [], name: x}}]}"
+    return spec(f"    - repeat: {{times: 4096, steps: [{step}]}}\n", head)
+
+
+@case
+def blocks_with_many_arguments_that_are_steps(k: float) -> str:
+    args, steps = each("a#: steps, ", 3000 * k), each("{a#: {name: n#}}, ", 3000 * k)
+    given = each("a#: [silu], ", 3000 * k)
+    head = f"blocks:\n  run: {{args: {{{args}}}, steps: [{steps}]}}\n  outer: {{steps: [run: {{{given}}}]}}\n"
+    return spec(f"    - run: {{{given}}}\n    - outer\n", head)

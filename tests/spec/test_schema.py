@@ -22,6 +22,7 @@ let: {dim: 16, act: silu}
 blocks:
   bare: {steps: [silu]}
   short: {args: {width: int}, steps: [{linear: width}]}
+  around: {args: {inner: steps, after: [silu]}, steps: [{inner: {name: first}}, after]}
   mine:
     args: {width: int, order: forward, other: wire, on_or_off: true}
     let: {twice: 2 * width}
@@ -53,6 +54,8 @@ model:
     - residual: [layer_norm, {linear: 8}]
     - parallel: [{one: [silu]}, {two: [{proj_down: 2 * 4}]}]
     - repeat: [{short: dim}]
+    - around: [{linear: {features: dim, bias: false}}]
+    - around: {inner: [layer_norm, gelu], name: again}
     - proj_down: {features: 8, name: back}
     - pool: {mode: mean}
 expect: {tolerance: 0.1}
@@ -104,6 +107,10 @@ TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the f
     "pool: {mode: mean}": ("pool: {mode: mean, moed: 1}", False),
     "[layer_norm, {linear": ("[layer_nrom, {linear", True),
     "{linear: 8}]": ("{linear: 0}]", False),
+    "around: [{linear": ("around: [{liner", True),
+    "around: {inner": ("around: {iner", True),
+    "inner: [layer_norm, gelu]": ("inner: layer_norm", True),
+    "steps: [{inner": ("steps: [{innr", True),
 }
 
 

@@ -1,0 +1,32 @@
+"""Bodies with values of their own, which serve every step that would make an equal one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.steps import count_steps, spend
+
+
+def lower_once(ctx: Context, key: Any, lower: Callable[[], tuple[Context, graph.Graph]]) -> graph.Graph:
+    """Return the body that `lower` makes, with the context inside it; one that was made for an equal key if there is.
+
+    key: all that the body depends on.
+    """
+    run = ctx.run
+    if key in run.bodies:
+        body, steps, height = run.bodies[key]
+        count_steps(ctx, steps, height)
+        return body
+    spend(ctx, 20)
+    steps, ties, deepest = run.steps, run.ties, run.deepest
+    run.deepest = ctx.depth + 1
+    inner, body = lower()
+    if not run.report:
+        run.lowered.append((inner, body))
+        if run.ties == ties:  # a tie holds the names of the layer that it was made for
+            run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
+    run.deepest = max(run.deepest, deepest)
+    return body

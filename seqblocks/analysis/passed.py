@@ -1,0 +1,127 @@
+"""Arguments that are steps: what a block is called with, and how the block runs it.
+
+The steps mean what they mean where they are written: the names, the verbs and the blocks in use are those of that
+place. The wire that they read is the one that the block passes in; they see no other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from seqblocks import graph
+from seqblocks.analysis.bodies import lower_once
+from seqblocks.analysis.context import Body, Context, Passed
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import lower_steps, lowers, spend
+from seqblocks.analysis.values import size
+from seqblocks.analysis.wires import read_port
+from seqblocks.errors import Fault, Note, quote
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
+from seqblocks.language.spec import Argument, Block
+from seqblocks.op import Port
+
+ANY_KIND = Port("", main=True)  # a body reads what its steps can
+
+
+def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> Passed:
+    """Return the steps that a call gives for an argument."""
+    if not isinstance(node, Sequence):
+        hint = f"{declared.name}: [{node.text}]" if isinstance(node, Scalar) and node.value is not None else None
+        fault = Fault(
+            "E203",
+            f"{quote(declared.name)} of block {block.name} must be a list of steps",
+            found=kind_of(node),
+            notes=[Note("the argument is declared here", declared.span)],
+            hint=hint or f"{declared.name}: [layer_norm, silu]",
+        )
+        ctx.report(fault, node.span)
+        return Passed(declared)
+    return Passed(declared, node, ctx, _key(ctx, node))
+
+
+def add_defaults(ctx: Context, block: Block) -> None:
+    """Add the default steps of arguments to the context inside a block. They see its names, and run no argument."""
+    place = replace(ctx, passed={})
+    for name, declared in block.args.items():
+        if declared.type == "steps" and name not in ctx.passed:
+            ctx.run.unread[id(declared.default)] = False
+            steps = declared.default
+            assert isinstance(steps, Sequence)
+            ctx.passed[name] = Passed(declared, steps, place, _key(place, steps))
+
+
+def _key(ctx: Context, steps: Sequence) -> int:
+    """Return a number that steps have in common with those that mean the same: equal text, and equal names in it."""
+    run = ctx.run
+    if id(steps) not in run.words:
+        spend(ctx, steps.size // 4)
+        run.words[id(steps)] = frozenset(_words(steps, set()))
+    words = run.words[id(steps)]
+    spend(ctx, len(words) // 4)
+    values = [(name, ctx.names[name]) for name in words if name in ctx.names]
+    spend(ctx, sum(size(value) for _, value in values))
+    inner = tuple((name, ctx.passed[name].key) for name in words if name in ctx.passed)
+    key = (id(steps), tuple((name, repr(value)) for name, value in values), inner)
+    return run.passed_keys.setdefault(key, len(run.passed_keys) + 1)
+
+
+def _words(node: Node, found: set[str]) -> set[str]:
+    """Add all words in a node to `found`: whatever names it uses is among them."""
+    match node:
+        case Scalar(value=str(text)):
+            found.update(re.findall(r"[^\W\d]\w*", text))
+        case Sequence(items=items):
+            for item in items:
+                _words(item, found)
+        case Mapping(entries=entries):
+            found.update(entries)
+            for _, each in entries.values():
+                _words(each, found)
+    return found
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+@lowers(Argument)
+def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | None:
+    """Return the node of a step whose verb is an argument; None while its steps are UNKNOWN."""
+    report_no_primitive(ctx, step, "stands for several steps")
+    (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
+    passed = ctx.passed[declared.name]
+    passed.used = True
+    if passed.place is None:
+        return None
+    note = Note(f"in the steps of {declared.name}, used", step.span)
+    body = lower_once(ctx, (passed.key, ctx.run.types[x]), lambda: _enter(ctx, passed, x, step.name, note))
+    return make_node(ctx, step, "block", {"x": (x,)}, ctx.run.types[body.result], bodies={"": body})
+
+
+def report_no_primitive(ctx: Context, step: Step, what: str) -> None:
+    """Report `init` and `tie` at a step that is no primitive."""
+    for key in ("init", "tie"):
+        if key in step.common:
+            message = f"`{key}` is for the parameters of one primitive, and {step.verb} {what}"
+            hint = f"write `{key}` at a step inside"
+            if key == "tie":
+                hint += "; whole blocks cannot share their parameters"
+            ctx.report(Fault("E201", message, hint=hint), step.key_span(key))
+
+
+def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple[Context, graph.Graph]:
+    assert passed.place
+    entered = ctx.run.value(ctx.run.types[x], "input")
+    body = Body({"input": entered}, (*ctx.body.path, name), place=passed.place.body)
+    inner = replace(passed.place, body=body, trail=(*ctx.trail, note), depth=ctx.depth + 1)
+    return inner, lower_steps(inner, passed.steps, entered)
+
+
+def check_unrun(ctx: Context) -> None:
+    """Look for faults in the steps that a block was called with and that it does not run, as a condition is false."""
+    for name, passed in ctx.passed.items():
+        if not passed.used and passed.place:
+            passed.used = True
+            note = Note(f"in the steps of {name}, which are not run", passed.declared.span)
+            _enter(ctx, passed, ctx.run.unknown(), name, note)

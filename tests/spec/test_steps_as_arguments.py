@@ -1,0 +1,136 @@
+"""Arguments that are steps: a spec is what it is with the steps written in their place."""
+
+import pytest
+
+from seqblocks import SpecError, graph
+from seqblocks.analysis.check import load_text
+from seqblocks.graph import ModelSpec, count
+
+PRE = "prenorm: {args: {mixer: steps}, steps: [residual: [layer_norm, mixer]]}"
+
+
+def spec(steps: str, blocks: str = PRE, let: str = "{}", more: str = "", **overrides: object) -> ModelSpec:
+    text = f"seqblocks: 1\nlet: {let}\nblocks:\n  {blocks}\nmodel:\n  input: {{features: 8}}\n  steps: {steps}\n{more}"
+    _, model = load_text(text, set=overrides)
+    assert model
+    graph.verify(model)
+    return model
+
+
+def names(model: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    return [(item.name, item.parameter.shape) for item in graph.parameters(model.graph)]
+
+
+def codes(steps: str, blocks: str = PRE) -> list[tuple[str, int]]:
+    with pytest.raises(SpecError) as caught:
+        spec(steps, blocks)
+    return [(each.code, each.span.line if each.span else 0) for each in caught.value.diagnostics]
+
+
+def test_the_names_of_parameters() -> None:
+    model = spec("[prenorm: [{linear: 8}, silu, {linear: {features: 8, bias: false, name: out}}]]")
+    assert names(model)[2:] == [
+        ("prenorm.residual.mixer.linear.weight", (8, 8)),
+        ("prenorm.residual.mixer.linear.bias", (8,)),
+        ("prenorm.residual.mixer.out.weight", (8, 8)),
+    ]
+
+
+def test_names_are_those_of_the_place_where_the_steps_are_written() -> None:
+    blocks = (
+        "run: {args: {m: steps, d: 3}, let: {e: 5}, steps: [m]}\n"
+        "  outer: {args: {d: int, m: steps}, let: {e: d + 1}, steps: [{run: {m: [{linear: d}, {linear: {features: e, "
+        "name: b}}, m]}}]}"
+    )
+    model = spec("[{outer: {d: 16, m: [{linear: {features: d, name: c}}]}}]", blocks, "{d: 4}")
+    assert [shape for name, shape in names(model) if name.endswith("weight")] == [(16, 8), (17, 16), (4, 17)]
+
+
+def test_the_layer_of_a_repeat_is_seen_through_blocks() -> None:
+    steps = "[{repeat: {times: 3, steps: [{prenorm: [{prenorm: [{linear: 2 ** layer}, {linear: {features: 8, name: b}}]}]}]}}]"
+    assert [shape for name, shape in names(spec(steps)) if name.endswith("r.linear.weight")] == [(1, 8), (2, 8), (4, 8)]
+
+
+def test_layers_that_are_alike_are_lowered_once() -> None:
+    model = spec("[{repeat: {times: 4, steps: [{prenorm: [{linear: layer // 2 + 8 - layer // 2}]}]}}]", let="{a: 1}")
+    (repeat,) = model.graph.nodes
+    bodies = {id(body.nodes[0].bodies[""]) for body in repeat.bodies.values()}
+    assert len(bodies) == 4  # the text has the name `layer`
+    (repeat,) = spec("[{repeat: {times: 4, steps: [{prenorm: [{linear: 8 * a}]}]}}]", let="{a: 1}").graph.nodes
+    assert len({id(body.nodes[0].bodies[""]) for body in repeat.bodies.values()}) == 1
+
+
+def test_the_same_steps_with_other_names_are_other_bodies() -> None:
+    blocks = f"{PRE}\n  b: {{args: {{d: int}}, steps: [prenorm: [{{linear: d}}, {{linear: {{features: 8, name: o}}}}]]}}"
+    model = spec("[{b: {d: 3, name: x}}, {b: {d: 5, name: y}}, {b: {d: 3, name: z}}]", blocks)
+    assert [shape for name, shape in names(model) if name.endswith("mixer.linear.weight")] == [(3, 8), (5, 8), (3, 8)]
+
+
+def test_defaults_see_the_names_of_their_block() -> None:
+    blocks = "b: {args: {d: 3, m: [{linear: 2 * e}]}, let: {e: d + 1}, steps: [m, {m: {name: again}}]}"
+    assert names(spec("[b]", blocks))[0] == ("b.m.linear.weight", (8, 8))
+    assert names(spec("[{b: {d: 1}}]", blocks, "{e: 100}"))[0] == ("b.m.linear.weight", (4, 8))
+    assert names(spec("[{b: {m: [{linear: e}]}}]", blocks, "{e: 100}"))[0] == ("b.m.linear.weight", (100, 8))
+
+
+def test_each_use_is_a_namespace() -> None:
+    blocks = "b: {args: {m: steps}, steps: [m, {repeat: {times: 2, steps: [m]}}, {parallel: [l: [m], r: []]}]}"
+    model = spec("[b: [{linear: {features: 8, bias: false}}]]", blocks)
+    places = ["m", "repeat.0.m", "repeat.1.m", "parallel.l.m"]
+    assert [name for name, _ in names(model)] == [f"b.{place}.linear.weight" for place in places]
+    with pytest.raises(SpecError, match="two steps here would both be called 'm'"):
+        spec("[b: [silu]]", "b: {args: {m: steps}, steps: [m, m]}")
+
+
+def test_no_steps_pass_the_input_on() -> None:
+    model = spec("[prenorm: [], {linear: 4}]")
+    assert model.output and model.output.features == 4
+    assert count(model.graph) == 16 + 36
+    with pytest.raises(SpecError, match="needs 'mixer'"):
+        spec("[prenorm]")
+
+
+def test_any_kind_of_wire_is_passed_in() -> None:
+    text = "seqblocks: 1\nblocks: {b: {args: {m: steps}, steps: [m]}}\nmodel: {input: {tokens: 5}, steps: [b: [{embed: 4}]]}"
+    assert load_text(text)[1]
+
+
+def test_a_condition_inside_a_block_leaves_them_out() -> None:
+    blocks = "b: {args: {m: steps, on: bool}, steps: [{m: {when: on}}, silu]}"
+    assert count(spec("[{b: {m: [{linear: 8}], on: false}}]", blocks).graph) == 0
+    assert codes("[{b: {m: [{linear: x}], on: false}}]", blocks) == [("E303", 7)]  # they are looked at
+
+
+def test_the_steps_of_an_argument_may_hold_the_block_that_runs_them() -> None:
+    assert count(spec("[prenorm: [prenorm: [prenorm: [silu]]]]").graph) == 3 * 16
+    assert codes("[silu]", f"{PRE}\n  a: {{args: {{m: steps}}, steps: [m, prenorm: [a: [silu]]]}}") == [("E308", 5)]
+    assert codes("[silu]", "a: {args: {m: [a]}, steps: [m]}") == [("E308", 4)]
+
+
+def test_steps_see_no_wires_but_their_input() -> None:
+    assert codes("[{linear: {features: 8, as: u}}, prenorm: [{gate: {by: u}}]]") == [("E302", 7)]
+    inner = "b: {args: {m: steps}, steps: [{silu: {as: s}}, m]}"
+    assert codes("[b: [{gate: {by: s}}]]", inner) == [("E302", 7)]
+    assert count(spec("[prenorm: [{linear: {features: 8, as: u}}, {gate: {from: input, by: u}}]]").graph) == 16 + 72
+
+
+def test_overrides_reach_into_them() -> None:
+    steps = "[prenorm: [{linear: {features: 8}}], {prenorm: {mixer: [{linear: 8}], name: b}}]"
+    assert count(spec(steps).graph) == 2 * 88
+    assert count(spec(steps, **{"model.prenorm.linear.bias": False}).graph) == 2 * 88 - 8
+    assert count(spec(steps, **{"model.b.mixer.linear.bias": False}).graph) == 2 * 88 - 8
+    blocks = "b: {args: {m: [{linear: 8}]}, steps: [m]}"
+    assert count(spec("[b]", blocks, **{"blocks.b.m.linear.bias": False}).graph) == 64
+
+
+def test_checkpoint_maps_reach_into_them() -> None:
+    block = "b: {args: {m: steps}, steps: [{residual: [{m: {name: mix}}]}], checkpoint: {residual.mix: mixer}}"
+    inner = "inner: {steps: [{linear: 8}], checkpoint: {linear: fc}}"
+    spec("[b: [inner]]", f"{block}\n  {inner}", more="checkpoint: {b: layer}")
+    spec("[b: [{linear: 8}]]", block, more="checkpoint: {b.residual.mix.linear.weight: w}")
+    with pytest.raises(SpecError, match="E312"):
+        spec("[b: [{linear: 8}]]", block, more="checkpoint: {b.residual.mix.linr: w}")
+
+
+def test_unused_steps_inside_them_are_reported() -> None:
+    assert codes("[prenorm: [{linear: {features: 8, as: u}}, {silu: {from: input}}]]") == [("E315", 7)]
