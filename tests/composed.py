@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Step = dict[str, Any]
 
@@ -35,3 +36,82 @@ class Body:
     fixed: bool = False  # the kind that leaves must be the kind that entered, but for the width
     columns: bool = False  # in a scan by columns
     owned: bool = False  # in a scan whose orders own parameters
+
+
+class Call(NamedTuple):
+    """What a block can be called with: the wire that it reads, its wire arguments, its numbers, and its steps.
+
+    steps: by argument, a body with the wire that the block passes in, and that it wants back.
+    """
+
+    block: str
+    reads: Kind
+    makes: Kind
+    ports: list[str]
+    numbers: dict[str, int]
+    steps: dict[str, Body]
+
+
+class Writer:
+    """A spec under way, and small things to write. `streams`: only of what runs step by step."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.streams = self.chance.random() < 0.5
+        self.numbers: dict[str, int] = {}  # what expressions may name
+        self.let: dict[str, int] = {}  # of these, what the file's own `let:` names
+        self.blocks: dict[str, Any] = {}
+        self.calls: list[Call] = []
+        self.count = 0
+        self.budget = self.chance.randint(3, 12)  # steps that do not only finish something
+
+    # --- small things
+
+    def fresh(self, letter: str) -> str:
+        self.count += 1
+        return f"{letter}{self.count}"
+
+    def maybe(self, share: float) -> bool:
+        return self.chance.random() < share
+
+    def number(self, value: int) -> int | str:
+        """The number, or an expression of that value."""
+        if self.numbers and self.maybe(0.2):
+            name, known = self.chance.choice(list(self.numbers.items()))
+            if known == value:
+                return name
+            if known and value % known == 0:
+                return f"{value // known} * {name}"
+            return f"{name} + {value - known}" if value >= known else f"{name} - {known - value}"
+        return value
+
+    def divisor(self, value: int) -> int:
+        return self.chance.choice([d for d in range(1, value + 1) if value % d == 0])
+
+    def width(self) -> int:
+        return self.chance.choice([1, 2, 3, 4, 4, 6, 8])
+
+    def add(self, body: Body, verb: str, made: Kind, **arguments: Any) -> Step:
+        """Append a step whose output is the next one's input."""
+        inside = {"name": self.fresh("n"), **{key: value for key, value in arguments.items() if value is not None}}
+        body.steps.append({verb: inside})
+        body.now = made
+        return inside
+
+    def named(self, body: Body) -> str:
+        """A name for what the next step would read."""
+        if not body.steps:
+            return "input"
+        ((_, inside),) = body.steps[-1].items()
+        if isinstance(inside.get("as"), str):
+            return str(inside["as"])
+        inside["as"] = self.fresh("w")
+        body.wires[inside["as"]] = body.now
+        return str(inside["as"])
+
+    def like(self, body: Body, width: int | None = None) -> list[str]:
+        """Other wires that go together with the current one."""
+        return [
+            name for name, kind in body.wires.items()
+            if kind.place == body.now.place and (width is None or kind.width == width)
+        ]  # fmt: skip

@@ -21,7 +21,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
-from seqblocks.language.spec import Block, bundled
+from seqblocks.language.spec import bundled
 from seqblocks.language.vocabulary import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 

@@ -47,7 +47,8 @@ def test_names_are_those_of_the_place_where_the_steps_are_written() -> None:
 
 
 def test_the_layer_of_a_repeat_is_seen_through_blocks() -> None:
-    steps = "[{repeat: {times: 3, steps: [{prenorm: [{prenorm: [{linear: 2 ** layer}, {linear: {features: 8, name: b}}]}]}]}}]"
+    mixer = "{prenorm: [{linear: 2 ** layer}, {linear: {features: 8, name: b}}]}"
+    steps = f"[{{repeat: {{times: 3, steps: [{{prenorm: [{mixer}]}}]}}}}]"
     assert [shape for name, shape in names(spec(steps)) if name.endswith("r.linear.weight")] == [(1, 8), (2, 8), (4, 8)]
 
 
@@ -61,7 +62,8 @@ def test_layers_that_are_alike_are_lowered_once() -> None:
 
 
 def test_the_same_steps_with_other_names_are_other_bodies() -> None:
-    blocks = f"{PRE}\n  b: {{args: {{d: int}}, steps: [prenorm: [{{linear: d}}, {{linear: {{features: 8, name: o}}}}]]}}"
+    inner = "[{linear: d}, {linear: {features: 8, name: o}}]"
+    blocks = f"{PRE}\n  b: {{args: {{d: int}}, steps: [prenorm: {inner}]}}"
     model = spec("[{b: {d: 3, name: x}}, {b: {d: 5, name: y}}, {b: {d: 3, name: z}}]", blocks)
     assert [shape for name, shape in names(model) if name.endswith("mixer.linear.weight")] == [(3, 8), (5, 8), (3, 8)]
 
@@ -84,15 +86,16 @@ def test_each_use_is_a_namespace() -> None:
 
 def test_no_steps_pass_the_input_on() -> None:
     model = spec("[prenorm: [], {linear: 4}]")
-    assert model.output and model.output.features == 4
+    assert model.output
+    assert model.output.features == 4
     assert count(model.graph) == 16 + 36
     with pytest.raises(SpecError, match="needs 'mixer'"):
         spec("[prenorm]")
 
 
 def test_any_kind_of_wire_is_passed_in() -> None:
-    text = "seqblocks: 1\nblocks: {b: {args: {m: steps}, steps: [m]}}\nmodel: {input: {tokens: 5}, steps: [b: [{embed: 4}]]}"
-    assert load_text(text)[1]
+    blocks = "seqblocks: 1\nblocks: {b: {args: {m: steps}, steps: [m]}}\n"
+    assert load_text(f"{blocks}model: {{input: {{tokens: 5}}, steps: [b: [{{embed: 4}}]]}}")[1]
 
 
 def test_a_condition_inside_a_block_leaves_them_out() -> None:
