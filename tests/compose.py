@@ -122,10 +122,15 @@ class Composer(Writer):
                     ("add", {"with": other}),
                     ("multiply", {"by": other}),
                     ("multiply", {"by": other}),
+                    ("divide", {"by": other}),
                     ("add", {"with": other}),
                     ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
                 ]
             )
+            if verb == "divide":  # by what is not 0
+                source = self.named(body)
+                self.add(body, "sigmoid", now, **{"from": other})
+                arguments = {"from": source, "by": self.named(body)}
             self.add(body, verb, now, **arguments)
         elif others:
             width = self.width()
@@ -576,7 +581,7 @@ class Composer(Writer):
                 made = replace(made, width=n * now.width)
                 self.add(body, "rearrange", made, pattern="(seq n) features -> seq (n features)", n=n)
             else:
-                by = self.chance.choice(["mean", "sum", "max", "min"])
+                by = self.chance.choice(["mean", "sum", "max", "min", "std"])
                 self.add(body, "reduce", made, pattern="(seq n) features -> seq features", n=n, by=by)
         else:
             heads = self.divisor(now.width)

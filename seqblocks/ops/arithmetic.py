@@ -58,6 +58,26 @@ class Multiply(Op):
         return x * by
 
 
+@primitive("divide")
+class Divide(Op):
+    """Divide by another wire, feature by feature: x / by."""
+
+    ports = (
+        Port("x", "the dividend", main=True, kinds=FLOATS),
+        Port("by", "the divisor, as wide as x", kinds=FLOATS),
+    )
+
+    def shape(self, x: Wire, by: Wire) -> Wire:
+        must_match("by", by, x.features, "the width of what it divides")
+        return x
+
+    def macs(self, x: Wire, by: Wire) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+        return x / by
+
+
 @primitive("scale")
 class Scale(Op):
     """Multiply every feature by one fixed number: by * x."""

@@ -274,11 +274,24 @@ class Reduce(_Axes):
     """
 
     may_drop = True
-    by: Literal["mean", "sum", "max", "min"] = argument("mean", "what is made of the numbers along the reduced axes")
+    by: Literal["mean", "sum", "max", "min", "std"] = argument("mean", "what is made of the numbers along these axes")
+    eps: float = argument(1e-5, "added to the variance, of which std takes the root", gt=0, le=1)
+
+    def check_names(self) -> Sides:
+        sides = super().check_names()
+        if self.by == "std" and set(names(sides.left)) == set(names(sides.right)):
+            raise _fault("by: std needs an axis to reduce", "a pattern with an axis that is missing on the right")
+        return sides
+
+    def deviation(self, x: Any, axes: tuple[int, ...]) -> Any:
+        """Return the standard deviation of the numbers along some axes: the root of their mean squared distance."""
+        from torch import var
+
+        return (var(x, axes, correction=0) + self.eps).sqrt()
 
     def transform(self, x: Any, pattern: str) -> Any:
         from einops import reduce
 
         if x.shape[1] == 0 and x.dim() == 3:
             raise RunError(f"reduce makes one number of one or more, and the sequence is empty: {list(x.shape)}")
-        return reduce(x, pattern, self.by, **self.lengths)
+        return reduce(x, pattern, self.deviation if self.by == "std" else self.by, **self.lengths)

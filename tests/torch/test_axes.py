@@ -98,6 +98,18 @@ def test_reduce(by: str) -> None:
     )  # fmt: skip
 
 
+def test_the_standard_deviation() -> None:
+    x = draw(2, 8, 6)
+    step = 'reduce: {pattern: "(seq n) features -> seq features", n: 4, by: std, eps: 0.01}'
+    agrees(built("features: 6, length: 8", step), x, (x.unflatten(1, (2, 4)).var(2, correction=0) + 0.01).sqrt())
+    whole = built("features: 6", 'reduce: {pattern: "seq features -> features", by: std}')
+    still = torch.ones(2, 8, 6, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(whole(still), torch.full((2, 6), 1e-5**0.5, dtype=torch.float64))
+    whole(still).sum().backward()
+    assert still.grad is not None
+    assert still.grad.isfinite().all()  # the root has an infinite slope at 0
+
+
 def test_an_open_sequence_is_reduced_to_a_vector() -> None:
     model = built("features: 6", 'reduce: {pattern: "seq features -> features"}')
     for length in (1, 5):

@@ -52,6 +52,11 @@ def test_sums_products_and_factors() -> None:
     assert not list(model.parameters())
 
 
+def test_quotients() -> None:
+    y = built("sigmoid: {as: s}", "divide: {from: input, by: s}")(X)
+    torch.testing.assert_close(y, X * (1 + (-X).exp()), rtol=1e-14, atol=1e-14)
+
+
 def test_arithmetic_on_images_and_vectors() -> None:
     steps = "- identity: {as: a}\n    - scale: 2\n    - add: {with: a}\n    - multiply: {by: a}"
     text = f"seqblocks: 1\nmodel:\n  input: {{image: {{size: 4, channels: 3}}}}\n  steps:\n    {steps}\n"

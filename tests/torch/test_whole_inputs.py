@@ -1,0 +1,64 @@
+"""Bundled models that read a whole input at once: each builds, runs, and trains all that it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.runtime.model import SequenceModel
+
+SMALL: dict[str, dict[str, Any]] = {"vil_segmenter": {"input.image.size": [16, 32], "dim": 8, "classes": 3}}
+INPUTS = {"vil_segmenter": (2, 3, 16, 32)}
+OUTPUTS = {"vil_segmenter": (2, 3, 16, 32)}
+
+
+def small(name: str) -> SequenceModel:
+    return seqblocks.build(name, set=SMALL[name], dtype=torch.float64, device="cpu", seed=0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_it_runs_and_everything_gets_a_gradient(name: str) -> None:
+    model, x = small(name), draw(*INPUTS[name]).requires_grad_()
+    y = model(x)
+    assert y.shape == OUTPUTS[name]
+    (y * draw(*y.shape)).sum().backward()
+    for what, tensor in (("input", x), *model.named_parameters()):
+        assert tensor.grad is not None, what
+        assert tensor.grad.isfinite().all(), what
+        assert tensor.grad.abs().max() > 0, what
+    with pytest.raises(seqblocks.RunError, match="cannot stream"):
+        model.init_state(1)
+
+
+def test_patches_merge_in_the_order_of_the_official_code() -> None:
+    """Swin joins the patches at even rows and columns, odd rows, odd columns, and both odd, in this order."""
+    model = small("vil_segmenter")
+    merge = model.get_submodule("merge1")
+    seen: list[Tensor] = []
+    merge.get_submodule("layer_norm").register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    fine: list[Tensor] = []
+    merge.get_submodule("rearrange").register_forward_pre_hook(lambda _, given: fine.append(given[0]))
+    model(draw(*INPUTS["vil_segmenter"]))
+    grid = fine[0].unflatten(1, (4, 8))
+    parts = [grid[:, 0::2, 0::2], grid[:, 1::2, 0::2], grid[:, 0::2, 1::2], grid[:, 1::2, 1::2]]
+    torch.testing.assert_close(seen[0], torch.cat(parts, -1).flatten(1, 2), rtol=0, atol=0)
+
+
+def test_a_pixel_keeps_its_place() -> None:
+    """Without the layers between, the head's features return to the pixels that the patch was cut from."""
+    model = small("vil_segmenter")
+    made: list[Tensor] = []
+    model.get_submodule("head").register_forward_hook(lambda _m, _i, out: made.append(out[0]))
+    y = model(draw(*INPUTS["vil_segmenter"]))
+    features = made[0].unflatten(2, (4, 4, 3)).unflatten(1, (4, 8))  # rows, columns, p, q, classes
+    for row, column, channel in ((0, 0, 0), (5, 30, 2), (15, 31, 1)):
+        of_patch = features[:, row // 4, column // 4]
+        torch.testing.assert_close(y[:, channel, row, column], of_patch[:, row % 4, column % 4, channel])
