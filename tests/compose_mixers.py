@@ -1,0 +1,136 @@
+"""Steps that a composer of random specs (compose.py) writes: mixers, with what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.compose_tokens import Tokens
+from tests.composed import Body, Kind
+
+
+class Mixers(Tokens):
+    """What reads earlier tokens, or their number."""
+
+    def project(self, body: Body, source: str, before: Kind, width: int) -> str:
+        name, bias = self.fresh("w"), self.maybe(0.5)
+        tied = [each for each in body.linears if each[1:] == (before.width, width, bias)]
+        kind = replace(before, width=width)
+        arguments: dict[str, Any] = {"from": source, "features": width, "bias": bias, "as": name}
+        if tied and not body.owned and self.maybe(0.2):
+            arguments["tie"] = self.chance.choice(tied)[0]
+        else:
+            body.linears.append((name, before.width, width, bias))
+        self.add(body, "linear", kind, **arguments)
+        del body.steps[-1]["linear"]["name"]
+        body.wires[name] = kind
+        return name
+
+    def conv(self, body: Body) -> None:
+        activation = self.chance.choice(["none", "silu"])
+        kernel, mixing, bias = self.chance.randint(1, 4), self.maybe(0.3), self.maybe(0.5)
+        self.add(body, "causal_conv", body.now, kernel=kernel, activation=activation, mixing=mixing, bias=bias)
+
+    def earlier(self, body: Body) -> None:
+        """Tokens before the current one, or their number."""
+        now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary"])
+        if verb == "shift":
+            self.add(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
+        elif verb == "token_shift":
+            mix = [None, *self.like(body, now.width)]
+            self.add(body, verb, now, mix=self.chance.choice(mix))
+        elif now.width % 2 == 0:
+            self.add(body, verb, now, heads=self.divisor(now.width // 2), base=self.chance.choice([100, 10000]))
+        else:
+            width = self.width()
+            self.add(body, "constant", replace(now, width=width), features=width, learned=self.maybe(0.7), value=0.5)
+
+    def centaurus(self, body: Body) -> None:
+        mode = self.chance.choice(["neck", "pointwise", "s5", "dws", "full"])
+        width = body.now.width if mode == "dws" else self.width()
+        state = self.chance.randint(1, 4) if mode in ("neck", "pointwise", "s5") else None
+        self.add(
+            body, "centaurus", replace(body.now, width=width), mode=mode, features=width, state=state,
+            sub_states=self.chance.randint(1, 3), hold=self.chance.choice(["euler", "zoh"]),
+        )  # fmt: skip
+
+    def ssm(self, body: Body) -> None:
+        now, source = body.now, self.named(body)
+        groups, state = self.divisor(now.width), self.chance.randint(1, 3)
+        both = self.maybe(0.6)
+        arguments: dict[str, Any] = {"dt": self.project(body, source, now, now.width), "state": state}
+        if both:
+            arguments |= {name: self.project(body, source, now, groups * state) for name in "BC"} | {"groups": groups}
+        if self.maybe(0.4):
+            arguments["z"] = self.project(body, source, now, now.width)
+        arguments |= {"softplus": True, "skip": self.maybe(0.7)}
+        self.add(body, "ssm", now, **{"from": source, **arguments})
+
+    def memory(self, body: Body) -> None:
+        now, source = body.now, self.named(body)
+        heads = self.chance.randint(1, 2)
+        q, v = heads * self.chance.randint(1, 3), heads * self.chance.randint(1, 3)
+        widths = {"q": q, "k": q, "v": v, "i": heads, "f": heads}
+        verb = self.chance.choice(["mlstm", "mlstm", "mlstm_memoroid"])
+        wires = {port: self.project(body, source, now, width) for port, width in widths.items()}
+        extra: dict[str, Any] = {}
+        if verb == "mlstm" and self.maybe(0.3):
+            extra = {"input_gate": "sigmoid", "normalize": self.maybe(0.5)}
+        self.add(body, verb, replace(now, width=v), **wires, heads=heads, **extra)
+
+    def matrix_memory(self, body: Body) -> None:
+        """Linear attention by any rule, with a decay of any kind. Decays and beta go through what bounds them."""
+        now, source = body.now, self.named(body)
+        heads, groups = self.chance.randint(1, 2), self.chance.randint(1, 2)
+        K, V, of_values = self.chance.randint(1, 3), self.chance.randint(1, 3), heads * groups
+        rule = self.chance.choice(["add", "delta", "dplr"])
+        wires = {name: self.project(body, source, now, width)
+                 for name, width in {"q": heads * K, "k": heads * K, "v": of_values * V}.items()}
+        widths = {"decay": self.chance.choice([0, of_values, of_values * K])}
+        widths |= {"beta": of_values} if rule == "delta" else {}
+        widths |= {"a": of_values * K, "b": of_values * K} if rule == "dplr" else {}
+        for name, width in widths.items():
+            if width:
+                self.project(body, source, now, width)
+                self.add(body, "sigmoid", replace(now, width=width))
+                self.add(body, "scale", replace(now, width=width), by=1 if name == "beta" else -0.5)
+                wires[name] = self.named(body)
+        extra: dict[str, Any] = {"qk_norm": "l2" if rule == "delta" and K > 1 else "none"}
+        if rule == "add" and self.maybe(0.3):
+            extra["bonus"] = True
+        if not widths["decay"] and self.maybe(0.5):
+            extra["fixed_decay"] = "retention"
+        self.add(
+            body, "linear_attention", replace(now, width=of_values * V), **wires, heads=heads,
+            value_heads=of_values if groups > 1 else None, rule=rule, **extra,
+        )  # fmt: skip
+
+    def slstm(self, body: Body) -> None:
+        now, source = body.now, self.named(body)
+        heads = self.chance.randint(1, 2)
+        width = heads * self.chance.randint(1, 3)
+        wires = {port: self.project(body, source, now, width) for port in "ifzo"}
+        self.add(body, "slstm", replace(now, width=width), **wires, heads=heads)
+
+    def attention(self, body: Body) -> None:
+        now, source = body.now, self.named(body)
+        shared = self.chance.randint(1, 2)
+        heads, values = shared * self.chance.randint(1, 2), self.chance.randint(1, 3)
+        width = 2 * self.chance.randint(1, 2)
+        causal = self.streams or self.maybe(0.7)
+        self.add(
+            body, "attention", replace(now, width=heads * values),
+            q=self.project(body, source, now, heads * width), k=self.project(body, source, now, shared * width),
+            v=self.project(body, source, now, shared * values), heads=heads, kv_heads=shared,
+            window=self.chance.choice([0, 0, 1, 2, 5]), rotary=self.chance.choice([0, 10000]),
+            causal=causal, cache=self.chance.choice([40, 100]),
+        )  # fmt: skip
+
+    def positions(self, body: Body) -> None:
+        now = body.now
+        if now.length is None or (now.grid and (self.streams or body.columns)):
+            self.add(body, "position_embed", now, length=max(60, now.length or 0))
+        elif now.grid and self.maybe(0.3):
+            self.add(body, "position_embed", now, rows=self.chance.randint(2, 4), columns=self.chance.randint(2, 4))
+        else:
+            self.add(body, "position_embed", now)

@@ -1,0 +1,90 @@
+"""Steps that a composer of random specs (compose.py) writes: those that make fewer tokens, or more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.compose_tokens import Tokens
+from tests.composed import Body, Kind
+
+
+class Rates(Tokens):
+    """Merged and split tokens."""
+
+    def down(self, body: Body) -> None:
+        now = body.now
+        factors = [f for f in (2, 3, 4) if not now.length or now.length % f == 0]
+        if not factors:
+            self.pointwise(body)
+            return
+        factor = self.chance.choice(factors)
+        length = now.length and now.length // factor
+        made = replace(now, length=length, rate=now.rate * factor, grid=None)
+        self.add(body, "downsample", made, factor=factor, method=self.chance.choice(["mean", "last"]))
+
+    def up(self, body: Body) -> None:
+        now = body.now
+        if now.rate == 1:
+            self.pointwise(body)
+            return
+        factor = self.chance.choice([f for f in range(2, now.rate + 1) if now.rate % f == 0])
+        made = replace(now, length=now.length and now.length * factor, rate=now.rate // factor, grid=None)
+        self.add(body, "upsample", made, factor=factor)
+
+    def windows(self, body: Body) -> None:
+        """Tokens merged into features, or features split into tokens, by a pattern."""
+        now = body.now
+        factors = [f for f in (2, 3) if not now.length or now.length % f == 0]
+        spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.rate % f == 0]
+        if spread and self.maybe(0.5):
+            n = self.chance.choice(spread)
+            length = now.length and now.length * n
+            made = replace(now, width=now.width // n, length=length, rate=now.rate // n, grid=None)
+            self.add(body, "rearrange", made, pattern="tokens (n features) -> (tokens n) features", n=self.number(n))
+        elif factors and now.width < 30 and now.rate < 12:
+            n, merged = self.chance.choice(factors), self.maybe(0.5)
+            made = replace(now, length=now.length and now.length // n, rate=now.rate * n, grid=None)
+            if merged:
+                made = replace(made, width=n * now.width)
+                self.add(body, "rearrange", made, pattern="(seq n) features -> seq (n features)", n=n)
+            else:
+                by = self.chance.choice(["mean", "sum", "max", "min", "std"])
+                self.add(body, "reduce", made, pattern="(seq n) features -> seq features", n=n, by=by)
+        else:
+            heads = self.divisor(now.width)
+            self.add(body, "rearrange", now, pattern="seq (heads d) -> seq (d heads)", heads=heads)
+
+    def merged_patches(self, body: Body) -> None:
+        """Neighbouring patches of an image as one token."""
+        now = body.now
+        if now.grid is None or body.columns or now.width > 12:
+            self.windows(body)
+            return
+        rows, columns = now.grid
+        p, q = (self.chance.choice([n for n in (1, 2, 3) if size % n == 0]) for size in now.grid)
+        grid, rate = (rows // p, columns // q), now.rate * p * q
+        made = Kind("sequence", now.width * p * q, grid[0] * grid[1], grid, rate)
+        pattern = "(rows p) (columns q) features -> rows columns (p q features)"
+        self.add(body, "rearrange", made, pattern=pattern, p=p, q=q)
+
+    def conv1d(self, body: Body) -> None:
+        """A dense convolution at the same rate, or one that leaves fewer tokens, or more."""
+        now, width, finer = body.now, self.width(), [s for s in (2, 3, 4) if body.now.rate % s == 0]
+        groups = self.chance.choice([g for g in range(1, width + 1) if now.width % g == 0 and width % g == 0])
+        coarser = [s for s in (2, 3, 4) if now.rate < 12 and (not now.length or now.length % s == 0)]
+        arguments = {"features": self.number(width), "groups": groups, "bias": self.maybe(0.5)}
+        if not self.streams and self.maybe(0.3):
+            arguments["causal"] = False
+        if finer and self.maybe(0.6):
+            stride = self.chance.choice(finer)
+            length = now.length and now.length * stride
+            made = replace(now, width=width, length=length, rate=now.rate // stride, grid=None)
+            self.add(body, "conv_transpose1d", made, kernel=self.chance.randint(1, 9), stride=stride, **arguments)
+            return
+        stride = self.chance.choice([1, *coarser])
+        made = replace(now, width=width)
+        if stride > 1:
+            made = replace(made, length=now.length and now.length // stride, rate=now.rate * stride, grid=None)
+        dilation = self.chance.choice([1, 1, 2, 3])
+        kernel = self.chance.randint(1, 6)
+        self.add(body, "conv1d", made, kernel=kernel, dilation=dilation, stride=stride, **arguments)

@@ -1,0 +1,133 @@
+"""Steps that a composer of random specs (compose.py) writes: those that treat each token on its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.composed import Body, Kind, Writer
+
+ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus")
+INITS = (
+    "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
+    "fan_in_uniform", "xavier_uniform", "wang(4, 2)", "powerlaw(0.5)", "ramp(0.1)", "log_range", "inverse_softplus",
+)  # fmt: skip
+
+class Tokens(Writer):
+    """Maps, norms, activations, splits and joins."""
+
+    def pointwise(self, body: Body) -> None:
+        now, chance = body.now, self.chance
+        gain = {"gain": chance.choice(["plain", "one_plus", "none"]), "bias": self.maybe(0.5)}
+        heads = self.divisor(now.width)
+        normed = heads if heads < now.width else 1
+        shared = {"shared": self.maybe(0.4)}
+        choices: list[tuple[str, dict[str, Any]]] = [
+            ("identity", {}),
+            ("scale", {"by": chance.choice([0.5, -1, 2])}),
+            ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
+            (chance.choice(ACTIVATIONS), {}),
+            ("soft_cap", {"cap": 3.0}),
+            ("dropout", {"p": 0.2}),
+            # the norm of a single number is 0, and its gradient nothing but rounding
+            ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
+            ("rms_norm", {**gain, **shared, "groups": heads}),
+            ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
+            ("layer_scale", {"start": 0.5}) if now.name == "sequence" else ("tanh", {}),
+            ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
+        ]
+        verb, arguments = chance.choice(choices)
+        inside = self.add(body, verb, now, **arguments)
+        if self.maybe(0.1):
+            inside["when"] = chance.choice([True, False, "1 > 2", "not 1 > 2 and 2 == 2"])
+
+    def linear(self, body: Body, width: int | None = None) -> None:
+        before, bias = body.now.width, self.maybe(0.5)
+        tied = [each for each in body.linears if each[1] == before and width in (None, each[2])]
+        if tied and not body.owned and self.maybe(0.4):
+            name, _, width, bias = self.chance.choice(tied)
+            step = self.add(body, "linear", replace(body.now, width=width), features=self.number(width), bias=bias)
+            step["tie"] = name if self.maybe(0.5) else {"weight": f"{name}.weight"}
+            return
+        width = width or self.width()
+        made = replace(body.now, width=width)
+        verb = self.chance.choice(["linear", "linear", "proj_up", "proj_down", "headwise_linear", "classifier"])
+        if verb == "headwise_linear":
+            groups = self.divisor(before)
+            if width % groups:
+                groups = 1
+            self.add(body, verb, made, block=before // groups, features=self.number(width), bias=bias)
+            return
+        if verb == "classifier":
+            self.add(body, verb, made, classes=self.number(width), bias=bias)
+            return
+        inside = self.add(body, verb, made, features=self.number(width), bias=bias)
+        if self.maybe(0.2):
+            inside["init"] = {"weight": self.chance.choice(INITS)} | ({"bias": "zeros"} if bias else {})
+        body.linears.append((inside["name"], before, width, bias))
+
+    def split(self, body: Body) -> None:
+        """Cut what a step makes, and use one part, or both."""
+        a, b = self.fresh("w"), self.fresh("w")
+        if self.maybe(0.5):
+            width = self.width()
+            self.linear(body, 2 * width)
+            widths = [width, width]
+            parts: Any = [a, b]
+        else:
+            widths = [self.width(), self.width()]
+            self.linear(body, sum(widths))
+            parts = {a: self.number(widths[0]), b: widths[1]}
+        ((_, inside),) = body.steps[-1].items()
+        inside["as"] = parts
+        kinds = [replace(body.now, width=width) for width in widths]
+        self.use_parts(body, (a, b), kinds)
+
+    def use_parts(self, body: Body, names: tuple[str, str], kinds: list[Kind]) -> None:
+        body.wires |= dict(zip(names, kinds, strict=True))
+        a, b = names
+        way = self.chance.randrange(4)
+        if way == 0 and kinds[0] == kinds[1]:
+            activation = self.chance.choice([*ACTIVATIONS, "none"])
+            self.add(body, "gate", kinds[0], **{"from": a, "by": b, "activation": activation})
+        elif way == 1 and kinds[0] == kinds[1]:
+            self.add(body, "learnable_skip", kinds[0], **{"from": a, "with": b})
+        elif way == 2:
+            width = self.width()
+            self.add(body, "linear", replace(kinds[0], width=width), **{"from": [a, b], "features": width})
+        else:
+            part = self.chance.randrange(2)
+            self.add(body, self.chance.choice(ACTIVATIONS), kinds[part], **{"from": names[part]})
+
+    def join(self, body: Body) -> None:
+        """Bring in another wire."""
+        others = self.like(body)
+        same = self.like(body, body.now.width)
+        if same and self.maybe(0.6):
+            other, now = self.chance.choice(same), body.now
+            gated = {"activation": self.chance.choice(ACTIVATIONS)}
+            verb, arguments = self.chance.choice(
+                [
+                    ("gate", {"by": other, **gated}),
+                    ("learnable_skip", {"with": other}),
+                    ("add", {"with": other}),
+                    ("multiply", {"by": other}),
+                    ("multiply", {"by": other}),
+                    ("divide", {"by": other}),
+                    ("add", {"with": other}),
+                    ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
+                ]
+            )
+            if verb == "divide":  # by what is not 0
+                source = self.named(body)
+                self.add(body, "sigmoid", now, **{"from": other})
+                arguments = {"from": source, "by": self.named(body)}
+            self.add(body, verb, now, **arguments)
+        elif others:
+            width = self.width()
+            both = [self.named(body), self.chance.choice(others)]
+            self.chance.shuffle(both)
+            self.add(body, "linear", replace(body.now, width=width), **{"from": both, "features": width})
+        else:
+            self.named(body)
+            self.pointwise(body)
