@@ -21,7 +21,7 @@ import re
 import signal
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from seqblocks.errors import Fault, UsageError
 from seqblocks.parameters import INITIALISERS, Init, Parameter, State
-from seqblocks.types import Kind, Wire, divisors_near
+from seqblocks.types import UNBOUNDED, Facts, Kind, Wire, divisors_near
 
 Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
@@ -111,6 +111,14 @@ class Op(BaseModel):
         A token that is made of several has the position of the first of them. Default: by `reads`.
         """
         return math.inf if self.reads == "all" else 0
+
+    def facts(self, *wires: Any, **_: Any) -> Facts:
+        """Return what is known of the numbers of the output; the wires say what is known of the inputs."""
+        return UNBOUNDED
+
+    def warns(self, *wires: Any, **_: Any) -> Iterable[Fault]:
+        """Return what is legal and most likely a mistake, as Faults with a code that begins with W."""
+        return ()
 
     def is_upright(self, *wires: Any, **_: Any) -> bool:
         """Return whether rows and columns of an image are not alike to it, so that no scan may exchange them."""
@@ -263,7 +271,7 @@ def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
 STATE_DTYPES = ("model", "float64", "float32", "bfloat16", "float16", "int64")
 
 
-def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any) -> None:
+def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any, facts: Any) -> None:
     """Check what a primitive that is not built in declares for one use. Raises UsageError."""
 
     def sizes(shape: Any) -> bool:
@@ -292,8 +300,9 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
         wrong = "state", "a dict of name: State(sizes)", state
     elif bad := [s.dtype for s in state.values() if s.dtype not in STATE_DTYPES]:
         wrong = "state", f"a dtype that is one of {', '.join(STATE_DTYPES)}", bad[0]
-    elif not isinstance(macs, int | float):
-        wrong = "macs", "a number", macs
+    else:
+        others = (("macs", "a number", macs, int | float), ("facts", "Facts(low, high)", facts, Facts))
+        wrong = next((each[:3] for each in others if not isinstance(each[2], each[3])), None)
     if wrong:
         method, wanted, found = wrong
         raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must give {wanted}, not {str(found)[:80]}")

@@ -22,7 +22,7 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import StepModule
 from seqblocks.state import States, declared
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Facts, Wire
 
 
 def check_law(
@@ -146,7 +146,7 @@ def _has_tokens(model: SequenceModel) -> bool:
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
-    """Assert that each step of any model returns the declared shape, and carries the state that it declares.
+    """Assert that each step of any model returns what it declares: shape and bounds of its output, and its state.
 
     seq: of frames, as in `check_law`, where the spec leaves the length open.
     """
@@ -159,6 +159,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             y, state = result
             axes = [seq // wire.rate if isinstance(axis, str) else axis for axis in wire.axes[1:]]
             _assert_shape(f"{name}: output", y, [batch, *axes])
+            _assert_facts(f"{name}: output", y, wire.facts)
             if streams and isinstance(step, Primitive):
                 expected = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
                 _assert_state(name, state, expected, batch)
@@ -185,6 +186,18 @@ def _assert_state(name: str, state: Any, expected: States, batch: int) -> None:
 def _assert_shape(what: str, found: Any, expected: list[int]) -> None:
     assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is not a tensor"
     assert list(found.shape) == expected, f"{what}: {list(found.shape)} is not {expected}, as declared"
+
+
+def _assert_facts(what: str, y: Tensor, facts: Facts) -> None:
+    if facts == UNBOUNDED or not y.numel():
+        return
+    exact = y.detach().double()
+    room = torch.finfo(y.dtype).eps ** 0.5 * max(1.0, exact.abs().max().item())
+    low, high = exact.min().item(), exact.max().item()
+    assert facts.low - room <= low <= high <= facts.high + room, f"{what}: {low:g} to {high:g} is not {facts}"
+    if facts.unit:
+        longest = exact.unflatten(-1, (facts.unit, -1)).norm(dim=-1).max().item()
+        assert longest <= 1 + room, f"{what}: heads of length {longest:g} are longer than 1, as declared"
 
 
 def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ vector     [batch, features]                 float
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,45 @@ class Origin(NamedTuple):
     span: Span | None
 
 
+class Facts(NamedTuple):
+    """What is known of the numbers on a wire: low <= number <= high, and how many heads have features of length 1.
+
+    With `low == high` the wire carries one number, so no gradient passes. unit: 0 where no length is known.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    unit: int = 0
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "any number" if self.high == math.inf else f"at most {self.high:g}"
+        return f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+
+    @property
+    def is_constant(self) -> bool:
+        return self.low == self.high
+
+    @property
+    def range(self) -> Facts:
+        """The bounds alone, which hold of any part and of any selection of the features."""
+        return self._replace(unit=0) if self.unit else self
+
+    def plus(self, other: Facts) -> Facts:
+        return Facts(self.low + other.low, self.high + other.high)
+
+    def times(self, other: Facts) -> Facts:
+        ends = [a * b if a and b else 0.0 for a in self[:2] for b in other[:2]]  # 0 * inf is 0 here
+        return Facts(min(ends), max(ends))
+
+    def or_zero(self) -> Facts:
+        """Return what holds where some of the numbers are replaced by 0."""
+        return Facts(min(self.low, 0.0), max(self.high, 0.0))
+
+
+UNBOUNDED = Facts()
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """The type of a value. Immutable; ops derive new ones with `with_features` and friends."""
@@ -34,6 +74,7 @@ class Wire:
     grid: tuple[int, int] | None = None
     origin: Origin | None = field(default=None, compare=False)
     rate: int = 1  # tokens of the model's input for each token here
+    facts: Facts = UNBOUNDED
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -70,8 +111,16 @@ class Wire:
         return show_axes(self.axes)
 
     def with_features(self, features: int) -> Wire:
-        """Return the wire with another width, without an origin."""
-        return replace(self, features=features, origin=None)
+        """Return the wire with another width, without an origin and facts."""
+        return replace(self, features=features, origin=None, facts=UNBOUNDED)
+
+    def with_facts(self, facts: Facts) -> Wire:
+        """Return the wire with other facts about its numbers."""
+        return self if facts == self.facts else replace(self, facts=facts)
+
+    def part(self, width: int) -> Wire:
+        """Return a wire of some of the features."""
+        return self.with_features(width).with_facts(self.facts.range)
 
     def at_rate(self, rate: int) -> Wire:
         """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens for each token."""

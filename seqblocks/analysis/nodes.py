@@ -135,7 +135,7 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
         return _Outputs([None], ["?"])
     if type is None or widths is None:
         return _Outputs([None] * len(labels), labels)
-    return _Outputs([type.with_features(width).made_by(origin) for width in widths], labels, tuple(widths))
+    return _Outputs([type.part(width).made_by(origin) for width in widths], labels, tuple(widths))
 
 
 def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:

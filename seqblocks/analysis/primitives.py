@@ -51,6 +51,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         parameters = with_initialisers(ctx, step, parameters, known=op is not None)
     may_tie = "tie" in step.common and (parameters or not declared.type)
     ties = find_ties(ctx, step, parameters) if may_tie else {}
+    for fault in op.warns(*wires) if op and declared.type else ():
+        ctx.report(fault, step)
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
         macs=declared.macs, calls=declared.calls, wires=tuple(wires),
@@ -68,9 +70,10 @@ class _Declared(NamedTuple):
 
 
 def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
-    declared = _Declared(_shape(op, wires), op.parameters(*wires), op.state(*wires), op.macs(*wires))
+    made, facts = _shape(op, wires), op.facts(*wires)
+    declared = _Declared(made, op.parameters(*wires), op.state(*wires), op.macs(*wires))
     if not op.builtin:
-        check_declared(type(op), *declared[:4])
+        check_declared(type(op), *declared[:4], facts)
     for name, parameter in declared.parameters.items():
         if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
             message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
@@ -79,7 +82,7 @@ def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
         if (numbers := math.prod(state.shape)) > MAX_STATE:
             message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers a sequence"
             raise Fault("E504", message, expected="at most 10^12")
-    return declared._replace(calls=op.calls(*wires))
+    return declared._replace(type=made.with_facts(facts), calls=op.calls(*wires))
 
 
 def _shape(op: Op, wires: list[Wire | None]) -> Wire:

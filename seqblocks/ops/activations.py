@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, primitive
-from seqblocks.ops.gate import activate
+from seqblocks.ops.gate import activate, activated
+from seqblocks.types import Facts, Wire
 
 
 class Activation(Op):
     """Base of the activations."""
 
     ports = (ANY,)
+
+    def facts(self, x: Wire) -> Facts:
+        return activated(self.verb, x.facts)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return activate(self.verb, x)

@@ -6,7 +6,7 @@ from typing import Any
 
 from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
 from seqblocks.parameters import Init, Parameter
-from seqblocks.types import Kind, Wire
+from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
 
 FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 
@@ -16,6 +16,9 @@ class Identity(Op):
     """Pass a wire on unchanged, to name it or to split it with `as:`."""
 
     ports = (Port("x", "the input", main=True, kinds=(*FLOATS, "tokens")),)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x
@@ -34,6 +37,9 @@ class Add(Op):
         must_match("with", other, x.features, "the width of what it is added to")
         return x
 
+    def facts(self, x: Wire, other: Wire) -> Facts:
+        return x.facts.plus(other.facts)
+
     def forward(self, p: Any, call: Any, x: Any, other: Any) -> Any:
         return x + other
 
@@ -50,6 +56,9 @@ class Multiply(Op):
     def shape(self, x: Wire, by: Wire) -> Wire:
         must_match("by", by, x.features, "the width of what it multiplies")
         return x
+
+    def facts(self, x: Wire, by: Wire) -> Facts:
+        return x.facts.times(by.facts)
 
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
@@ -85,6 +94,9 @@ class Scale(Op):
     ports = (Port("x", "the input", main=True, kinds=FLOATS),)
     by: float = argument(..., "the factor", ge=-1e6, le=1e6)
 
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.times(Facts(self.by, self.by))
+
     def macs(self, x: Wire) -> int:
         return x.features
 
@@ -106,6 +118,9 @@ class Constant(Op):
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.features)
+
+    def facts(self, x: Wire) -> Facts:
+        return UNBOUNDED if self.learned else Facts(self.value, self.value)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         if not self.learned:

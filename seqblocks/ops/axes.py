@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from seqblocks.errors import Fault, RunError, listing
 from seqblocks.op import Op, Port, argument, primitive
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Facts, Wire
 
 Axis = tuple[str, ...]  # what an axis is split into, outermost first
 Sizes = dict[str, int | None]  # by name; None where only a call knows it
@@ -265,6 +265,9 @@ class Rearrange(_Axes):
     that do not follow from the input are given by name: `p: 2, q: 2`.
     """
 
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
+
 
 @primitive("reduce")
 class Reduce(_Axes):
@@ -288,6 +291,9 @@ class Reduce(_Axes):
         from torch import var
 
         return (var(x, axes, correction=0) + self.eps).sqrt()
+
+    def facts(self, x: Wire) -> Facts:
+        return UNBOUNDED if self.by == "sum" else x.facts.range
 
     def transform(self, x: Any, pattern: str) -> Any:
         from einops import reduce

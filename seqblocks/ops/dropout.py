@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.types import Facts, Wire
 
 
 @primitive("dropout")
@@ -13,6 +14,10 @@ class Dropout(Op):
 
     ports = (ANY,)
     p: float = argument(0.1, "probability of zeroing a feature", ge=0, lt=1)
+
+    def facts(self, x: Wire) -> Facts:
+        scale = 1 / (1 - self.p)
+        return x.facts.times(Facts(scale, scale)).or_zero()
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import dropout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, must_divide, primitive
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 
 @primitive("l2_norm")
@@ -20,6 +20,9 @@ class L2Norm(Op):
     def shape(self, x: Wire) -> Wire:
         must_divide(self.heads, x.features, "heads", "the width")
         return x
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(max(-1.0, min(x.facts.low, 0.0)), min(1.0, max(x.facts.high, 0.0)), unit=self.heads)
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features

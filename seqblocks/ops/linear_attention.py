@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -12,6 +13,11 @@ from seqblocks.types import Wire
 
 Rule = Literal["add", "delta", "dplr"]
 OF_RULES: dict[str, tuple[str, ...]] = {"add": (), "delta": ("beta",), "dplr": ("a", "b")}
+
+
+def _grows(what: str, port: str, expected: str, wire: Wire, hint: str) -> Fault:
+    message = f"{what}: the state may grow from token to token"
+    return Fault("W904", message, at=port, expected=expected, found=str(wire.facts), hint=hint)
 
 
 @primitive("linear_attention")
@@ -89,6 +95,21 @@ class LinearAttention(Op):
             raise Fault("E209", f"{key} is for the rule add", at=key, found=f"rule: {self.rule}")
         if self.bonus and self.normalize:
             raise Fault("E209", "bonus and normalize do not go together", at="normalize", hint="leave one of them out")
+
+    def warns(
+        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, beta: Wire | None = None, *others: Any
+    ) -> Iterator[Fault]:
+        """Warn of a state that may grow without bound."""
+        if decay and decay.facts.high > 0:
+            hint = "end its steps with `- softplus` and `- scale: -1`"
+            yield _grows("`decay` is a log decay, and may be above 0", "decay", "at most 0", decay, hint)
+        if beta and not (beta.facts.low >= 0 and beta.facts.high <= 2):
+            hint = "end its steps with `- sigmoid`, for negative eigenvalues then `- scale: 2`"
+            yield _grows("`beta` may be outside 0 to 2", "beta", "0 to 1, or 0 to 2", beta, hint)
+        if self.rule == "delta" and self.qk_norm == "none" and k.facts.unit != self.heads:
+            hint = f"`qk_norm: l2`, or end the steps of k with `- l2_norm: {{heads: {self.heads}}}`"
+            message = "the keys of the rule delta may be longer than 1: the state may grow from token to token"
+            yield Fault("W904", message, at="k", expected=f"{self.heads} heads of length 1", hint=hint)
 
     def parameters(self, q: Wire, *others: Any) -> dict[str, Parameter]:
         if not self.bonus:

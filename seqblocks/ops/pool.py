@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.errors import RunError
 from seqblocks.op import Op, argument, must_have_grid, primitive
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean", "bilateral_concat"]
 
@@ -26,6 +26,9 @@ class Pool(Op):
     def shape(self, x: Wire) -> Wire:
         width = 2 * x.features if self.mode == "bilateral_concat" else x.features
         return Wire("vector", width, origin=x.origin if width == x.features else None)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
 
     def cannot_stream(self, x: Wire) -> str | None:
         return None if self.mode == "last" else f"its mode {self.mode} reads the whole sequence"
@@ -68,6 +71,9 @@ class ToImage(Op):
         must_have_grid(x, "to_image")
         assert x.grid
         return Wire("image", x.features, None, x.grid, x.origin)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange

@@ -7,7 +7,7 @@ from typing import Any
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, must_divide, primitive
 from seqblocks.parameters import Init, Parameter, State
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 
 @primitive("position_embed")
@@ -113,6 +113,9 @@ class Rotary(Op):
         if width % 2:
             raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="heads")
         return x
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation keeps lengths
 
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, primitive
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 
 def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
@@ -38,6 +38,9 @@ class _Rate(Op):
 
     factor: int = argument(..., "how many tokens become one, or one becomes", ge=1, le=2**20)
     reads = "all"
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
 
     def cannot_stream(self, x: Wire) -> str | None:
         return None  # the model asks for frames that hold whole windows (`graph.frame_size`)

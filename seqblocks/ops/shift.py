@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, must_match, primitive
 from seqblocks.parameters import Init, Parameter, State
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 
 class Past(NamedTuple):
@@ -66,6 +66,10 @@ class Shift(_Shifted):
     """
 
     by: int = argument(..., "how many tokens later the input appears", ge=1, le=65536)
+
+    def facts(self, x: Wire) -> Facts:
+        is_past_the_end = isinstance(x.length, int) and self.by >= x.length
+        return Facts(0, 0) if is_past_the_end else x.facts.or_zero()
 
     def state(self, x: Wire) -> dict[str, State]:
         return {"window": State((self.by, x.features), "model")}

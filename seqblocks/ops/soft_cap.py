@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
-from seqblocks.types import Wire
+from seqblocks.types import Facts, Wire
 
 
 @primitive("soft_cap")
@@ -14,6 +15,10 @@ class SoftCap(Op):
 
     ports = (ANY,)
     cap: float = argument(..., "the bound", ge=1e-6)
+
+    def facts(self, x: Wire) -> Facts:
+        low, high = (self.cap * math.tanh(end / self.cap) for end in (x.facts.low, x.facts.high))
+        return Facts(low, high)
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features

@@ -22,9 +22,9 @@ def test_the_catalogue_holds_every_code_and_no_other(root: Path) -> None:
 def test_an_example_gets_its_code_and_the_mended_one_none(code: str) -> None:
     known = CODES[code]
     with pytest.raises(SpecError) as caught:
-        check.load_text(framed(known.example))
+        check.load_text(framed(known.example), strict=True)
     assert [d.code for d in caught.value.diagnostics] == [code]
-    check.load_text(framed(known.fix))
+    check.load_text(framed(known.fix), strict=True)
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -12,7 +12,7 @@ from seqblocks.combinators import Parallel
 from seqblocks.errors import Fault, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.op import ids_are_no_numbers
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Wire
 
 _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": "added"}
 
@@ -69,4 +69,6 @@ def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
                 found=str(wire),
                 notes=[note for note in (first.whence(name), wire.whence(other)) if note],
             )
-    return first.with_features(sum(wire.features for _, wire in known)) if merge == "concat" else first
+    if merge == "concat":
+        return first.with_features(sum(wire.features for _, wire in known))
+    return first if len(known) == 1 else first.with_facts(UNBOUNDED)

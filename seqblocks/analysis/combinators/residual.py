@@ -11,7 +11,7 @@ from seqblocks.analysis.steps import lower_inside
 from seqblocks.combinators import Residual
 from seqblocks.errors import Fault
 from seqblocks.op import ids_are_no_numbers
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Wire
 
 
 @combines(Residual)
@@ -19,7 +19,8 @@ def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> gra
     """Raise Fault (E403) where token numbers would be added; report steps that change the shape (E404)."""
     body = lower_inside(ctx, arguments.steps, x)
     before, after = ctx.run.types[x], ctx.run.types[body.result]
-    node = make_node(ctx, step, "residual", {"x": (x,)}, before, bodies={"": body}, arguments=arguments)
+    made = before and before.with_facts(UNBOUNDED)
+    node = make_node(ctx, step, "residual", {"x": (x,)}, made, bodies={"": body}, arguments=arguments)
     if before and after and before.kind == after.kind == "tokens":
         raise ids_are_no_numbers(before, "added", "the input")
     if before and after and (before.kind, before.axes) != (after.kind, after.axes):

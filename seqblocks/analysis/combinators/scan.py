@@ -17,7 +17,7 @@ from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import must_have_grid
 from seqblocks.parameters import Init
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Wire
 
 
 @combines(Scan)
@@ -31,6 +31,8 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
     result = ctx.run.types[body.result]
     _check_length(wire, result)
     _check_columns(ctx, arguments, wire, body)
+    if result and len(arguments.orders) > 1:
+        result = result.with_facts(UNBOUNDED)
     if result and arguments.merge == "concat":
         result = result.with_features(result.features * len(arguments.orders))
     owned = _owned(arguments, body)
