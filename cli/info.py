@@ -24,7 +24,7 @@ def list(options: argparse.Namespace) -> int:
     """List the bundled specs, models first."""
     rows: dict[str, dict[str, dict[str, Any]]] = {"models": {}, "blocks": {}}
     for name in bundled():
-        file, model = check.load(name)
+        file, model = check.load_spec(name)
         if model:
             rows["models"][name] = {"params": graph.count(model.graph), "about": file.about}
         else:
@@ -57,7 +57,7 @@ def ops(options: argparse.Namespace) -> int:
         verb = verbs[options.name]
         output.dump(reference.facts(verb)) if options.format == "json" else output.write(reference.text(verb))
     elif bundle := _bundle(options.name):
-        _show_block(check.load(bundle)[0].blocks[options.name], bundle, options)
+        _show_block(check.load_spec(bundle)[0].blocks[options.name], bundle, options)
     else:
         raise _unknown_verb(options.name, verbs)
     return 0
@@ -75,14 +75,14 @@ def _list_verbs(verbs: dict[str, Verb], options: argparse.Namespace) -> None:
 
 
 def _unknown_verb(name: str, verbs: Iterable[str]) -> UsageError:
-    blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load(s)[0].blocks]
+    blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load_spec(s)[0].blocks]
     lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
     return UsageError(f"there is no verb {quote(name)}: {did_you_mean(name, [*verbs, *blocks]) or lists}")
 
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
     """List the blocks of a spec, `my.yaml`, or describe one, `my.yaml::block`."""
-    blocks = check.load(source, allow_use=options.allow_use)[0].blocks
+    blocks = check.load_spec(source, allow_use=options.allow_use)[0].blocks
     if not blocks:
         raise UsageError(f"{visible(source)} defines no blocks")
     use = source if source in bundled() or "/" in source else f"./{source}"
@@ -103,7 +103,7 @@ def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
 def _bundle(name: str) -> str | None:
     """The bundled file that defines a block; None if none does."""
     for source, path in bundled().items():
-        if path.parent.name == "blocks" and name in check.load(source)[0].blocks:
+        if path.parent.name == "blocks" and name in check.load_spec(source)[0].blocks:
             return source
     return None
 

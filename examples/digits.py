@@ -3,7 +3,7 @@
     pip install 'seqblocks[examples]'
     python examples/digits.py
 
-Writes into --out: the model (digits.pt, weights and spec in one file) and a plot of loss and accuracy.
+Writes into --out: the model (digits/, weights and spec) and a plot of loss and accuracy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import Tensor, nn
 
 import seqblocks
-from seqblocks.checkpoint import restore, save
 
 
 def main() -> int:
@@ -40,7 +39,7 @@ def main() -> int:
     print(f"{options.spec}: {count:,} parameters; {len(train[0]):,} images to learn from, {len(test[0]):,} to test on")
 
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "digits.pt"
+    path = options.out / "digits"
     start = time.perf_counter()
     history = fit(model, train, test, options, path)
     seconds = time.perf_counter() - start
@@ -49,7 +48,7 @@ def main() -> int:
         return 130
 
     plot(history, options.out / "digits.png")
-    again = restore(path)
+    again = seqblocks.load(path)
     found, last = accuracy(again, *test), history[-1]["accuracy"]
     if found != last:
         print(f"the saved model has accuracy {found:.2%} and had {last:.2%}", file=sys.stderr)
@@ -93,7 +92,7 @@ def positive(text: str) -> int:
 
 def require_extras() -> None:
     """Exit at once where packages are missing that only this example needs."""
-    if missing := [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("sklearn", "matplotlib", "safetensors") if importlib.util.find_spec(name) is None]:
         print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
         sys.exit(4)  # as the command line does where an extra is absent
 
@@ -127,7 +126,7 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
                     loss += part
                     progress.advance(task)
                 now = {"loss": loss, "accuracy": accuracy(model, *test)}
-                save(model, path)  # the latest, not the best on the test images: those are not for choosing
+                seqblocks.save(model, path)  # the latest, not the best on the test images: those are not for choosing
                 history.append(now)  # after it is saved: an interrupt leaves a history that ends with the saved model
                 progress.update(task, description=f"epoch {epoch + 1}: test accuracy {now['accuracy']:.2%}")
                 if not sys.stdout.isatty() and (epoch + 1) % 10 == 0:

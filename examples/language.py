@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.checkpoint import save
 from seqblocks.state import detach
 
 SPECS = ("mlstm_small", "mamba_small", "hybrid_small")
@@ -35,8 +34,8 @@ History = list[tuple[int, float]]  # tokens read, bits per byte on the held-out 
 def main() -> int:
     """Train each, plot, let the best one write."""
     options = arguments()
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no matplotlib here: pip install 'seqblocks[examples]'", file=sys.stderr)
+    if missing := [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]:
+        print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
         return 4  # as the command line does where an extra is absent
     try:
         models = {spec: seqblocks.build(spec, seed=options.seed) for spec in options.spec or SPECS}
@@ -158,7 +157,7 @@ def fit(
         tokens += piece[:, 1:].numel()
         if step % interval == 0 or step == options.steps:
             bits = bits_per_byte(model, held_out)
-            save(model, options.out / f"{spec}.pt")
+            seqblocks.save(model, options.out / spec)
             history.append((tokens, bits))
             progress.update(task, description=f"{spec}: {bits:.3f} bits per byte")
         progress.advance(task)

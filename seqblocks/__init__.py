@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from seqblocks import kernels as kernels
     from seqblocks import state as state
     from seqblocks import testing as testing
-    from seqblocks.analysis.check import load, load_model, load_text, yaml
+    from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
+    from seqblocks.checkpoint import load, save
     from seqblocks.op import Op, primitive
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.runtime.builder import build, build_model, build_text
 
 # Imported on first use: some need torch, all need pydantic, and most of the time of `check` is imports.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
-_LAZY |= dict.fromkeys(("load", "load_model", "load_text", "yaml"), "seqblocks.analysis.check")
+_LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
+_LAZY |= dict.fromkeys(("load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 _LAZY |= dict.fromkeys(("checkpoint", "kernels", "state", "testing"), "")  # modules, `seqblocks.testing.check_law`
@@ -58,8 +60,10 @@ __all__ = [
     "build_text",
     "load",
     "load_model",
+    "load_spec",
     "load_text",
     "primitive",
+    "save",
     "summarise",
     "yaml",
 ]

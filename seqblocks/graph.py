@@ -116,7 +116,7 @@ class SpecSource(NamedTuple):
     name: str
     text: str
     overrides: tuple[tuple[str, str], ...] = ()
-    files: tuple[tuple[str, str], ...] = ()  # relative path -> text; bundled files are not repeated
+    files: tuple[tuple[str, str], ...] = ()  # texts: by relative path, bundled files by name
 
 
 @dataclass(slots=True, eq=False, repr=False)

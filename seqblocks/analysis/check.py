@@ -168,7 +168,7 @@ def yaml(text: str) -> str:
     return _Raw(text)
 
 
-def load(
+def load_spec(
     spec: str | os.PathLike[str],
     set: Mapping[str, Any] | None = None,
     allow_use: Folders = (),
@@ -186,7 +186,7 @@ def load_model(
     strict: bool = False,
 ) -> ModelSpec:
     """Return the model of a spec; see `load_text`. Raises SpecError (E206) where the file only holds blocks."""
-    file, model = load(spec, set, allow_use, strict)
+    file, model = load_spec(spec, set, allow_use, strict)
     return require_model(file, model)
 
 

@@ -1,93 +1,131 @@
-"""Reading a saved file, and all checks of it that need no spec."""
+"""Files of tensors, read one tensor at a time: safetensors and torch's, alone or in shards with an index."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqblocks.checkpoint.record import ENTRIES, FORMAT, checksum, has_entry, record_checksum, safetensors
-from seqblocks.checkpoint.weights import unusable
+from seqblocks.checkpoint.record import safetensors
 from seqblocks.errors import UnavailableError, UsageError, listing
 
-SAVE = "seqblocks.checkpoint.save"
+INDEX = ".index.json"
+WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hub folder; with INDEX, they are in shards
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the record and the tensors of a file. Raise UsageError unless `save` wrote it and it is unchanged."""
-    size = _size(path)
+class Weights(NamedTuple):
+    """Tensors by name. `headers` have shapes and dtypes (on meta, or they are the tensors); `read` reads one."""
+
+    headers: Mapping[str, Any]
+    read: Callable[[str], Tensor]
+    source: str = ""  # a path, for messages
+
+
+def weights_in(path: Path) -> Weights:
+    """Return the weights of a file, or of a folder as the Hub has it. Raise UsageError where they are at fault."""
+    if not path.is_dir():
+        return _file(path)
+    for name in WHOLE_FILES:
+        if (path / name).exists():
+            return _file(path / name)
+        if (path / f"{name}{INDEX}").exists():
+            return _shards(path / f"{name}{INDEX}")
+    names = " or ".join(f"{name} or {name}{INDEX}" for name in WHOLE_FILES)
+    raise UsageError(f"{path} has no weights: there is no {names}")
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raise UsageError where it is at fault."""
     try:
-        record, tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path, size)
-    except (UnavailableError, UsageError):
-        raise
-    except Exception as error:
-        # torch's message is about its own format; what matters is that the file is not ours, or incomplete
-        raise UsageError(f"{path} was not written by {SAVE}, or not to its end ({type(error).__name__})") from None
-    _check_record(path, record)
-    _check_tensors(path, tensors, size)
-    _check_sums(path, record, tensors)
-    return record, tensors
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"it is not JSON, or not to its end ({error})"
+        raise UsageError(f"{path} cannot be read: {reason}") from None
 
 
-def _size(path: Path) -> int:
+def _shards(path: Path) -> Weights:
+    """Return the weights of all files that an index names."""
+    index = read_json(path)
+    table = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise UsageError(f"{path} has no weight_map from tensors to files")
+    files = dict.fromkeys(table.values())
+    if odd := [name for name in files if os.path.basename(name) != name or name in ("", ".", "..")]:
+        raise UsageError(f"{path} names files outside its folder: {listing(odd, 4)}")
+    if missing := [name for name in files if not (path.parent / name).is_file()]:
+        raise UsageError(f"{path.parent} lacks {listing(missing, 4)}, of {len(files)} files that {path.name} names")
+    found = {name: _file(path.parent / name) for name in files}
+    absent = [name for name, file in table.items() if name not in found[file].headers]
+    more = [name for file, weights in found.items() for name in weights.headers if table.get(name) != file]
+    for names, what in ((absent, "are not in the file that the index names"), (more, "are in a file and not in its")):
+        if names:
+            raise UsageError(f"{path} does not describe its files: {listing(names, 4)} {what}")
+    headers = {name: found[file].headers[name] for name, file in table.items()}
+    return Weights(headers, lambda name: found[table[name]].read(name), str(path.parent))
+
+
+def _file(path: Path) -> Weights:
     try:
         size = os.stat(path).st_size
     except (OSError, ValueError):
         raise UsageError(f"there is no file {path}") from None
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file")
-    return size
+    try:
+        return _safetensors(path) if path.suffix == ".safetensors" else _torch(path, size)
+    except (UnavailableError, UsageError):
+        raise
+    except pickle.UnpicklingError:
+        raise UsageError(f"{path} holds pickled objects that are not tensors; unpickling would run code") from None
+    except Exception as error:  # the libraries' messages are about their own formats
+        raise UsageError(f"{path} is not a file of weights, or not complete ({type(error).__name__})") from None
 
 
-def _read_safetensors(path: Path) -> tuple[Any, Any]:
-    with safetensors().safe_open(str(path), framework="pt") as file:
-        record = json.loads((file.metadata() or {})["seqblocks"])
-        return record, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+def _safetensors(path: Path) -> Weights:
+    file = safetensors().safe_open(str(path), framework="pt")
+    headers = {}
+    for name in file.keys():  # noqa: SIM118 - not a dict
+        part = file.get_slice(name)
+        if part.get_dtype() not in DTYPES:
+            raise UsageError(f"{path} holds {name} of {part.get_dtype()}, which torch or seqblocks does not read")
+        headers[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
+    return Weights(headers, file.get_tensor, str(path))
 
 
-def _read_pickle(path: Path, size: int) -> tuple[Any, Any]:
-    with zipfile.ZipFile(path) as archive:  # compressed entries could grow to any size; torch.save compresses nothing
-        entries = archive.infolist()
+def _torch(path: Path, size: int) -> Weights:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:  # compressed entries could grow to any size; torch compresses nothing
+            entries = archive.infolist()
         plain = all(each.compress_type == zipfile.ZIP_STORED for each in entries)
         if not plain or sum(each.file_size for each in entries) > size:
-            raise UsageError(f"{path} was not written by {SAVE}: its contents are compressed")
-    data = torch.load(path, map_location="cpu", weights_only=True)
-    return data["seqblocks"], data["tensors"]
-
-
-def _check_record(path: Path, record: Any) -> None:
-    if not isinstance(record, dict):
-        raise UsageError(f"{path} was not written by {SAVE}: its record is not a mapping")
-    if type(record.get("format")) is int and record["format"] != FORMAT:
-        versions = f"its format is {record['format']}, and this version reads {FORMAT}"
-        raise UsageError(f"{path} was written by another version of seqblocks: {versions}")
-    for key in ENTRIES:
-        if not has_entry(record, key):
-            raise UsageError(f"{path} was not written by {SAVE}: its record lacks a sound {key!r}")
-
-
-def _check_tensors(path: Path, tensors: Any, size: int) -> None:
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+            raise UsageError(f"{path} was not written by torch: its contents are compressed")
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    else:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = _unwrapped(data)
+    if tensors is None:
         raise UsageError(f"{path} holds no tensors by name")
-    for name, tensor in tensors.items():
-        reason = unusable(tensor)
-        if not reason and not (tensor.is_contiguous() and tensor.device.type == "cpu"):
-            reason = "is not laid out as save writes it"
-        if reason:
-            raise UsageError(f"{path} was not written by {SAVE}: {name} {reason}")
-    if sum(tensor.nbytes for tensor in tensors.values()) > size:
-        raise UsageError(f"{path} was not written by {SAVE}: its tensors are larger than the file")
+    return Weights(tensors, tensors.__getitem__, str(path))
 
 
-def _check_sums(path: Path, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    sums = record["checksums"]
-    wrong = [name for name in tensors if sums.get(name) != checksum(name, tensors[name])]
-    wrong += [name for name in sums if name not in tensors]
-    if wrong or record["checksum"] != record_checksum(record):
-        what = listing(wrong, 4) if wrong else "the spec"
-        raise UsageError(f"{path} has changed since it was written: the checksum of {what} differs. Take another copy")
+def _unwrapped(data: Any) -> Mapping[str, Tensor] | None:
+    """Return the mapping that holds tensors: this one, or the only one in it that does, as trainers wrap it."""
+    if not isinstance(data, Mapping):
+        return None
+    if any(isinstance(value, Tensor) for value in data.values()):
+        return data
+    inner = [each for each in map(_unwrapped, data.values()) if each is not None]
+    return inner[0] if len(inner) == 1 else None

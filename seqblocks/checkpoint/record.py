@@ -1,4 +1,4 @@
-"""The record of a saved file: its spec and its checksums, besides the tensors."""
+"""The record of a saved model: what its spec needs besides its text, and checksums of everything."""
 
 from __future__ import annotations
 
@@ -10,20 +10,42 @@ from typing import Any
 
 from torch import Tensor
 
+from seqblocks._version import __version__
 from seqblocks.errors import UnavailableError
+from seqblocks.graph import SpecSource
 
 FORMAT = 1
+RECORD = "seqblocks.json"  # the file
 
 # The types of its entries; a pair is those of the keys and values of a mapping.
 ENTRIES: dict[str, type | tuple[type, type]] = {
     "format": int,
+    "seqblocks": str,  # the version that wrote it
     "name": str,
-    "text": str,
     "overrides": (str, str),
-    "files": (str, str),
-    "checksums": (str, int),
-    "checksum": int,
+    "files": (str, str),  # texts of the files in use: by relative path, bundled ones by name
+    "parameters": int,
+    "tied": (str, str),  # parameter -> the one that it is, which alone is in the files
+    "spec": int,  # checksum of the spec's text
+    "checksums": (str, int),  # of the tensors
+    "checksum": int,  # of this record
 }
+
+
+def new_record(source: SpecSource, checksums: dict[str, int], parameters: int, tied: dict[str, str]) -> dict[str, Any]:
+    """Return the record of a model."""
+    record = {
+        "format": FORMAT,
+        "seqblocks": __version__,
+        "name": source.name,
+        "overrides": dict(source.overrides),
+        "files": dict(source.files),
+        "parameters": parameters,
+        "tied": tied,
+        "spec": zlib.crc32(source.text.encode()),
+        "checksums": checksums,
+    }
+    return {**record, "checksum": record_checksum(record)}
 
 
 def has_entry(record: Mapping[str, Any], key: str) -> bool:

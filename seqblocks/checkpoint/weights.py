@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
-def unusable(tensor: Any, complex_too: bool = False) -> str | None:
-    """Return why something is not a plain tensor of floating numbers ("is sparse: …"), or None if it is one."""
+def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> str | None:
+    """Return why something is not a plain tensor of floating numbers ("is sparse: …"), or None if it is one.
+
+    on_meta: it may be on meta, as what is known of a tensor in a file before it is read.
+    """
     if not isinstance(tensor, Tensor):
         return f"is not a tensor, but {type(tensor).__name__}"
     if type(tensor.detach()) is not Tensor:
         return f"is a {type(tensor).__name__}, and its numbers may be elsewhere too: gather the weights first"
-    if tensor.is_meta:
+    if tensor.is_meta and not on_meta:
         return "is on meta, where no numbers are"
     if tensor.is_nested:
         return "is nested: pad it"
@@ -34,7 +37,9 @@ def unusable(tensor: Any, complex_too: bool = False) -> str | None:
     if tensor.dtype not in (*FLOATS, *(COMPLEX if complex_too else ())):
         what = "is complex" if tensor.is_complex() else f"is of {tensor.dtype}"
         return f"{what}, and weights are float64, float32, float16 or bfloat16"
-    return None if _has_storage(tensor) else "has lost its storage, as sharding leaves it: gather the weights first"
+    if tensor.is_meta or _has_storage(tensor):
+        return None
+    return "has lost its storage, as sharding leaves it: gather the weights first"
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -123,19 +128,34 @@ def _origin_of_shape(item: Named, found: tuple[int, ...]) -> str:
     return f"{step}. There are {found[1]} positions: another size, patch or stride of the image, or another length"
 
 
-@torch.no_grad()
 def copy_weights(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy all weights into a model. Raise RunError, and copy none, where they do not fit."""
     check_fit(model.spec, tensors)
     own = model.state_dict(keep_vars=True)  # its names are the spec's, also where a wrapper is in between
     for name, tensor in tensors.items():
-        if _overflows(tensor, own[name].dtype):
-            dtype = str(own[name].dtype).removeprefix("torch.")
-            raise RunError(f"the weights for {name} hold numbers that {dtype} does not hold; use another dtype")
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        _check_range(name, tensor, own[name].dtype)
+    fill(model, tensors, tensors.__getitem__)
+
+
+@torch.no_grad()
+def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    """Copy weights that fit into a model, one at a time. Raise RunError where its dtype does not hold them."""
+    own = model.state_dict(keep_vars=True)
+    for name in names:
+        _copy(name, own[name], read(name))
     if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
         model.tie()  # to_empty and load_state_dict separate them
+
+
+def _copy(name: str, target: Tensor, tensor: Tensor) -> None:
+    _check_range(name, tensor, target.dtype)
+    target.copy_(tensor)
+
+
+def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if _overflows(tensor, dtype):
+        held = str(dtype).removeprefix("torch.")
+        raise RunError(f"the weights for {name} hold numbers that {held} does not hold; use another dtype")
 
 
 def _overflows(tensor: Tensor, dtype: torch.dtype) -> bool:

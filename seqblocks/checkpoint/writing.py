@@ -1,26 +1,37 @@
-"""Writing a file so that it is whole at any moment (docs/decisions/0020-files-that-are-whole.md)."""
+"""Writing a folder so that it is whole at any moment (docs/decisions/0034-a-model-is-a-folder.md)."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import os
+import re
 import secrets
 import stat
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from seqblocks.errors import UsageError
+from seqblocks.checkpoint.record import RECORD
+from seqblocks.errors import UsageError, listing
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-STALE = 24 * 3600  # seconds without a write, after which an unfinished file is removed where there are no locks
+STALE = 24 * 3600  # seconds without a change, after which an unfinished folder is removed where there are no locks
+OWN_FILES = re.compile(rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|{RECORD}")
+UNFINISHED, REPLACED = "saving", "replaced"
+EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+HERE = -100  # AT_FDCWD of Linux
 
 
 def target_of(path: Path) -> Path:
-    """Return the regular file, present or not, that a path leads to through links. Raise UsageError for others."""
+    """Return the folder, present or not, that a path leads to through links. Raise UsageError where it cannot be one.
+
+    A folder that exists may be empty, or hold what an earlier save wrote and nothing else.
+    """
     mode = 0
     try:
         target = Path(os.path.realpath(path))
@@ -29,110 +40,158 @@ def target_of(path: Path) -> Path:
         pass
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-    if stat.S_ISDIR(mode):
-        raise UsageError(f"{path} is a folder, and save writes one file")
-    if mode and not stat.S_ISREG(mode):
-        kinds = {stat.S_IFLNK: "a link in a ring of links", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        raise UsageError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, and save writes regular files")
+    if stat.S_ISLNK(mode):
+        raise UsageError(f"{path} is a link in a ring of links, and save writes a folder")
+    if mode and not stat.S_ISDIR(mode):
+        raise UsageError(f"{path} is not a folder, and save writes one")
     if not target.parent.is_dir():
-        parent = target.parent if path.is_symlink() else path.parent
-        raise UsageError(f"there is no folder {parent}")
+        raise UsageError(f"there is no folder {target.parent if path.is_symlink() else path.parent}")
+    if mode:
+        _check_own(path, sorted(os.listdir(target)))
     return target
 
 
-def write(target: Path, work: Callable[[Any], Any]) -> None:
-    """Write in the target's folder, then rename: a full disk, an interrupt or a kill leaves the old file as it was."""
-    name = target.name if len(os.fsencode(target.name)) < 200 else hashlib.sha1(os.fsencode(target.name)).hexdigest()
-    prefix = f".{name}."
+def _check_own(path: Path, names: list[str]) -> None:
+    others = [name for name in names if not OWN_FILES.fullmatch(name)]
+    if others:
+        what = f"{path} holds what save did not write and would remove: {listing(others, 4)}"
+        raise UsageError(f"{what}. Save to a folder of its own")
+    if names and RECORD not in names:
+        raise UsageError(f"{path} was not written by save: it has no {RECORD}. Save to a folder of its own")
+
+
+def write(target: Path, work: Callable[[Path], None]) -> None:
+    """Call `work(folder)` with a new folder, then put that in the target's place.
+
+    A full disk, an interrupt or a kill leaves the old folder as it was, or the new one complete.
+    """
+    prefix = _prefix(target)
+    _recover(target, prefix)
     _remove_stale(target.parent, prefix)
-    old = os.stat(target) if target.exists() else None
     try:
-        handle, unfinished = _create(target.parent, prefix, 0o600 if old else 0o666)
+        folder, handle = _create(target.parent, prefix)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}") from None
-    file = _RawFile(handle)
     try:
-        with file:
-            _take_owner_and_mode(handle, old)
-            _run(work, file)
-            os.fsync(handle)
-            if fcntl is None:  # Windows renames closed files only; elsewhere the lock is held to the end
-                file.close()
-            os.replace(unfinished, target)
+        work(folder)
+        _finish(folder, target)
+        _place(folder, target, prefix)
     except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
+        _remove(folder)
         raise
-    _sync_folder(target.parent)
+    finally:
+        if handle is not None:
+            os.close(handle)
+    _sync(target.parent)
 
 
-def _take_owner_and_mode(handle: int, old: os.stat_result | None) -> None:
-    """Give an open file the owner and the mode of the one that it replaces."""
-    if not (old and fcntl):
-        return
-    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+def _prefix(target: Path) -> str:
+    name = target.name if len(os.fsencode(target.name)) < 200 else hashlib.sha1(os.fsencode(target.name)).hexdigest()
+    return f".{name}."
+
+
+def _finish(folder: Path, target: Path) -> None:
+    """Give the new files and their folder the modes that are due, and make them survive a power cut."""
+    usual = os.stat(folder / RECORD).st_mode  # by the umask; a library may have made others private
+    before = None
+    if target.is_dir():
+        before = os.stat(target)
+        with contextlib.suppress(FileNotFoundError):
+            usual = os.stat(target / RECORD).st_mode
+    for file in folder.iterdir():
+        os.chmod(file, stat.S_IMODE(usual))
+        _take_owner(file, before)
+        _sync(file)
+    if before:
+        os.chmod(folder, stat.S_IMODE(before.st_mode))
+        _take_owner(folder, before)
+    _sync(folder)
+
+
+def _take_owner(path: Path, before: os.stat_result | None) -> None:
+    if before and fcntl and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(OSError):  # only root may change an owner
-            os.fchown(handle, old.st_uid, old.st_gid)
-    os.fchmod(handle, stat.S_IMODE(old.st_mode))
+            os.chown(path, before.st_uid, before.st_gid)
 
 
-def _run(work: Callable[[Any], Any], file: _RawFile) -> None:
-    """Call `work(file)`. Where the disk fails, torch's writer raises an error of its own; raise that of the disk."""
-    try:
-        work(file)
-    except RuntimeError:
-        if file.error is None:
-            raise
-        raise file.error from None
-
-
-class _RawFile:
-    """An unbuffered file for writing that stores the error of a failed write."""
-
-    def __init__(self, handle: int) -> None:
-        self._file = os.fdopen(handle, "wb", buffering=0)
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view, done = memoryview(data).cast("B"), 0
+def _place(folder: Path, target: Path, prefix: str) -> None:
+    """Put a complete folder in the target's place and remove what was there."""
+    if not os.path.isdir(target):
+        os.rename(folder, target)
+    elif _exchange(folder, target):
+        _remove(folder)
+    else:
+        old = target.parent / f"{prefix}{secrets.token_hex(4)}.{REPLACED}"
+        os.rename(target, old)
         try:
-            while done < len(view):
-                done += self._file.write(view[done:]) or 0
-        except OSError as error:
-            self.error = error
+            os.rename(folder, target)
+        except BaseException:
+            os.rename(old, target)
             raise
-        return done
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> _RawFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        _remove(old)
 
 
-def _create(folder: Path, prefix: str, mode: int) -> tuple[int, str]:
-    """Create an unfinished file and lock it while it is open: if the lock is free, its writer has ended."""
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step. Return False where the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(HERE, os.fsencode(a), HERE, os.fsencode(b), EXCHANGE) == 0
+
+
+def current(target: Path) -> Path:
+    """Return where the folder of a target is: there, or under another name after a kill between two renames."""
+    if not target.exists():
+        for found in _siblings(target.parent, _prefix(target), REPLACED):
+            return found
+    return target
+
+
+def _recover(target: Path, prefix: str) -> None:
+    """Undo the first of two renames whose second never came."""
+    for old in _siblings(target.parent, prefix, REPLACED):
+        if target.exists():
+            _remove(old)
+        else:
+            os.rename(old, target)
+
+
+def _siblings(folder: Path, prefix: str, ending: str) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            rest = name.removeprefix(prefix)
+            if name.startswith(prefix) and re.fullmatch(rf"[0-9a-f]{{8}}\.{ending}", rest):
+                path = folder / name
+                if path.is_dir() and not path.is_symlink():
+                    yield path
+
+
+def _create(parent: Path, prefix: str) -> tuple[Path, int | None]:
+    """Create an unfinished folder and lock it while it is written: if the lock is free, its writer has ended."""
     while True:
-        name = str(folder / f"{prefix}{secrets.token_hex(4)}.saving")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        folder = parent / f"{prefix}{secrets.token_hex(4)}.{UNFINISHED}"
         try:
-            handle = os.open(name, flags, mode)
+            os.mkdir(folder)
         except FileExistsError:
             continue
-        if _lock(handle) is not False:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(name), os.fstat(handle)):
-                    return handle, name
-        os.close(handle)  # another save removed it as stale in the moment before it was locked
+        if fcntl is None:
+            return folder, None
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(folder, os.O_RDONLY)
+            if _lock(handle) is not False and _is_at(handle, folder):
+                return folder, handle
+            os.close(handle)  # another save removed it as stale in the moment before it was locked
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file. False where another process has locked it; None where there are no locks."""
+    """Lock an open folder. False where another process has locked it; None where there are no locks."""
     if fcntl is None:
         return None
     try:
@@ -144,36 +203,46 @@ def _lock(handle: int) -> bool | None:
     return True
 
 
-def _remove_stale(folder: Path, prefix: str) -> None:
-    """Remove unfinished files of killed saves of the same target. A save that runs holds a lock on its file."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if _is_unfinished(entry, prefix):
-                with contextlib.suppress(OSError):
-                    _remove_if_stale(entry.path)
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Remove unfinished folders of killed saves of the same target. A save that runs holds a lock on its folder."""
+    for folder in _siblings(parent, prefix, UNFINISHED):
+        with contextlib.suppress(OSError):
+            if _is_stale(folder):
+                _remove(folder)
 
 
-def _is_unfinished(entry: os.DirEntry[str], prefix: str) -> bool:
-    if not (entry.name.startswith(prefix) and entry.name.endswith(".saving")):
-        return False
-    return len(entry.name) == len(prefix) + len("01234567.saving") and entry.is_file(follow_symlinks=False)
-
-
-def _remove_if_stale(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+def _is_stale(folder: Path) -> bool:
+    if fcntl is None:
+        return time.time() - os.stat(folder).st_mtime > STALE
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         free = _lock(handle)
-        if free or (free is None and time.time() - os.fstat(handle).st_mtime > STALE):
-            os.unlink(path)
+        return bool(free) or (free is None and time.time() - os.fstat(handle).st_mtime > STALE)
     finally:
         os.close(handle)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can."""
+def _remove(folder: Path) -> None:
+    """Remove a folder of files. What cannot be removed stays, for the next save to try again."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        for file in os.listdir(folder):
+            os.unlink(folder / file)
+        os.rmdir(folder)
+
+
+def _sync(path: Path) -> None:
+    """Make a file or a rename survive a power cut. A folder is synced where the system can."""
+    is_folder = path.is_dir()
+    try:
+        handle = os.open(path, os.O_RDONLY if is_folder or os.name == "posix" else os.O_RDWR)
+    except OSError:
+        if is_folder:
+            return
+        raise
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not is_folder:
+            raise
+    finally:
+        os.close(handle)

@@ -199,7 +199,7 @@ class Reader:
         self.base = base or Path()
         self.provided = provided  # texts of used files, in place of the disk
         self.allowed = tuple(allowed)  # folders whose files may be used, besides the base
-        self.texts: dict[str, str] = {}  # what was read: path relative to the base -> text, bundled files left out
+        self.texts: dict[str, str] = {}  # what was read: by path relative to the base, bundled files by name
         self.size = 0  # nodes of the files in use, which count together
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
@@ -304,13 +304,14 @@ class Reader:
 
     def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
         own = looks_like_path(name)
+        provided = self.provided or {}
         if own:
             relative = os.path.normpath(os.path.join(folder, name))
             path = self.base / relative
             shown = os.path.normpath(path)
         else:
             found = bundled()
-            if name not in found:
+            if name not in found and name not in provided:
                 found = {stem: path for stem, path in found.items() if path.parent.name == "blocks"}
                 self.fault(
                     "E306",
@@ -320,7 +321,7 @@ class Reader:
                     hint=lambda: did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
                 )
                 return None
-            path, shown, relative = found[name], f"<bundled {name}>", str(found[name])
+            path, shown, relative = found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name))
         key = os.path.abspath(path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
@@ -332,14 +333,16 @@ class Reader:
                 expected = f"at most {MAX_USES} files that use one another"
                 self.fault("E104", "the files in use are nested too deeply", span, expected=expected)
                 return None
-            text = self._text_in_use(name, relative, path, shown, span) if own else read_text(path, shown, self.report)
+            if own:
+                text = self._text_in_use(name, relative, path, shown, span)
+            else:
+                text = provided[name] if name in provided else read_text(path, shown, self.report)
             if text is None:
                 return None
-            if own:
-                self.texts[relative] = text
+            self.texts[relative if own else name] = text
             source = Source.of(shown, text, "own" if own else "bundled")
             tree = document.parse(source, self.report)
-            self.size += tree.size if tree and own else 0
+            self.size += tree.size if tree and (own or name in provided) else 0
             if self.size > document.MAX_NODES:
                 expected = f"at most {document.MAX_NODES:,} nodes in all of them"
                 self.fault("E104", "the files in use are too large together", span, expected=expected)

@@ -186,7 +186,7 @@ def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
 def _bundled_blocks() -> dict[str, Block]:
     found: dict[str, Block] = {}
     for name in bundled():
-        found |= check.load(name)[0].blocks
+        found |= check.load_spec(name)[0].blocks
     return found
 
 

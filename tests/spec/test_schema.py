@@ -79,7 +79,7 @@ def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bundled_specs_are_correct_to_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
-    file, _ = check.load(name)
+    file, _ = check.load_spec(name)
     for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
 

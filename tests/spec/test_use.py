@@ -28,7 +28,7 @@ def top(folder: Path, *used: str, verb: str = "mine") -> Path:
 
 def faults(path: Path, **more: object) -> tuple[Diagnostic, ...]:
     with pytest.raises(SpecError) as caught:
-        check.load(path, **more)  # type: ignore[arg-type]
+        check.load_spec(path, **more)  # type: ignore[arg-type]
     return caught.value.diagnostics
 
 
@@ -104,15 +104,15 @@ def test_folders_that_are_allowed(world: Path, run_cli: Run, tmp_path: Path) -> 
     for name in ("../library/mine.yaml", str(library / "mine.yaml")):
         path = top(world, name)
         assert faults(path)[0].code == "E804"
-        assert check.load(path, allow_use=library)[1] is not None
-        assert check.load(path, allow_use=[str(library)])[1] is not None
+        assert check.load_spec(path, allow_use=library)[1] is not None
+        assert check.load_spec(path, allow_use=[str(library)])[1] is not None
         for verb in ("check", "show", "explain"):
             assert run_cli(verb, str(path), "--allow-use", str(library)).returncode == 0, verb
             assert run_cli(verb, str(path)).returncode == 1, verb
     assert "--allow-use DIR" in (faults(path)[0].hint or "")
     for wrong in ("/nowhere", library / "mine.yaml", [3]):
         with pytest.raises(UsageError, match="takes folders"):
-            check.load(path, allow_use=wrong)  # type: ignore[arg-type]
+            check.load_spec(path, allow_use=wrong)  # type: ignore[arg-type]
 
 
 def test_a_spec_given_as_text_uses_the_files_below_the_working_directory(
@@ -178,7 +178,7 @@ def test_a_chain_of_files_has_an_end(world: Path) -> None:
     (fault,) = faults(top(world, "f0.yaml", verb="b0"))
     assert (fault.code, fault.message) == ("E104", "the files in use are nested too deeply")
     assert fault.expected == "at most 32 files that use one another"
-    assert check.load(top(world, "f480.yaml", verb="b480"))[1] is not None
+    assert check.load_spec(top(world, "f480.yaml", verb="b480"))[1] is not None
 
 
 def test_files_count_together(world: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from torch import Tensor, nn
 
 import seqblocks
 from seqblocks.analysis import check
-from seqblocks.checkpoint import load_official, official_name, restore, save
-from seqblocks.checkpoint.record import record_checksum
+from seqblocks.checkpoint import load, load_official, official_name, save
+from seqblocks.checkpoint.record import RECORD, record_checksum
+from seqblocks.language import spec
+from seqblocks.language.spec import bundled
+
+pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
 
 TEXT = """
 seqblocks: 1
@@ -31,18 +37,15 @@ blocks:
 """
 
 
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_a_saved_model_comes_back_whole(tmp_path: Path, ending: str) -> None:
-    if ending == ".safetensors":
-        pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
+def test_a_saved_model_comes_back_whole(tmp_path: Path) -> None:
     model = seqblocks.build_text(TEXT, seed=5, set={"model.own.width": 10}, dtype=torch.float64)
-    path = tmp_path / f"model{ending}"
+    path = tmp_path / "model"
     save(model, path)
-    again = restore(path)
+    again = load(path)
     x = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
     assert again.unembed.weight is again.embed.weight
-    assert restore(path, dtype=torch.float32)(x).dtype == torch.float32
+    assert load(path, dtype=torch.float32)(x).dtype == torch.float32
     assert list(tmp_path.iterdir()) == [path], "nothing half-written is left"
 
 
@@ -54,24 +57,24 @@ model:
   input: {features: dim}
   steps: [{residual: {drop_path: rate, steps: [{linear: {features: dim}}]}}]
 """
-    path = tmp_path / "model.pt"
+    path = tmp_path / "model"
     with pytest.warns(seqblocks.OverrideWarning, match="spare=2"):
         model = seqblocks.build_text(text, set={"let.dim": 6, "let.rate": 0.1, "spare": 2})
     save(model, path)
-    again = restore(path, set={"rate": 0.25})  # and no second word about `spare`
+    again = load(path, set={"rate": 0.25})  # and no second word about `spare`
     assert again.graph.nodes[0].arguments.drop_path == 0.25
     x = torch.randn(2, 3, 6)
     assert torch.equal(again.eval()(x), model.eval()(x))
     save(again, path)
-    assert restore(path).graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
+    assert load(path).graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
     with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight is \[6, 6\], and \[8, 8\] here"):
-        restore(path, set={"dim": 8})
+        load(path, set={"dim": 8})
     with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
-        restore(path, set={"dmi": 8})
+        load(path, set={"dmi": 8})
     with pytest.raises(seqblocks.UsageError, match="overrides are a mapping"):
-        restore(path, set=["dim"])  # type: ignore[arg-type]
+        load(path, set=["dim"])  # type: ignore[arg-type]
     with pytest.warns(seqblocks.OverrideWarning, match="spare=3"):
-        restore(path, set={"spare": 3})
+        load(path, set={"spare": 3})
 
 
 def test_a_saved_model_carries_the_files_it_uses(tmp_path: Path) -> None:
@@ -81,52 +84,48 @@ def test_a_saved_model_carries_the_files_it_uses(tmp_path: Path) -> None:
     (folder / "lib" / "b.yaml").write_text("seqblocks: 1\nblocks: {b: {steps: [{linear: {features: 3}}]}}\n")
     (folder / "top.yaml").write_text("seqblocks: 1\nuse: [lib/a.yaml]\nmodel: {input: {features: 2}, steps: [a]}\n")
     model = seqblocks.build(folder / "top.yaml")
-    save(model, tmp_path / "m.pt")
+    save(model, tmp_path / "m")
     for file in folder.rglob("*.yaml"):
         file.unlink()
     x = torch.randn(1, 3, 2)
-    torch.testing.assert_close(restore(tmp_path / "m.pt")(x), model(x))
+    torch.testing.assert_close(load(tmp_path / "m")(x), model(x))
 
 
 def test_a_saved_spec_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "seqblocks: 1\nTOKEN=hunter2\nblocks: {a: {steps: [silu]}}\n"
     (tmp_path / "secret.yaml").write_text(secret)
     monkeypatch.chdir(tmp_path)
-    save(seqblocks.build_text(TEXT), tmp_path / "m.pt")
-    data = torch.load(tmp_path / "m.pt", weights_only=True)
+    save(seqblocks.build_text(TEXT), tmp_path / "m")
+    data = json.loads((tmp_path / "m" / RECORD).read_text())
     for name in ("secret.yaml", str(tmp_path / "secret.yaml"), "../" * 20 + "etc/passwd"):
-        data["seqblocks"]["text"] = TEXT.replace("seqblocks: 1\n", f"seqblocks: 1\nuse: ['{name}']\n")
-        data["seqblocks"]["checksum"] = record_checksum(data["seqblocks"])
-        torch.save(data, tmp_path / "hostile.pt")
+        text = TEXT.replace("seqblocks: 1\n", f"seqblocks: 1\nuse: ['{name}']\n")
+        data["spec"] = zlib.crc32(text.encode())
+        (tmp_path / "m" / "spec.yaml").write_text(text)
+        (tmp_path / "m" / RECORD).write_text(json.dumps({**data, "checksum": record_checksum(data)}))
         with pytest.raises(seqblocks.SpecError, match="among those that came with the spec") as caught:
-            restore(tmp_path / "hostile.pt")
+            load(tmp_path / "m")
         assert "hunter2" not in str(caught.value)
         assert "root:" not in str(caught.value)
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "m.pt"
-    save(seqblocks.build_text(TEXT, seed=1), path)
-    before = path.read_bytes()
-
-    def full_disk(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        save(seqblocks.build_text(TEXT, seed=2), path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_saved_model_does_not_change_with_the_bundled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
+    save(model, tmp_path / "m")
+    (tmp_path / "mamba.yaml").write_text("seqblocks: 1\nblocks: {another: {steps: [silu]}}\n")
+    for others in ({**bundled(), "mamba": tmp_path / "mamba.yaml"}, {}):
+        monkeypatch.setattr(spec, "bundled", lambda others=others: others)
+        x = torch.tensor([[1, 2, 3]])
+        assert torch.equal(load(tmp_path / "m")(x), model(x))
 
 
 def test_each_parameter_keeps_its_dtype(tmp_path: Path) -> None:
-    model, path = seqblocks.build_text(TEXT), tmp_path / "m.pt"
+    model, path = seqblocks.build_text(TEXT), tmp_path / "m"
     model.own.residual.down.half()
     save(model, path)
     kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    assert {name: tensor.dtype for name, tensor in restore(path).state_dict().items()} == kinds
+    assert {name: tensor.dtype for name, tensor in load(path).state_dict().items()} == kinds
     assert len(set(kinds.values())) == 2
-    assert {p.dtype for p in restore(path, dtype="bf16").parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in load(path, dtype="bf16").parameters()} == {torch.bfloat16}
 
 
 def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
@@ -134,16 +133,16 @@ def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
     model = seqblocks.build_text(TEXT, device="meta")
     model.to_empty(device="cpu").load_state_dict(whole.state_dict())  # two parameters from here on
     assert model.unembed.weight is not model.embed.weight
-    save(model, tmp_path / "m.pt")  # and as yet of the same values
-    assert torch.equal(restore(tmp_path / "m.pt").unembed.weight, whole.embed.weight)
-    before = (tmp_path / "m.pt").read_bytes()
+    save(model, tmp_path / "m")  # and as yet of the same values
+    assert torch.equal(load(tmp_path / "m").unembed.weight, whole.embed.weight)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()}
     with torch.no_grad():
         model.unembed.weight[0, 0] += 1
     with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight .* model\.tie\(\) ties"):
-        save(model, tmp_path / "m.pt")
-    assert (tmp_path / "m.pt").read_bytes() == before
+        save(model, tmp_path / "m")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()} == before
     model.tie()
-    save(model, tmp_path / "m.pt")
+    save(model, tmp_path / "m")
 
 
 def _parametrized(model: nn.Module) -> None:
@@ -174,19 +173,19 @@ def test_what_could_not_be_restored_is_not_saved(change: Any, message: str, tmp_
     model = seqblocks.build_text(TEXT)
     change(model)
     with pytest.raises(seqblocks.RunError, match=message):
-        save(model, tmp_path / "m.pt")
+        save(model, tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(seqblocks.UsageError, match="there is no file"):
-        restore(tmp_path / "absent.pt")
+    with pytest.raises(seqblocks.UsageError, match="absent does not exist; load reads the folder that save wrote"):
+        load(tmp_path / "absent")
     with pytest.raises(seqblocks.UsageError, match="'gpu9' is not a device"):
-        restore(tmp_path / "absent.pt", device="gpu9")
-    strange = tmp_path / "strange.pt"
+        load(tmp_path / "absent", device="gpu9")
+    strange = tmp_path / "strange"
     strange.write_bytes(b"not a model")
-    with pytest.raises(seqblocks.UsageError, match=r"not written by seqblocks\.checkpoint\.save"):
-        restore(strange)
+    with pytest.raises(seqblocks.UsageError, match="strange is not a folder; load reads the folder that save wrote"):
+        load(strange)
 
 
 MAPPED = """
@@ -398,8 +397,8 @@ def test_wrapped_steps_are_filled_and_saved(tmp_path: Path) -> None:
     whole, model = seqblocks.build_text(TEXT, seed=1), seqblocks.build_text(TEXT)
     model.unembed = checkpoint_wrapper(model.unembed)
     load_official(model, whole.state_dict())
-    save(model, tmp_path / "m.pt")
-    for name, tensor in restore(tmp_path / "m.pt").state_dict().items():
+    save(model, tmp_path / "m")
+    for name, tensor in load(tmp_path / "m").state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name])
     assert [name for name, _ in model.unembed.named_parameters()] == ["weight", "bias"], "and no tie beside the tied"
 
@@ -541,8 +540,8 @@ def test_an_index_may_have_no_name() -> None:
 def test_weights_for_other_layers_are_reported_by_number_and_name(tmp_path: Path) -> None:
     steps = "[{repeat: {times: n, steps: [linear: {features: 4}]}}]"
     text = f"seqblocks: 1\nlet: {{n: 2}}\nmodel: {{input: {{features: 4}}, steps: {steps}}}"
-    save(seqblocks.build_text(text), tmp_path / "model.pt")
+    save(seqblocks.build_text(text), tmp_path / "model")
     with pytest.raises(seqblocks.RunError, match=r"this model's: 2 are not known here \(repeat\.1\.linear\.weight, "):
-        restore(tmp_path / "model.pt", set={"n": 1})
+        load(tmp_path / "model", set={"n": 1})
     with pytest.raises(seqblocks.RunError, match=r"this model's: 2 are missing \(repeat\.2\.linear\.weight, "):
-        restore(tmp_path / "model.pt", set={"n": 3})
+        load(tmp_path / "model", set={"n": 3})

@@ -39,9 +39,9 @@ def digits(root: Path, out: Path, *options: str, timeout: float = 120) -> float:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
     # two threads: the long run has the machine to itself (marker `timing`)
     printed = run(root, "examples/digits.py", "--out", str(out), *options, timeout=timeout, threads="2")
-    assert (out / "digits.pt").stat().st_size > 100_000
+    assert (out / "digits" / "model.safetensors").stat().st_size > 100_000
     assert (out / "digits.png").stat().st_size > 10_000
-    assert sorted(p.name for p in out.iterdir()) == ["digits.png", "digits.pt"]
+    assert sorted(p.name for p in out.iterdir()) == ["digits", "digits.png"]
     return float(re.search(r"test accuracy ([\d.]+)% after", printed)[1])  # type: ignore[index]
 
 
@@ -58,7 +58,7 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with listening(script, cwd=root, env=env) as child:
         end = time.monotonic() + 100
-        while child.poll() is None and not (tmp_path / "digits.pt").exists() and time.monotonic() < end:
+        while child.poll() is None and not (tmp_path / "digits").exists() and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.5)  # somewhere within the second epoch, or a later one
         child.send_signal(signal.SIGINT)
@@ -66,7 +66,7 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
     assert child.returncode == 0, complaints
     assert "the model of the last full epoch is kept" in printed
     assert re.search(r"test accuracy [\d.]+% after \d+ epochs? in", printed)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["digits.png", "digits.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["digits", "digits.png"]
 
 
 def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple[int, str]:
@@ -124,7 +124,7 @@ def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
     assert max(bits.values()) < 7  # 8 is what knowing nothing costs
     assert "5 bytes, one step each" in printed
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "hybrid_small.pt", "language.png", "mamba_small.pt", "mlstm_small.pt"
+        "hybrid_small", "language.png", "mamba_small", "mlstm_small"
     ]  # fmt: skip
 
 

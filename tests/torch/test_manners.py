@@ -45,11 +45,11 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build({"model": {}}), "a spec is a path or a bundled name, not dict"),
         (lambda: seqblocks.build(b"x.yaml"), "a spec is a path or a bundled name, not bytes"),
         (lambda: seqblocks.build_text({}), "a spec's text is a str, not dict"),
-        (lambda: seqblocks.build_model(seqblocks.load("mlstm_small")), "build_model takes what load_model returns"),
+        (lambda: seqblocks.build_model(seqblocks.load_spec("vil_tiny")), "build_model takes what load_model returns"),
         (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save writes what build made, not Linear"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
-        (lambda: checkpoint.save(small(), "."), r"\. is a folder, and save writes one file"),
+        (lambda: checkpoint.save(small(), "."), r"\. holds what save did not write and would remove: "),
         (lambda: small().init_state("x"), "a state is that of a number of sequences, not of 'x'"),
         (lambda: small().init_state(2.0), "not of 2.0"),
         (lambda: small().init_state(True), "not of True"),
@@ -166,11 +166,9 @@ def test_bounds_need_a_device_only_for_their_values() -> None:
     assert kernels.packed_resets(torch.tensor([0, 2, 5]), 5, torch.device("meta")).device.type == "meta"
 
 
-def test_an_empty_file_is_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "empty.pt"
-    path.touch()
-    with pytest.raises(UsageError, match=r"not written by seqblocks\.checkpoint\.save, or not to its end"):
-        checkpoint.restore(path)
+def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not written by seqblocks\.save: it has no seqblocks\.json"):
+        checkpoint.load(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16, "torch.bfloat16"])
@@ -312,7 +310,7 @@ def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
     """README: `seqblocks.testing.check_law(model)`."""
     code = (
         "import seqblocks, sys; assert 'torch' not in sys.modules;"
-        "seqblocks.testing.check_law, seqblocks.checkpoint.restore, seqblocks.state.detach, seqblocks.kernels.mlstm;"
+        "seqblocks.testing.check_law, seqblocks.checkpoint.load, seqblocks.state.detach, seqblocks.kernels.mlstm;"
         "assert {'testing', 'checkpoint', 'state', 'kernels', 'build'} <= set(dir(seqblocks))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

@@ -1,0 +1,268 @@
+"""A model in a folder: its weights in safetensors, its spec, and a record of all that the spec uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.checkpoint import writing
+from seqblocks.checkpoint.reading import INDEX, Weights, read_json, weights_in
+from seqblocks.checkpoint.record import (
+    ENTRIES,
+    FORMAT,
+    RECORD,
+    checksum,
+    has_entry,
+    new_record,
+    record_checksum,
+    safetensors,
+)
+from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
+from seqblocks.errors import RunError, UsageError, listing
+from seqblocks.graph import ModelSpec
+from seqblocks.runtime.arguments import checked_device
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.model import SequenceModel
+
+SPEC = "spec.yaml"
+WHOLE = "model.safetensors"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int | str = "5GB") -> None:
+    """Write a model to a folder, so that `load(path)` needs nothing else.
+
+    The folder holds `spec.yaml` as it was written, `model.safetensors` (or shards of at most `shard_size` bytes with
+    the index of the Hub; a larger tensor has a shard of its own) and `seqblocks.json`: overrides, the files in use,
+    ties, and checksums. A tied parameter is written once. The folder appears when it is complete; until then an earlier
+    one stays as it was. Links are followed; an earlier folder's mode is kept.
+
+    RunError where the weights are no longer what the spec says (replaced or parametrized steps, broken ties), are
+    spread over devices, or are on meta; UsageError where the arguments are at fault; UnavailableError without
+    safetensors. OSError where the disk is.
+    """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"save writes what build made, not {type(model).__name__}")
+    source = model.spec.source
+    if source is None:
+        raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
+    limit = _bytes(shard_size)
+    safetensors()
+    target = writing.target_of(as_path(path))
+    tensors, tied = _tensors(model)
+
+    def work(folder: Path) -> None:
+        sums = write_weights(folder, tensors, limit)
+        count = sum(tensor.numel() for tensor in tensors.values())
+        record = new_record(source, sums, count, tied)
+        (folder / SPEC).write_bytes(source.text.encode())
+        (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    writing.write(target, work)
+
+
+def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a model's parameters without tied ones, and the ties. Raise RunError where a tie is broken."""
+    tensors = own_tensors(model)
+    tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
+    for name, source in tied.items():
+        if not are_equal(tensors[name], tensors[source]):
+            what = f"{name} is tied to {source} in the spec, and they are two parameters with other values"
+            raise RunError(f"{what}: model.tie() ties them again, to the values of {source}")
+    return {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}, tied
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
+    if match is None or isinstance(size, bool) or not (found := int(float(match[1]) * UNITS[match[2]])):
+        raise UsageError(f'a shard size is a number of bytes, such as 500_000_000 or "5GB", not {size!r}')
+    return found
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+    """Write tensors in shards of at most `limit` bytes. Return their checksums. Only one shard is copied at a time."""
+    shards = list(_shards(tensors, limit))
+    sums: dict[str, int] = {}
+    places: dict[str, str] = {}
+    for at, names in enumerate(shards, 1):
+        file = WHOLE if len(shards) == 1 else f"model-{at:05}-of-{len(shards):05}.safetensors"
+        part = {name: _compact(tensors[name]) for name in names}
+        _save_file(part, folder / file)
+        sums |= {name: checksum(name, tensor) for name, tensor in part.items()}
+        places |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / f"{WHOLE}{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return sums
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor on the CPU whose storage holds nothing else."""
+    tensor = tensor.detach().cpu().contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raise OSError where the disk fails; the library has an error of its own for it."""
+    library = safetensors()
+    try:
+        library.torch.save_file(tensors, path, {"format": "pt"})
+    except library.SafetensorError as error:
+        if code := re.search(r"(?:os error |code: )(\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+        raise
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype | str | None = None,
+) -> SequenceModel:
+    """Return the model that `save` wrote: each parameter in the dtype it had, or all in `dtype`.
+
+    `set` overrides values of its spec, over those it was built with: anything without parameters, such as dropout,
+    drop_path or the window of attention. RunError where the weights do not fit the spec, UsageError where the folder is
+    at fault: not written by `save`, cut short, or changed since (checksums are compared). Names and shapes are compared
+    before anything of the model is allocated, and tensors are read one at a time: what is in memory is the model and
+    one tensor.
+    """
+    device = checked_device(device)
+    target = Path(os.path.realpath(as_path(path)))
+    while True:
+        place = writing.current(target)
+        found = _identity(place)
+        try:
+            return _load(place, path, set, device, dtype)
+        except UsageError:
+            if _identity(writing.current(target)) == found:
+                raise  # else another process has saved the model meanwhile
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dtype: Any) -> SequenceModel:
+    record, text = _read_record(place, path)
+    weights = weights_in(place)
+    _check_tensors(path, record, weights)
+    spec = _analysed(record, text, set)
+    check_fit(spec, {name: weights.headers[name] for name in record["checksums"]})
+    model = build_model(spec, device="meta", dtype=dtype or torch.float32)
+    if dtype is None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in weights.headers:  # or it is tied
+                parameter.data = parameter.data.to(weights.headers[name].dtype)
+    model = model.to_empty(device=device)
+    fill(model, record["checksums"], lambda name: _read_tensor(path, record, weights, name))
+    return model
+
+
+def _read_tensor(path: Any, record: Mapping[str, Any], weights: Weights, name: str) -> Tensor:
+    tensor = weights.read(name)
+    if record["checksums"][name] != checksum(name, tensor):
+        raise UsageError(_changed(path, name))
+    return tensor
+
+
+def _changed(path: Any, what: str) -> str:
+    return f"{path} has changed since it was written: the checksum of {what} differs. Take another copy"
+
+
+def _read_record(place: Path, path: Any) -> tuple[dict[str, Any], str]:
+    """Return the record and the spec's text. Raise UsageError unless `save` wrote them and they are unchanged."""
+    if not place.is_dir():
+        what = "is not a folder" if place.exists() else "does not exist"
+        raise UsageError(f"{path} {what}; load reads the folder that save wrote")
+    if not (place / RECORD).exists():
+        hint = "; seqblocks.from_pretrained reads weights of others" if any(place.iterdir()) else ""
+        raise UsageError(f"{path} was not written by seqblocks.save: it has no {RECORD}{hint}")
+    record = read_json(place / RECORD)
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} was not written by seqblocks.save: its {RECORD} is not a mapping")
+    if type(record.get("format")) is int and record["format"] != FORMAT:
+        versions = f"its format is {record['format']}, and this version reads {FORMAT}"
+        raise UsageError(f"{path} was written by another version of seqblocks: {versions}")
+    for key in ENTRIES:
+        if not has_entry(record, key):
+            raise UsageError(f"{path} was not written by seqblocks.save: its {RECORD} lacks a sound {key!r}")
+    if record["checksum"] != record_checksum(record):
+        raise UsageError(_changed(path, RECORD))
+    return record, _read_text(place, path, record)
+
+
+def _read_text(place: Path, path: Any, record: Mapping[str, Any]) -> str:
+    try:
+        data = (place / SPEC).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {SPEC}: {error.strerror}") from None
+    if zlib.crc32(data) != record["spec"]:
+        what = _changed(path, SPEC).removesuffix(". Take another copy")
+        raise UsageError(f"{what}. Take another copy, or seqblocks.build a changed spec and load the weights into it")
+    return data.decode("utf-8")
+
+
+def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> None:
+    expected, headers = record["checksums"], weights.headers
+    wrong = [name for name in expected if name not in headers] + [name for name in headers if name not in expected]
+    if wrong:
+        raise UsageError(_changed(path, listing(wrong, 4)))
+    for name, header in headers.items():
+        if reason := unusable(header, on_meta=True):
+            raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
+
+
+def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
+    """Return the spec of a folder with further overrides. They come last, as they may repeat one by another name."""
+    check.checked_overrides(set)
+    given = set or {}
+    overrides = {key: check.yaml(value) for key, value in record["overrides"].items() if key not in given}
+    file, spec = check.check_text(text, record["name"], set={**overrides, **given}, files=record["files"])
+    if spec is not None:  # other warnings were reported when the model was built
+        known = {f"--set {path}={value}" for path, value in overrides.items()}
+        check.warn(each for each in spec.warnings if each.code == "W901" and each.span.source.name not in known)
+    return check.require_model(file, spec)
+
+
+def as_path(path: Any) -> Path:
+    """Return a path. Raise UsageError for something else."""
+    try:
+        found = Path(path)
+        os.fsencode(found)
+    except TypeError:
+        raise UsageError(f"a path is a str or a Path, not {type(path).__name__}") from None
+    except ValueError as error:
+        raise UsageError(f"{path!r} is not a path: {error}") from None
+    if "\0" in str(found):
+        raise UsageError(f"{path!r} is not a path: it has a null byte")
+    return found
