@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from seqblocks import recipes
@@ -35,6 +36,19 @@ DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 def direction_name(order: str) -> str:
     """Return the namespace of what one order of a scan owns."""
     return DIRECTION_NAMES.get(order, order)
+
+
+class Source(NamedTuple):
+    """Where the parameter is that a step uses as its own: `up` parts off the end of that name, then `name`."""
+
+    up: int
+    name: str
+
+    def full_name(self, own: str) -> str:
+        """Return the parameter's name, from that of the step's own. It begins with ^ where it is outside of both."""
+        parts = own.split(".")
+        outside = "^" * max(0, self.up - len(parts))
+        return join(*parts[: max(0, len(parts) - self.up)], outside + self.name)
 
 
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "unknown"]  # unknown: after a fault
@@ -64,6 +78,9 @@ class Node:
     macs: int = 0  # per token of its output, at a length that may be open
     calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
+    shared: dict[str, Source] = field(default_factory=dict)  # parameters (relative names) that are another step's
+    owner: Node | None = None  # the step whose parameters it shares, or a step around them
+    owner_name: str = ""  # of that step or layer, as `share:` names it
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
     checkpoint: tuple[Entry, ...] = ()  # block: its own names -> official ones
     owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
@@ -146,12 +163,16 @@ class ModelSpec:
 
 
 class Named(NamedTuple):
-    """A parameter under its full name. `tied` is the name under which it is counted, if it is another's."""
+    """A parameter under its full name. `tied` is the name under which it is counted, if it is another's.
+
+    shared: whether it is read from there, and state_dict has no entry of this name.
+    """
 
     name: str
     parameter: Parameter
     node: Node
     tied: str | None = None
+    shared: bool = False
 
 
 def join(*parts: str) -> str:
@@ -159,37 +180,92 @@ def join(*parts: str) -> str:
     return ".".join(p for p in parts if p)
 
 
-def parameters(graph: Graph, prefix: str = "") -> Iterator[Named]:
-    """Yield each parameter of a graph by its state_dict name, tied ones included."""
+def parameters(graph: Graph, prefix: str = "", shared: bool = False) -> Iterator[Named]:
+    """Yield each parameter of a graph by its state_dict name, tied ones included.
+
+    shared: also those that a step shares with another, by the names that they would have.
+    """
+    return (item for item in _inside(graph, prefix) if shared or not item.shared)
+
+
+def node_parameters(node: Node, name: str, shared: bool = False) -> Iterator[Named]:
+    """Yield each parameter of a node whose namespace is `name`; see `parameters`."""
+    return (item for item in _of_node(node, name) if shared or not item.shared)
+
+
+def _inside(graph: Graph, prefix: str) -> Iterator[Named]:
     for node in graph.nodes:
-        yield from node_parameters(node, join(prefix, node.name))
+        yield from _of_node(node, join(prefix, node.name))
 
 
-def node_parameters(node: Node, name: str) -> Iterator[Named]:
-    """Yield each parameter of a node whose namespace is `name`."""
+def _of_node(node: Node, name: str) -> Iterator[Named]:
+    found = _by_direction(node, name) if node.directions else _declared(node, name)
+    return map(partial(_from_owner, node, name), found) if node.shared else found
+
+
+def _declared(node: Node, name: str) -> Iterator[Named]:
     for own, parameter in node.parameters.items():
         yield Named(join(name, own), parameter, node, node.ties.get(own))
-    if not node.directions:
-        for label, body in node.bodies.items():
-            yield from parameters(body, join(name, label))
-        return
+    for label, body in node.bodies.items():
+        yield from _inside(body, join(name, label))
+
+
+def _by_direction(node: Node, name: str) -> Iterator[Named]:
+    """Yield the parameters of a scan that has several orders: those that all orders share, then those of each."""
     (body,) = node.bodies.values()
-    inside = list(parameters(body))
+    inside = list(_inside(body, name))
+    of_each = set(directed(node, inside, name))
     for item in inside:
-        if item.name not in node.owned:
-            yield Named(join(name, item.name), item.parameter, item.node, item.tied)
+        if item.name not in of_each:
+            yield item
     for direction in node.directions:
         for item in inside:
-            if item.name in node.owned:
-                own = join(direction, item.name)
-                parameter = item.parameter
-                if own in node.starts:
-                    parameter = parameter._replace(init=node.starts[own])
-                yield Named(join(name, own), parameter, item.node, item.tied)
+            if item.name in of_each:
+                yield _in_direction(node, name, direction, item)
+
+
+def directed(node: Node, inside: list[Named], name: str = "") -> list[str]:
+    """Return the names in `inside`, the parameters of a scan's steps, that are another parameter in each direction.
+
+    Those are the owned ones, and the shared ones that owned ones stand for, or all where each direction is a module.
+    """
+    separate = bool(node.owned) and node.owned == {_within(name, item.name) for item in inside if not item.shared}
+    return [
+        item.name for item in inside
+        if _within(name, item.name) in node.owned
+        or (item.shared and (separate or _within(name, item.tied or "") in node.owned))
+    ]  # fmt: skip
+
+
+def _in_direction(node: Node, name: str, direction: str, item: Named) -> Named:
+    own = join(direction, _within(name, item.name))
+    parameter, tied = item.parameter, item.tied
+    if own in node.starts:
+        parameter = parameter._replace(init=node.starts[own])
+    if tied and _within(name, tied) in node.owned:
+        tied = join(name, direction, _within(name, tied))
+    return item._replace(name=join(name, own), parameter=parameter, tied=tied)
+
+
+def _from_owner(node: Node, name: str, item: Named) -> Named:
+    """Return a parameter of a node as the one that the node shares in its place, if it does."""
+    if source := node.shared.get(_within(name, item.name)):
+        return item._replace(tied=source.full_name(item.name), shared=True)
+    if item.tied and (source := node.shared.get(_within(name, item.tied))):
+        return item._replace(tied=source.full_name(item.tied))
+    return item
+
+
+def _within(prefix: str, name: str) -> str:
+    """Return a full name as it is inside `prefix`; empty where it is elsewhere."""
+    return name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
 
 
 def count(graph: Graph, known: dict[int, int] | None = None) -> int:
-    """Return the number of parameters of a graph, tied ones once. known: counts of bodies that serve many layers."""
+    """Return the number of parameters of a graph, tied and shared ones once.
+
+    known: counts of bodies that serve many layers.
+    """
     known = {} if known is None else known
     if id(graph) not in known:
         known[id(graph)] = sum(count_node(node, known) for node in graph.nodes)
@@ -197,8 +273,8 @@ def count(graph: Graph, known: dict[int, int] | None = None) -> int:
 
 
 def count_node(node: Node, known: dict[int, int] | None = None) -> int:
-    """Return the number of parameters of a node, tied ones once."""
-    if node.owned:
+    """Return the number of parameters of a node, tied and shared ones once."""
+    if node.owned or node.shared:
         return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
     known = {} if known is None else known
     own = sum(p.numel for name, p in node.parameters.items() if name not in node.ties)

@@ -312,13 +312,17 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
 
 
 class FieldKind(NamedTuple):
-    """number | flag | word | words | value; `choices` are the legal words (of a list's items too, unless `free`)."""
+    """number | flag | word | words | value; `choices` are the legal words (of a list's items too, unless `free`).
+
+    open: any other word is legal too, the name of a step for instance.
+    """
 
     kind: Literal["number", "flag", "word", "words", "value"]
     choices: tuple[str, ...] = ()
     whole: bool = False
     optional: bool = False
     free: bool = False
+    open: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -348,7 +352,8 @@ def field_kind(annotation: Any) -> FieldKind:
         if typing.get_origin(option) is Literal:
             choices += [c for c in typing.get_args(option) if c not in choices]
     if choices:
-        return FieldKind("words" if plural else "word", tuple(map(str, choices)), optional=optional, free=free)
+        kind: Literal["words", "word"] = "words" if plural else "word"
+        return FieldKind(kind, tuple(map(str, choices)), optional=optional, free=free, open=str in options)
     if options[0] is bool:
         return FieldKind("flag", optional=optional)
     if options[0] in (int, float):

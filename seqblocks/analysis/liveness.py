@@ -51,10 +51,13 @@ class _Used(NamedTuple):
 
 
 class _Liveness:
-    """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, that a tie keeps in use."""
+    """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, that a tie keeps in use.
+
+    A step is above those that share its parameters, so the walk meets it after them.
+    """
 
     def __init__(self, kept: frozenset[int]) -> None:
-        self.kept = kept
+        self.kept = set(kept)
         self.used: list[Node] = []
         self._known: dict[int, _Used] = {}
 
@@ -70,6 +73,8 @@ class _Liveness:
         for node in reversed(body.nodes):
             if not live.isdisjoint(node.outputs):
                 self.used.append(node)
+                if node.owner:
+                    self.kept.add(id(node.owner))
                 live |= self._reads(node, idle)
             elif not waiting.isdisjoint(node.outputs):
                 waiting.update(node.reads)
@@ -103,7 +108,8 @@ class _Liveness:
         wanted = True  # whether the layer that follows reads what this one makes
         for body in reversed(node.bodies.values()):
             if not wanted:
-                idle += next(([each] for each in reversed(body.nodes) if _may_own(each)), [])
+                owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
+                idle += next(([each] for each in owners), [])
                 continue
             used = self.body(body)
             read |= used.values - {body.input}
@@ -136,6 +142,8 @@ def _may_own(node: Node) -> bool:
 
     Widths are unknown in a block that nothing uses.
     """
+    if node.owner:
+        return False
     if any(name not in node.ties for name in node.parameters):
         return True
     if node.kind != "op":

@@ -36,7 +36,7 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
         ctx.report(Fault("E104", message, expected=expected), table[0].span)
         return
     names: dict[str, Any] = {}
-    for item in graph.parameters(body) if parted else ():
+    for item in graph.parameters(body, shared=True) if parted else ():
         level = names
         for part in item.name.split("."):
             level = level.setdefault(part, {})
@@ -77,7 +77,7 @@ def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, 
         return
     instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # what takes what an entry matches too
     used: set[int] = set()
-    for item in graph.parameters(body):
+    for item in graph.parameters(body, shared=True):
         parts = item.name.split(".")
         found = tree.matches(parts)
         if not found:
@@ -230,7 +230,11 @@ def _parameters(place: Any) -> list[tuple[str, Parameter]]:
     """Return the parameters of a place, by their names in it."""
     if isinstance(place, Parameter):
         return [("", place)]
-    below = graph.parameters(place) if isinstance(place, Graph) else graph.node_parameters(place, "")
+    below = (
+        graph.parameters(place, shared=True)
+        if isinstance(place, Graph)
+        else graph.node_parameters(place, "", shared=True)
+    )
     return [(item.name, item.parameter) for item in below]
 
 

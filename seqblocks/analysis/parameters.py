@@ -100,7 +100,7 @@ def _check_step(ctx: Context, step: Step) -> None:
     node = step.get("tie")
     if isinstance(node, Scalar) and isinstance(node.value, str):
         first = node.value.partition(".")[0]
-        if not any(body.incomplete or first in body.nodes for body in _bodies(ctx)):
+        if not any(body.incomplete or first in body.nodes for body in bodies_around(ctx)):
             ctx.report(_no_step(ctx, first), node.span)
 
 
@@ -144,21 +144,21 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
     It is looked up in this body, then in those around it.
     """
     first, _, rest = tie.target.partition(".")
-    for body in _bodies(ctx):
+    for body in bodies_around(ctx):
         node = body.nodes.get(first)
         if node:
-            there = ctx.run.parameters_of(node)
+            there = ctx.run.parameters_of(node, graph.join(*body.path, first))
             if item := there.get(rest):
-                return item.tied or graph.join(*body.path, first, item.name), item.parameter
-            if all(inner.type for inner in graph.walk(graph.Graph(0, [node], 0))):
+                return item.tied or item.name, item.parameter
+            if ctx.run.is_known(node):
                 raise _no_target(tie, [graph.join(first, name) for name in there])
             return None
-    if any(body.incomplete for body in _bodies(ctx)):
+    if any(body.incomplete for body in bodies_around(ctx)):
         return None
     raise _no_step(ctx, first)
 
 
-def _bodies(ctx: Context) -> Iterator[Body]:
+def bodies_around(ctx: Context) -> Iterator[Body]:
     """This body, and those around it."""
     body: Body | None = ctx.body
     while body:
@@ -168,7 +168,7 @@ def _bodies(ctx: Context) -> Iterator[Body]:
 
 def _no_step(ctx: Context, name: str) -> Fault:
     def hint() -> str:
-        known = dict.fromkeys(chain.from_iterable(body.nodes for body in _bodies(ctx)))
+        known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
         return did_you_mean(name, known) or "tie to a step above this one"
 
     return Fault("E312", f"there is no step {quote(name)} to tie to", hint=hint)

@@ -106,7 +106,7 @@ def report_no_primitive(ctx: Context, step: Step, what: str) -> None:
             message = f"`{key}` is for the parameters of one primitive, and {step.verb} {what}"
             hint = f"write `{key}` at a step inside"
             if key == "tie":
-                hint += "; whole blocks cannot share their parameters"
+                hint += "; `share: STEP` is for all parameters at once"
             ctx.report(Fault("E201", message, hint=hint), step.key_span(key))
 
 

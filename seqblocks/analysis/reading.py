@@ -79,8 +79,9 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
         if sole is None:
             return Step(verb, span, {}, {}, found=found, unreadable=found is not None)
         node = replace(node, entries={sole: (where, only), **entries})
-    fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS}
-    common = {key: (s, n) for key, s, n in node if key in STEP_KEYS}
+    own = found.own if found else ()  # repeat has a `share` of its own
+    fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS or key in own}
+    common = {key: (s, n) for key, s, n in node if key not in fields}
     inside = next((s for _, s, _ in node), node.span)
     alias = next((outer.span for outer, first in ((item, span), (node, inside)) if not outer.span.holds(first)), None)
     return Step(verb, span, fields, common, found=found, incomplete=node.incomplete, alias=alias)

@@ -37,6 +37,7 @@ class Run:
     maps: dict[int, tuple[graph.Entry, ...]] = field(default_factory=dict)
     efforts: dict[int, int] = field(default_factory=dict)  # of calling each block
     node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = field(default_factory=dict)
+    known: dict[int, tuple[graph.Node, bool]] = field(default_factory=dict)
 
     # for the checks that follow once all is lowered
     map_checks: list[tuple[Any, ...]] = field(default_factory=list)  # arguments of `check_map`
@@ -61,8 +62,15 @@ class Run:
         """Return the number of a new value of unknown type."""
         return self.value(None, "?")
 
-    def parameters_of(self, node: graph.Node) -> dict[str, graph.Named]:
-        """Return the parameters of a node by their names in it."""
+    def parameters_of(self, node: graph.Node, name: str) -> dict[str, graph.Named]:
+        """Return the parameters of a node of this full name, tied and shared ones too, by their names in it."""
         if id(node) not in self.node_parameters:
-            self.node_parameters[id(node)] = node, {item.name: item for item in graph.node_parameters(node, "")}
+            found = graph.node_parameters(node, name, shared=True)
+            self.node_parameters[id(node)] = node, {item.name[len(name) + 1 :]: item for item in found}
         return self.node_parameters[id(node)][1]
+
+    def is_known(self, node: graph.Node) -> bool:
+        """Whether all parameters of a step are known: a type that is UNKNOWN, of it or inside it, may lack some."""
+        if id(node) not in self.known:
+            self.known[id(node)] = node, all(inner.type for inner in graph.walk(graph.Graph(0, [node], 0)))
+        return self.known[id(node)][1]

@@ -11,7 +11,7 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
 from seqblocks.op import Op, field_infos, fields_of, find_primitive
 
-BLOCK_STEP_KEYS = ("from", "as", "name", "when")
+BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
 
 
 class Verb(NamedTuple):

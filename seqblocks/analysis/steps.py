@@ -136,6 +136,10 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
                 meaning = step.found.meaning
                 kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
                 if node := LOWERINGS[kind](ctx, step, meaning):
+                    if "share" in step.common:
+                        from seqblocks.analysis.sharing import read_share, share_parameters  # few specs need it
+
+                        share_parameters(ctx, step, node, read_share(ctx, step))
                     return node
     except Fault as fault:
         ctx.report(fault, step)

@@ -188,7 +188,7 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
         return None if node.value is None else text
     if text in ctx.names:
         return _named_word(ctx, node, kind)
-    if not kind.choices and isinstance(node.value, str):
+    if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
     hint = partial(_word_hint, text, kind, ctx.names)
     fault = Fault("E208", f"{quote(text)} is not a legal word here", expected=_choices(kind), hint=hint)
@@ -199,6 +199,8 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
 def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
     value = ctx.names[node.text]
     if value is UNKNOWN or (value is None and kind.optional) or not kind.choices or value in kind.choices:
+        return value
+    if kind.open and isinstance(value, str):
         return value
     if isinstance(value, list) and kind.kind == "words":
         return value
@@ -216,7 +218,7 @@ def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | N
 
 
 def _choices(kind: FieldKind) -> str:
-    return f"one of {listing(kind.choices)}" if kind.choices else "a word"
+    return f"one of {listing(kind.choices)}{', or a name' if kind.open else ''}" if kind.choices else "a word"
 
 
 # --- values without a declared type -----------------------------------------------------------------------------------

@@ -48,11 +48,12 @@ def parameters_from(spec: ModelSpec, tensors: Tensors) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, pairs in _recipes(spec, tensors).items():
-        for item, recipe in pairs:  # a file may hold a tied parameter once, under any of its names, or several times
+        for item, recipe in pairs:  # a file may hold a tied or shared parameter once, under any of its names, or often
             tensor = _follow(recipe, item, tensors)
             used.update(recipe.names)
             if not are_equal(tensor, made.setdefault(name, tensor)):
-                raise RunError(f"{item.name} is tied to {name}, and the official weights have another for it")
+                how = "shares the parameter" if item.shared else "is tied to"
+                raise RunError(f"{item.name} {how} {name}, and the official weights have another for it")
     spare = [name for name in tensors if name not in used]
     if spare:
         raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
@@ -80,9 +81,9 @@ def _recipes(spec: ModelSpec, tensors: Tensors) -> dict[str, list[tuple[Named, R
 
 
 def _tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
-    """Return all parameters by the name of the one that they are tied to, or their own."""
+    """Return all parameters by the name of the one that they are tied to or shared with, or their own."""
     groups: dict[str, list[Named]] = {}
-    for item in graph.parameters(spec.graph):
+    for item in graph.parameters(spec.graph, shared=True):
         groups.setdefault(item.tied or item.name, []).append(item)
     return groups
 

@@ -490,7 +490,7 @@ def verbs_in(steps: Node | None) -> set[str]:
     return found
 
 
-STEP_KEYS = ("from", "as", "name", "init", "tie", "when")
+STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
 
 
 def _type_meant(word: str) -> str | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from seqblocks import graph
 from seqblocks.analysis import lookahead
+from seqblocks.combinators import Order
 from seqblocks.errors import visible
 from seqblocks.graph import Graph, ModelSpec, Node
 
-Notes = dict[str, str]  # what to add to the line of a step, by its path
+DIRECTIONS = frozenset(map(graph.direction_name, get_args(Order)))  # no step is called so
+
+Notes = dict[str, str]  # what to add to the line of a step or a parameter, by its path
 
 
 def text(model: ModelSpec) -> str:
@@ -17,7 +21,14 @@ def text(model: ModelSpec) -> str:
     head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
     ahead = {path: found.tokens for path, found in lookahead.by_step(model).items()}
     notes = {path: f", lookahead {lookahead.shown(tokens)}" for path, tokens in ahead.items() if tokens}
+    shared = (item for item in graph.parameters(model.graph, shared=True) if item.shared)
+    notes |= {_without_directions(item.name): f" = {_without_directions(str(item.tied))}" for item in shared}
     return "\n".join([head, *_body(model.graph, notes, "", "  ")])
+
+
+def _without_directions(name: str) -> str:
+    """Return a parameter's name as the listing has it: the steps of a scan are listed once."""
+    return ".".join(part for part in name.split(".") if part not in DIRECTIONS)
 
 
 def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
@@ -26,7 +37,7 @@ def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
         yield f"{pad}{_step(node)}{notes.get(own, '')}"
         for name, parameter in node.parameters.items():
             tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
-            yield f"{pad}    {name} {list(parameter.shape)}{tie}"
+            yield f"{pad}    {name} {list(parameter.shape)}{notes.get(graph.join(own, name), tie)}"
         for label, inner in node.bodies.items():
             if label:
                 yield f"{pad}  {label}:"

@@ -131,6 +131,7 @@ def describe_type(argument: Argument) -> str:
     """Return what an argument takes: "whole number, at least 1"."""
     words = " | ".join(argument.kind.choices)
     many = ", or a list" if argument.type == TYPES["words"] else ""
+    many += ", or a name" if argument.kind.open else ""
     return ", ".join([f"{words}{many}" if words else argument.type, *argument.limits_in_words])
 
 

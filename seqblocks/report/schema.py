@@ -53,6 +53,7 @@ STEP_KEYS: dict[str, Schema] = {
         "additionalProperties": {"type": "string"},
     },
     "tie": {"type": ["string", "object"], "description": "the step whose parameters these are"},
+    "share": {"type": "string", "description": "the step above whose parameters this one uses"},
     "when": {**FLAG, "description": "a condition; where it is false the step is absent, and its input is read instead"},
 }
 
@@ -212,7 +213,7 @@ def _verb(verb: Verb, words: list[str] | None) -> Schema:
         properties[port.name] = {**wires, "description": port.about}
         if is_required(port):
             required.append(port.name)
-    properties |= {key: STEP_KEYS[key] for key in _step_keys(verb)}
+    properties |= {key: STEP_KEYS[key] for key in _step_keys(verb) if key not in properties}
     out = _takes(about(verb), properties, required)
     if issubclass(verb, Op):
         return _short(out | ({"additionalProperties": SIZE} if verb.open_keys else {}), required)
@@ -273,7 +274,7 @@ def _argument(argument: Declared, words: list[str] | None) -> Schema:
         case "flag":
             return FLAG
         case kind:
-            return _word(list(argument.kind.choices), kind == "words", words)
+            return _word(list(argument.kind.choices), kind == "words", None if argument.kind.open else words)
 
 
 def _number(argument: Declared) -> Schema:
@@ -294,7 +295,7 @@ def _word(choices: list[str], many: bool, words: list[str] | None) -> Schema:
 
 def _block(block: Block) -> Schema:
     properties = {a.name: _block_argument(a) for a in block.args.values()}
-    properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name", "when")}
+    properties |= {key: STEP_KEYS[key] for key in ("from", "as", "name", "share", "when")}
     required = [a.name for a in block.args.values() if a.default is None]
     return _short(_takes(block.about or f"the block {block.name}", properties, required), required)
 
@@ -306,7 +307,7 @@ def _arguments_that_are_steps(file: SpecFile | None) -> Iterator[Argument]:
 
 
 def _passed(argument: Argument) -> Schema:
-    properties = {key: STEP_KEYS[key] for key in ("from", "as", "name", "when")}
+    properties = {key: STEP_KEYS[key] for key in ("from", "as", "name", "share", "when")}
     return _takes(f"the steps that the block is called with as `{argument.name}`", properties, [])
 
 

@@ -41,13 +41,14 @@ class Row:
     state: int  # numbers per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     tied: dict[str, str] = field(default_factory=dict)
+    shares: str = ""  # the step or the layer whose parameters it uses, as it is called there
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
         facts = ("names", "verb", "kind", "input", "output", "params", "macs", "input_macs", "state")
-        out = {key: getattr(self, key) for key in facts}
-        return out | {"tied": self.tied, "notes": self.notes, "steps": [row.as_data() for row in self.rows]}
+        facts += ("tied", "shares", "notes")
+        return {key: getattr(self, key) for key in facts} | {"steps": [row.as_data() for row in self.rows]}
 
 
 @dataclass(slots=True)
@@ -151,30 +152,55 @@ def _remarks(model: ModelSpec) -> list[str]:
 
 
 class _Table(NamedTuple):
-    """What all rows need: the types of the values, and the tokens of one input, if known."""
+    """What all rows of a body need: the types of the values, and the tokens of one input, if known.
+
+    shared: the parameters inside that a step around them shares with another, by their names here.
+    """
 
     types: dict[int, Wire | None]
     tokens: int | None
+    shared: frozenset[str] = frozenset()
+
+    def inside(self, label: str) -> _Table:
+        """Return the table of what is below a name."""
+        if not (self.shared and label):
+            return self
+        start = f"{label}."
+        return self._replace(shared=frozenset(n.removeprefix(start) for n in self.shared if n.startswith(start)))
+
+    def in_direction(self, node: Node, name: str) -> _Table:
+        """Return the table of one direction of a scan: of its own parameters, and of those that all directions use."""
+        own = self.inside(name).shared
+        return self._replace(shared=own | {n for n in self.shared if n.partition(".")[0] not in node.directions})
+
+    def count(self, items: Iterable[graph.Named]) -> int:
+        """Return the numbers of the parameters that are held here."""
+        return sum(item.parameter.numel for item in items if not (item.tied or item.name in self.shared))
 
 
 def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
     """Yield a row for each step of a body, with `depth` levels (None: all)."""
     for node in body.nodes:
+        below = table.inside(node.name)
+        below = below._replace(shared=below.shared | node.shared.keys()) if node.shared else below
         row = Row(
             names=[node.name],
             verb=node.verb,
             kind=node.kind,
             input=_first_input(table, node),
             output=str(node.type),
-            params=graph.count_node(node),
+            params=below.count(graph.node_parameters(node, "")) if below.shared else graph.count_node(node),
             macs=node_macs(node, table.tokens),
             state=sum(s.numel for s in node.state.values()) + sum(count_state(b) for b in node.bodies.values()),
             input_macs=node_input_macs(node, table.tokens),
             tied=dict(node.ties),
+            shares=node.owner_name,
             notes=_notes(node),
         )
+        if table.shared and below.shared and not row.params:
+            row.notes.append("shared")
         if depth is None or depth > 1:
-            row.rows = _inside(table, node, None if depth is None else depth - 1)
+            row.rows = _inside(below, node, None if depth is None else depth - 1)
         yield row
 
 
@@ -184,8 +210,22 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
     if node.kind != "repeat":
-        return [_whole(table, body, [label], "branch", depth) for label, body in node.bodies.items()]
-    return _collapsed(_whole(table, body, [label], "layer", depth) for label, body in node.bodies.items())
+        return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
+    return _collapsed(_layer(table.inside(label), node, label, depth) for label in node.bodies)
+
+
+def _layer(table: _Table, node: Node, label: str, depth: int | None) -> Row:
+    row = _whole(table, node.bodies[label], [label], "layer", depth)
+    if first := _first_layer(node, label):
+        row.shares = first
+        row.notes = [f"{'some ' if row.params else ''}parameters of {first}"]
+    return row
+
+
+def _first_layer(node: Node, label: str) -> str:
+    """Return the layer whose parameters another layer uses; empty where it has its own."""
+    own = ((key, source) for key, source in node.shared.items() if key.startswith(f"{label}.") and not node.owner)
+    return next((source.name.partition(".")[0] for key, source in own if source.up == key.count(".") + 1), "")
 
 
 def _collapsed(layers: Iterable[Row]) -> list[Row]:
@@ -205,11 +245,12 @@ def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
     if len(node.owned) == len(inside):
+        table = table.in_direction(node, node.directions[0])
         return [_whole(table, body, list(node.directions), "direction", depth)]
-    owned = sum(item.parameter.numel for item in inside if item.name in node.owned and item.tied is None)
-    first = _whole(table, body, [node.directions[0]], "direction", depth)
-    others = node.directions[1:]
-    return [first, *(replace(first, names=[other], params=owned, state=0, rows=[]) for other in others)]
+    first = _whole(table.in_direction(node, node.directions[0]), body, [node.directions[0]], "direction", depth)
+    own = [item for item in inside if item.name in node.owned]
+    owned = {other: table.in_direction(node, other).count(own) for other in node.directions[1:]}
+    return [first, *(replace(first, names=[name], params=count, state=0, rows=[]) for name, count in owned.items())]
 
 
 def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int | None) -> Row:
@@ -220,7 +261,7 @@ def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int |
         kind=kind,
         input=str(table.types[body.input]),
         output=str(table.types[body.result]),
-        params=graph.count(body),
+        params=table.count(graph.parameters(body)) if table.shared else graph.count(body),
         macs=macs(body, table.tokens),
         state=count_state(body),
         input_macs=input_macs(body, table.tokens),
@@ -230,7 +271,7 @@ def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int |
 
 def _alike(a: Row, b: Row) -> bool:
     """Whether two layers would print the same; drop rates and the like may differ."""
-    facts = ("verb", "kind", "input", "output", "params", "macs", "state")
+    facts = ("verb", "kind", "input", "output", "params", "macs", "state", "shares")
     return all(getattr(a, f) == getattr(b, f) for f in facts) and _children_alike(a.rows, b.rows)
 
 
@@ -251,6 +292,8 @@ def _notes(node: Node) -> list[str]:
         notes += _scan_notes(node)
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
+    if node.owner:
+        notes.append(f"parameters of {node.owner_name}")
     return notes + [f"{name} tied to {target}" for name, target in node.ties.items()]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqblocks.errors import RunError
+from seqblocks.runtime.sharing import Holder
 from seqblocks.state import States
 
 
@@ -41,7 +42,7 @@ class Call:
     reverse: bool = False
     streaming: bool = False
     grid: Grid | None = None
-    directed: dict[str, nn.Module] | None = None
+    directed: dict[str, Holder] | None = None
 
     @property
     def compiling(self) -> bool:

@@ -17,6 +17,7 @@ from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noq
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
 from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
 from seqblocks.state import States, check_state, declared, new_state
 
@@ -31,7 +32,9 @@ class SequenceModel(Body):
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec.graph, Place(spec.types), spec.name)
+        shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
+        super().__init__(spec.graph, Place(spec.types, "", frozenset(item.name for item in shared)), spec.name)
+        connect(self, shared)
         self.spec, self.graph = spec, spec.graph
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)

@@ -13,12 +13,13 @@ from seqblocks.graph import Node
 from seqblocks.op import Op
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Part
+from seqblocks.runtime.sharing import Holder
 from seqblocks.runtime.step import Place, StepModule, joining_axis, makes
 from seqblocks.state import States, compact
 
 
 @makes("op")
-class Primitive(StepModule):
+class Primitive(StepModule, Holder):
     """Owns the parameters that an op declares, and calls the op."""
 
     def __init__(self, node: Node, place: Place) -> None:
@@ -36,14 +37,19 @@ class Primitive(StepModule):
             self.register_parameter(name, nn.Parameter(torch.empty(node.parameters[name].shape)))
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
-        """Return the op's parameters, those that the present direction of a scan holds included.
+        """Return the op's parameters, with those that another step or the present direction of a scan holds.
 
         They are attributes, not registered parameters alone: parametrizations, pruning and sharding replace those.
         """
         found: dict[str, Any] = {name: getattr(self, name) for name in self._own}
+        return found | self._held_elsewhere(call) if self._elsewhere else found
+
+    def _held_elsewhere(self, call: Call) -> dict[str, Any]:
+        found = self.shared_parameters()
         if call.directed and self._path in call.directed:
             holder = call.directed[self._path]
             found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
+            found |= holder.shared_parameters()
         return found
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:

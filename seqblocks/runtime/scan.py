@@ -10,10 +10,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqblocks import graph
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, Named, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
 from seqblocks.runtime.parallel import merged
+from seqblocks.runtime.sharing import Holder
 from seqblocks.runtime.step import Place, StepModule, call_child, makes
 from seqblocks.state import States
 from seqblocks.types import Wire
@@ -103,11 +104,12 @@ class PartlySharedScan(Scan):
     """Several orders that share some parameters: a child of each direction's name holds those of its own."""
 
     def __init__(self, node: Node, place: Place) -> None:
-        own = {graph.join(place.path, name) for name in node.owned}
-        super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | own))
+        own = _directed(node)
+        held = {graph.join(place.path, name) for name in own}
+        super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | held))
         for name in node.directions:
-            self._modules[name] = _holder(node)
-        steps = sorted({name.rpartition(".")[0] for name in node.owned})
+            self._modules[name] = _holder(own, place.at(name))
+        steps = sorted({name.rpartition(".")[0] for name in own})
         self._steps = {graph.join(place.path, step): step for step in steps}
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
@@ -116,22 +118,23 @@ class PartlySharedScan(Scan):
         return super()._one(order, tensors, replace(call, directed=directed))
 
 
-class Holder(nn.Module):
-    """A name under which parameters are stored."""
+def _directed(node: Node) -> dict[str, Named]:
+    """Return the parameters that each direction of a scan has for itself, by their names in its steps."""
+    inside = list(graph.parameters(node.bodies[""], shared=True))
+    names = set(graph.directed(node, inside))
+    return {item.name: item for item in inside if item.name in names}
 
 
-def _holder(node: Node) -> Holder:
-    """Return the parameters that one direction of a scan owns, under the names of their steps."""
+def _holder(parameters: dict[str, Named], place: Place) -> Holder:
+    """Return the parameters of one direction of a scan, under the names of their steps."""
     root = Holder()
-    for item in graph.parameters(node.bodies[""]):
-        if item.name in node.owned:
-            place: nn.Module = root
-            *steps, leaf = item.name.split(".")
-            for step in steps:
-                if step not in place._modules:
-                    place._modules[step] = Holder()
-                place = place._modules[step]  # type: ignore[assignment]
-            place.register_parameter(leaf, nn.Parameter(torch.empty(item.parameter.shape)))
+    for name, item in parameters.items():
+        module: nn.Module = root
+        *steps, leaf = name.split(".")
+        for step in steps:
+            module = module._modules.setdefault(step, Holder())  # type: ignore[assignment]
+        if graph.join(place.path, name) not in place.held_elsewhere:
+            module.register_parameter(leaf, nn.Parameter(torch.empty(item.parameter.shape)))
     return root
 
 

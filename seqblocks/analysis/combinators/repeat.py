@@ -19,7 +19,8 @@ from seqblocks.language.document import Node, plain
 from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 
-KEYS = ("times", "steps", "pattern", "index", "name", "from", "as", "when")
+KEYS = ("times", "steps", "pattern", "index", "share", "name", "from", "as", "when")
+Layer = tuple[str, Node]
 _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a pattern is met
 
 
@@ -37,13 +38,31 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
         check_steps(ctx, step, Repeat)
     bodies: dict[str, graph.Graph] = {}
     value = x
-    for index, steps in enumerate(layers):
+    for index, (_, steps) in enumerate(layers):
         if ctx.run.full:  # which is reported
             return None
         names = Names(ctx.names, {arguments.index: index, f"{arguments.index}s": len(layers)})
         bodies[str(index)] = lower_inside(ctx, steps, value, str(index), names=names)
         value = bodies[str(index)].result
-    return make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
+    node = make_node(ctx, step, "repeat", {"x": (x,)}, ctx.run.types[value], bodies=bodies, arguments=arguments)
+    if arguments.share != "none":
+        _share(ctx, step, node, layers, arguments.share)
+    return node
+
+
+def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], share: str | list[str]) -> None:
+    """Let each layer use parameters of the first one of its word, or all of them those of another step."""
+    from seqblocks.analysis.sharing import share_layers, share_parameters  # few specs need it
+
+    if isinstance(share, str) and share != "all":
+        share_parameters(ctx, step, node, share)
+        return
+    firsts: dict[str, str] = {}
+    labels = {str(index): firsts.setdefault(word, str(index)) for index, (word, _) in enumerate(layers)}
+    try:
+        share_layers(ctx, step, node, labels, share if isinstance(share, list) else None)
+    except Fault as fault:
+        ctx.report(fault, step)
 
 
 def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
@@ -67,19 +86,19 @@ def _is_complete(arguments: Repeat, words: dict[str, Node]) -> bool:
     return all(text.partition("*")[0] in words for text in arguments.pattern.split())
 
 
-def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Node]:
-    """The steps of each layer."""
+def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
+    """The word and the steps of each layer."""
     message = "repeat takes either `steps` or a `pattern`"
     if arguments.pattern is None:
         if arguments.steps is None:
             raise Fault("E202", message, hint="times: 12 with steps: […]")
-        return [arguments.steps] * arguments.times
+        return [("steps", arguments.steps)] * arguments.times
     if arguments.steps is not None:
         hint = "keep `times` and `steps`, or the pattern with the steps of each of its words: m: […]"
         raise Fault("E210", message, at="steps", hint=hint)
-    layers: list[Node] = []
+    layers: list[Layer] = []
     for word, count in _counts(arguments.pattern, words):
-        layers += [words[word]] * count
+        layers += [(word, words[word])] * count
         if len(layers) * arguments.times > MAX_REPEATS:
             raise Fault("E604", "too many layers", at="pattern", expected=f"at most {MAX_REPEATS}")
     if not layers:

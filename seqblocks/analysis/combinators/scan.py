@@ -128,12 +128,16 @@ def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
                 below[prefix].append(name)
     unnamed = [name for name in own if not below[name]]
     if unnamed and all(node.type for node in graph.walk(body)):  # else a faulty step may own what is missing
+        from seqblocks.analysis.sharing import owner_hint  # for the message alone
+
+        shared = {item.name: item for item in graph.parameters(body, shared=True) if item.shared}
         raise Fault(
             "E312",
             f"no parameter is called {quote(unnamed[0])} inside this scan",
             at="own",
             expected=f"one of {listing(names)}" if names else "the steps have no parameters",
-            hint=partial(did_you_mean, unnamed[0], [*names, *{name.rpartition(".")[0] for name in names}]),
+            hint=owner_hint(unnamed[0], shared)
+            or partial(did_you_mean, unnamed[0], [*names, *{name.rpartition(".")[0] for name in names}]),
         )
     return set(chain.from_iterable(below.values()))
 

@@ -1,0 +1,272 @@
+"""`share:`: a step, or a layer of a repeat, that uses the parameters of another as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import accumulate, chain, takewhile
+from typing import NamedTuple
+
+from seqblocks import graph
+from seqblocks.analysis.context import Body, Context
+from seqblocks.analysis.parameters import bodies_around
+from seqblocks.analysis.step import Step
+from seqblocks.errors import Fault, Note, Span, listing, quote
+from seqblocks.graph import Named, Source
+from seqblocks.language.document import Scalar, kind_of
+from seqblocks.language.vocabulary import did_you_mean
+
+Table = dict[str, Named]  # parameters by their names in a step or a layer
+
+MAX_DIFFERENCES = 3  # that a message lists
+
+
+class _Owner(NamedTuple):
+    """The step that `share:` names, or a step or a layer inside it."""
+
+    node: graph.Node  # the innermost step around all of it
+    span: Span
+    parameters: Table
+
+
+def read_share(ctx: Context, step: Step) -> str:
+    """Return the step that `share:` names; nothing after a fault."""
+    node = step.common["share"][1]
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        return node.value
+    ctx.report(Fault("E203", "share names a step", found=kind_of(node), hint="share: attention"), node.span)
+    return ""
+
+
+def share_parameters(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
+    """Make a step use the parameters of the one that `share:` names, if any; report it where it cannot."""
+    if not written:
+        return
+    try:
+        _share(ctx, step, node, written)
+    except Fault as fault:
+        ctx.report(fault, step)
+
+
+def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
+    """Raise Fault (E312, E320 to E322)."""
+    for key in {"op": ("init", "tie"), "scan": ("init",)}.get(node.kind, ()):  # other steps have neither
+        if key in step.common:
+            hint = f"write `{key}` at the step that owns the parameters, or remove `share`"
+            ctx.report(Fault("E322", f"a step with `share` has no parameters to {key}", hint=hint), step.key_span(key))
+    owner = _find_owner(ctx, step, node, written)
+    if owner is None or not ctx.run.is_known(node):
+        return
+    name = graph.join(*ctx.body.path, node.name)
+    own = ctx.run.parameters_of(node, name)
+    if not own:
+        if node.kind == "repeat" and not node.bodies:  # of no layers
+            return
+        raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
+    ctx.run.effort += (len(own) + len(owner.parameters)) // 16  # steps count it: a large owner may be shared often
+    _check_alike(own, owner.parameters, (step.name, step.span), (written, owner.span))
+    _check_free(step, name, own, owner.parameters)
+    del ctx.run.node_parameters[id(node)]  # they were those without sharing
+    node.shared = {key: _source(item.name, owner.parameters[key]) for key, item in own.items()}
+    node.owner, node.owner_name = owner.node, written
+
+
+def _source(own: str, owned: Named) -> Source:
+    """Return where a parameter is, from the name that the step's own would have."""
+    ours, theirs = own.split("."), (owned.tied or owned.name).split(".")
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))))
+    return Source(len(ours) - same, ".".join(theirs[same:]))
+
+
+# --- the owner --------------------------------------------------------------------------------------------------------
+
+
+def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Owner | None:
+    """Return the step that is meant: of this body, else of those around it. None while it is UNKNOWN."""
+    first, _, rest = written.partition(".")
+    for body in bodies_around(ctx):
+        found = body.nodes.get(first)
+        if found is node or _is_open(body, ctx.body, first):
+            what = "itself" if body is ctx.body else f"{quote(first)}, which it is in"
+            message = f"{step.name} cannot share parameters with {what}"
+            raise Fault("E320", message, at="share", hint="name a step above")
+        if found:
+            return _owner_in(ctx, body, found, rest) if ctx.run.is_known(found) else None
+    if any(body.incomplete for body in bodies_around(ctx)):
+        return None
+    raise _no_step(ctx, step, first)
+
+
+def _is_open(body: Body, inner: Body, name: str) -> bool:
+    """Whether the step of this name is the one that the steps of `inner` are in."""
+    return body is not inner and body.current is not None and body.current.name == name
+
+
+def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
+    """Return what a dotted path names inside a step: the whole step where it is empty. Raise Fault (E312, E320)."""
+    table = ctx.run.parameters_of(node, graph.join(*body.path, node.name))
+    if not path:
+        if table:
+            return _Owner(node, node.span, table)
+        raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[_it_is(node.name, node.span)])
+    inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
+    if inside:
+        found = _step_at(node, path.split("."))
+        return _Owner(found, found.span, inside)
+    if path in table:
+        hint = f"tie: {{{path.rpartition('.')[2]}: {node.name}.{path}}}"
+        raise Fault("E320", f"share names a step, and {node.name}.{path} is a parameter", at="share", hint=hint)
+    paths = [graph.join(node.name, each) for each in _steps_of(table)]
+    message = f"there is no step {quote(graph.join(node.name, path))} with parameters"
+    hint = partial(did_you_mean, graph.join(node.name, path), paths)
+    raise Fault("E312", message, at="share", expected=f"one of {listing(paths)}" if paths else None, hint=hint)
+
+
+def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
+    """Return the innermost step that a path leads to or through."""
+    for at in range(len(path)):
+        for label, body in node.bodies.items():
+            rest = path[at:] if not label else path[at + 1 :] if label == path[at] else []
+            inner = next((each for each in body.nodes if rest and each.name == rest[0]), None)
+            if inner:
+                return _step_at(inner, rest[1:])
+    return node
+
+
+def _steps_of(names: Iterable[str]) -> list[str]:
+    """Return the steps and layers that have parameters of these names."""
+    parts = (accumulate(name.split(".")[:-1], "{}.{}".format) for name in names)
+    return list(dict.fromkeys(chain.from_iterable(parts)))
+
+
+def _it_is(name: str, span: Span) -> Note:
+    return Note(f"{name} is here", span)
+
+
+def _no_step(ctx: Context, step: Step, name: str) -> Fault:
+    """Return what to report of a name that is no step above: it may be below, or absent."""
+    for body in bodies_around(ctx):
+        same = next((each for each in body.steps if each.name == name and each is not body.current), None)
+        if same and body.conditions.get(id(same)) is False:
+            message = f"{quote(name)} is absent, so its parameters cannot be shared"
+            hint = f"give {step.name} the same `when`, or share with a step that is there"
+            return Fault("E320", message, at="share", hint=hint, notes=[Note("its condition is false", same.span)])
+        if same:
+            notes, hint = [_it_is(name, same.span)], "let the first of the two own the parameters"
+            return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
+    known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
+    inside = "the steps of a block share with one another only" if ctx.callers else "name a step above this one"
+    words = ["all", "none"] if "share" in step.fields else []  # of a repeat
+    hint = did_you_mean(name, [*known, *words]) or inside
+    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=hint)
+
+
+# --- whether the two declare the same ---------------------------------------------------------------------------------
+
+
+def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple[str, Span]) -> None:
+    """Raise Fault (E321) unless two steps declare parameters of the same names, shapes and precision.
+
+    ours, theirs: what to call the two, and where they are.
+    """
+    names = [name for name in dict.fromkeys((*owned, *own)) if _declared(own, name) != _declared(owned, name)]
+    if not names:
+        return
+    some, more = names[:MAX_DIFFERENCES], len(names) - MAX_DIFFERENCES
+    also = f" ({more} more differ)" if more > 0 else ""
+    places = {theirs[1]: _it_is(*theirs), ours[1]: None}
+    for (who, _), table in ((theirs, owned), (ours, own)):
+        if item := table.get(names[0]):
+            places.setdefault(item.node.span, Note(f"the {names[0]} of {who} is declared here", item.node.span))
+    raise Fault(
+        "E321",
+        f"{ours[0]} cannot use the parameters of {theirs[0]}: they declare different ones",
+        at="share",
+        expected=f"{listing(_declared(owned, name) for name in some)}, as in {theirs[0]}",
+        found=f"{listing(_declared(own, name) for name in some)}{also}",
+        notes=[note for note in places.values() if note],
+    )
+
+
+def _declared(table: Table, name: str) -> str:
+    """Return a parameter as a message shows it."""
+    if name not in table:
+        return f"no {name}"
+    parameter = table[name].parameter
+    return f"{name} {list(parameter.shape)}{' in float32' if parameter.full_precision else ''}"
+
+
+def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
+    """Raise Fault (E322) where a step inside is tied or shares already, with something else than the owner has."""
+    for key, item in own.items():
+        if item.tied is None:
+            continue
+        inside = item.tied[len(name) + 1 :] if item.tied.startswith(f"{name}.") else ""
+        wanted = (owned[inside].tied or owned[inside].name) if inside else item.tied
+        if wanted != (owned[key].tied or owned[key].name):
+            other = owned[key].name
+            message = f"{key} of {step.name} is that of {item.tied} already, and cannot be shared with {other}"
+            notes = [Note("the step with the parameter is here", item.node.span)]
+            raise Fault("E322", message, at="share", notes=notes, hint="remove one `share` or `tie`")
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, str], names: list[str] | None) -> None:
+    """Make the layers of a repeat use the parameters of others. Raise Fault (E312, E321).
+
+    firsts: the layer that owns what a layer uses, by label. names: steps and parameters of a layer; None for all.
+    """
+    if not ctx.run.is_known(node):
+        return
+    table = ctx.run.parameters_of(node, graph.join(*ctx.body.path, node.name))
+    layers: dict[str, Table] = {label: {} for label in firsts}
+    others: Table = {}
+    for key, item in table.items():
+        label, _, inner = key.partition(".")
+        (others if item.shared else layers[label])[inner] = item
+    if names is not None:
+        layers = _named_by(layers, names, others)
+    spans = {label: _layer_span(step, node, label) for label in firsts}
+    shared: dict[str, Source] = {}
+    for label, first in firsts.items():
+        if label != first:
+            ours, theirs = (f"layer {label}", spans[label]), (f"layer {first}", spans[first])
+            _check_alike(layers[label], layers[first], ours, theirs)
+            items = layers[label].items()
+            shared |= {f"{label}.{key}": _source(item.name, layers[first][key]) for key, item in items}
+    del ctx.run.node_parameters[id(node)]  # they were those without sharing
+    node.shared = shared
+
+
+def owner_hint(name: str, shared: Table) -> str | None:
+    """Return what to write in place of the name of a step, or a parameter, that belongs to another step."""
+    item = next((each for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
+    return item and f"{name} uses the parameters of another step: name their owner ({item.tied})"
+
+
+def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:
+    """Return of each layer the parameters that are named, by themselves or by a step around them. Raise Fault (E312).
+
+    others: parameters that steps share already.
+    """
+    def is_named(key: str, name: str) -> bool:
+        return key == name or key.startswith(f"{name}.")
+
+    known = dict.fromkeys(chain.from_iterable(layers.values()))
+    for name in names:
+        if not any(is_named(key, name) for key in known):
+            expected = f"one of {listing(known)}" if known else "the layers have no parameters"
+            hint = owner_hint(name, others) or partial(did_you_mean, name, [*known, *_steps_of(known)])
+            message = f"no layer of this repeat has a parameter called {quote(name)}"
+            raise Fault("E312", message, at="share", expected=expected, hint=hint)
+    return {
+        label: {key: item for key, item in table.items() if any(is_named(key, name) for name in names)}
+        for label, table in layers.items()
+    }
+
+
+def _layer_span(step: Step, node: graph.Node, label: str) -> Span:
+    nodes = node.bodies[label].nodes
+    return nodes[0].span if nodes else step.span

@@ -1,0 +1,41 @@
+"""Parameters that a step uses and another holds, as `share:` says.
+
+The modules of such a step have no parameters. They keep a reference to the module that has them, which torch does not
+register, and read them when they are called: whatever replaces the parameters of the owner is used by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from seqblocks.graph import Named
+
+NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
+
+
+class Holder(nn.Module):
+    """A module with parameters, some of which may be read from others."""
+
+    _owners: Mapping[str, tuple[nn.Module, str]] = NONE  # by parameter: the module that has it, and its name there
+
+    def read_from(self, name: str, owner: nn.Module, there: str) -> None:
+        """Read the parameter `name` from `owner`, which calls it `there`."""
+        self._owners = {**self._owners, name: (owner, there)}
+
+    def shared_parameters(self) -> dict[str, Any]:
+        """Return the parameters that other modules have."""
+        return {name: getattr(owner, there) for name, (owner, there) in self._owners.items()}
+
+
+def connect(model: nn.Module, shared: Iterable[Named]) -> None:
+    """Let the modules of steps that share parameters read them from those that own them."""
+    for item in shared:
+        path, _, name = item.name.rpartition(".")
+        owner, _, there = str(item.tied).rpartition(".")
+        holder = model.get_submodule(path)
+        assert isinstance(holder, Holder)
+        holder.read_from(name, model.get_submodule(owner), there)
