@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 from torch.nn.utils import parametrize
 
 import seqblocks
-from seqblocks.checkpoint import load_official, restore, save
+from seqblocks.checkpoint import load, load_official, save
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 
@@ -239,8 +239,8 @@ def test_groups_of_an_optimiser_hold_each_parameter_once(model: SequenceModel) -
 
 def test_a_saved_file_holds_it_once(model: SequenceModel, tmp_path: Path) -> None:
     double(model)
-    save(model, tmp_path / "m.pt")
-    again = restore(tmp_path / "m.pt")
+    save(model, tmp_path / "saved")
+    again = load(tmp_path / "saved")
     torch.testing.assert_close(again(X), model(X), rtol=0, atol=0)
     assert again.state_dict().keys() == model.state_dict().keys()
 
