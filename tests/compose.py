@@ -8,6 +8,7 @@ what a run of it does, not with this.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -60,9 +61,8 @@ class Composer(Mixers, Rates):
 
     def inner(self, body: Body, steps: int, fixed: bool = True, width: int | None = None, **more: Any) -> Body:
         """The steps of a combinator on what is current."""
-        made = Body(body.now, dict(body.wires), [], list(body.linears), body.depth + 1, fixed, body.columns, body.owned)
-        for key, value in more.items():
-            setattr(made, key, value)
+        own = {"wires": dict(body.wires), "linears": list(body.linears), "steps": [], "depth": body.depth + 1}
+        made = replace(body, fixed=fixed, **own | more)
         self.fill(made, steps)
         self.restore(made, replace(body.now, width=width or made.now.width))
         return made
@@ -93,7 +93,7 @@ class Composer(Mixers, Rates):
         now = body.now
         inside = self.inner(body, self.chance.randint(0, 3), width=now.width)
         drop = 0.2 if self.maybe(0.2) else None
-        self.add(body, "residual", now, steps=inside.steps, drop_path=drop)
+        self.add_maybe(body, "residual", now, steps=inside.steps, drop_path=drop)
 
     def parallel(self, body: Body) -> None:
         merge = self.chance.choice(["sum", "mean", "concat", "product"])
@@ -104,7 +104,7 @@ class Composer(Mixers, Rates):
         total = sum(branch.now.width for branch in inside) if merge == "concat" else inside[0].now.width
         made = replace(inside[0].now, width=total)
         branches = [{self.fresh("b"): branch.steps} for branch in inside]
-        self.add(body, "parallel", made, merge=merge, branches=branches)
+        self.add_maybe(body, "parallel", made, merge=merge, branches=branches)
 
     def scan(self, body: Body) -> None:
         now, chance = body.now, self.chance
@@ -137,22 +137,23 @@ class Composer(Mixers, Rates):
             namespace = {"forward": "fwd", "reverse": "rev"}.get(order, order)
             arguments["init"] = {f"{namespace}.{mine[0]}.weight": chance.choice(INITS)}
         made = replace(inside.now, width=width)
-        self.add(body, "scan", made, **arguments, steps=inside.steps)
+        self.add_maybe(body, "scan", made, **arguments, steps=inside.steps)
 
     def repeat(self, body: Body) -> None:
         now = body.now
         if self.maybe(0.5):
-            inside = self.inner(body, self.chance.randint(1, 3), width=now.width)
+            inside = self.inner(body, self.chance.randint(1, 3), width=now.width, layered=True)
             if self.maybe(0.3) and now.name == "sequence":
                 inside.steps.append({"dropout": {"name": self.fresh("n"), "p": "0.1 * layer / layers"}})
             made = replace(now, grid=inside.now.grid)
-            self.add(body, "repeat", made, times=self.number(self.chance.randint(1, 3)), steps=inside.steps)
+            self.add_maybe(body, "repeat", made, times=self.number(self.chance.randint(1, 3)), steps=inside.steps)
             return
-        words = {self.fresh("m"): self.inner(body, self.chance.randint(1, 2), width=now.width) for _ in range(2)}
+        layers = [self.inner(body, self.chance.randint(1, 2), width=now.width, layered=True) for _ in range(2)]
+        words = {self.fresh("m"): inside for inside in layers}
         pattern = " ".join(f"{word}*{self.chance.randint(1, 2)}" for word in words)
         grid = now.grid if all(inside.now.grid == now.grid for inside in words.values()) else None
         made = replace(now, grid=grid if now.name != "image" else now.grid)
-        self.add(
+        self.add_maybe(
             body, "repeat", made, pattern=pattern, times=self.chance.choice([None, 2]),
             **{word: inside.steps for word, inside in words.items()},
         )  # fmt: skip
@@ -170,11 +171,11 @@ class Composer(Mixers, Rates):
             arguments[port] = self.chance.choice(same) if same else self.named(body)
         for key, place in call.steps.items():
             inside = replace(place, steps=[], wires={}, linears=[], depth=body.depth + 2, owned=body.owned)
-            inside.columns |= body.columns
+            inside.columns, inside.layered = inside.columns or body.columns, body.layered
             self.fill(inside, self.chance.randint(0, 2))
             self.restore(inside, place.now)
             arguments[key] = inside.steps
-        self.add(body, call.block, call.makes, **arguments)
+        self.add_maybe(body, call.block, call.makes, **arguments)
 
     def run_argument(self, body: Body) -> dict[str, Body]:
         """Run an argument that is steps, once or twice; return it by name, with the body that it is."""
@@ -333,4 +334,4 @@ class Composer(Mixers, Rates):
 
 def compose(seed: int) -> str:
     """A random spec; the same one for the same seed."""
-    return Composer(seed).compose()
+    return Composer(random.Random(seed)).compose()

@@ -29,16 +29,16 @@ class Mixers(Tokens):
     def conv(self, body: Body) -> None:
         activation = self.chance.choice(["none", "silu"])
         kernel, mixing, bias = self.chance.randint(1, 4), self.maybe(0.3), self.maybe(0.5)
-        self.add(body, "causal_conv", body.now, kernel=kernel, activation=activation, mixing=mixing, bias=bias)
+        self.add_maybe(body, "causal_conv", body.now, kernel=kernel, activation=activation, mixing=mixing, bias=bias)
 
     def earlier(self, body: Body) -> None:
         """Tokens before the current one, or their number."""
         now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary"])
         if verb == "shift":
-            self.add(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
+            self.add_maybe(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
         elif verb == "token_shift":
             mix = [None, *self.like(body, now.width)]
-            self.add(body, verb, now, mix=self.chance.choice(mix))
+            self.add_maybe(body, verb, now, mix=self.chance.choice(mix))
         elif now.width % 2 == 0:
             self.add(body, verb, now, heads=self.divisor(now.width // 2), base=self.chance.choice([100, 10000]))
         else:

@@ -37,9 +37,7 @@ class Tokens(Writer):
             ("swiglu", {"hidden": self.number(self.width()), "bias": self.maybe(0.5)}),
         ]
         verb, arguments = chance.choice(choices)
-        inside = self.add(body, verb, now, **arguments)
-        if self.maybe(0.1):
-            inside["when"] = chance.choice([True, False, "1 > 2", "not 1 > 2 and 2 == 2"])
+        self.add_maybe(body, verb, now, **arguments)
 
     def linear(self, body: Body, width: int | None = None) -> None:
         before, bias = body.now.width, self.maybe(0.5)
@@ -113,6 +111,7 @@ class Tokens(Writer):
                     ("add", {"with": other}),
                     ("multiply", {"by": other}),
                     ("multiply", {"by": other}),
+                    ("divide", {"by": other}),
                     ("divide", {"by": other}),
                     ("add", {"with": other}),
                     ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),

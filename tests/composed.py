@@ -36,6 +36,7 @@ class Body:
     fixed: bool = False  # the kind that leaves must be the kind that entered, but for the width
     columns: bool = False  # in a scan by columns
     owned: bool = False  # in a scan whose orders own parameters
+    layered: bool = False  # in a repeat, whose layer has a number
 
 
 class Call(NamedTuple):
@@ -55,9 +56,9 @@ class Call(NamedTuple):
 class Writer:
     """A spec under way, and small things to write. `streams`: only of what runs step by step."""
 
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.streams = self.chance.random() < 0.5
+    def __init__(self, chance: random.Random, streams: bool | None = None) -> None:
+        self.chance = chance
+        self.streams = chance.random() < 0.5 if streams is None else streams
         self.numbers: dict[str, int] = {}  # what expressions may name
         self.let: dict[str, int] = {}  # of these, what the file's own `let:` names
         self.blocks: dict[str, Any] = {}
@@ -97,6 +98,16 @@ class Writer:
         body.steps.append({verb: inside})
         body.now = made
         return inside
+
+    def condition(self, body: Body) -> bool | str:
+        if body.layered and self.maybe(0.5):
+            return self.chance.choice(["layer % 2 == 0", "layer > 0", "layer == layers - 1", "layer > 5"])
+        return self.chance.choice([True, False, "1 > 2", "not 1 > 2 and 2 == 2"])
+
+    def add_maybe(self, body: Body, verb: str, made: Kind, **arguments: Any) -> None:
+        """Append a step; where it keeps the kind of its input, it may have a condition."""
+        when = self.condition(body) if made == body.now and self.maybe(0.15) else None
+        self.add(body, verb, made, **arguments, when=when)
 
     def named(self, body: Body) -> str:
         """A name for what the next step would read."""

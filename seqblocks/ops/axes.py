@@ -293,6 +293,8 @@ class Reduce(_Axes):
         return (var(x, axes, correction=0) + self.eps).sqrt()
 
     def facts(self, x: Wire) -> Facts:
+        if self.by == "std":
+            return Facts(low=math.sqrt(self.eps))
         return UNBOUNDED if self.by == "sum" else x.facts.range
 
     def transform(self, x: Any, pattern: str) -> Any:

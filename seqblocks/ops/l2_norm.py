@@ -22,7 +22,8 @@ class L2Norm(Op):
         return x
 
     def facts(self, x: Wire) -> Facts:
-        return Facts(max(-1.0, min(x.facts.low, 0.0)), min(1.0, max(x.facts.high, 0.0)), unit=self.heads)
+        low, high = (-1.0 if x.facts.low < 0 else 0.0), (1.0 if x.facts.high > 0 else 0.0)
+        return Facts(low, high, unit=self.heads)
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from typing import Any
+
+import pytest
 
 from seqblocks.analysis import check
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import SpecError
 from seqblocks.op import builtin_verbs
-from tests.compose import compose
+from tests.compose import Composer, compose
+
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
 
 SPECS = [compose(seed) for seed in range(400)]
 
@@ -47,3 +52,29 @@ def test_most_are_accepted() -> None:
 
 def test_the_same_seed_gives_the_same_spec() -> None:
     assert SPECS[:20] == [compose(seed) for seed in range(20)]
+
+
+MIXERS = {
+    "attention", "causal_conv", "centaurus", "conv1d", "linear_attention", "mlstm", "mlstm_memoroid", "slstm", "ssm",
+    "token_shift",
+}  # fmt: skip
+
+
+def test_every_mixer_meets_every_combinator_in_what_streams() -> None:
+    """So that the state law is checked of each, inside each."""
+    met: set[tuple[str, str]] = set()
+
+    def visit(node: Any, around: frozenset[str]) -> None:
+        if isinstance(node, list):
+            for part in node:
+                visit(part, around)
+        elif isinstance(node, dict):
+            for verb, value in node.items():
+                within = around | ({"when"} if isinstance(value, dict) and "when" in value else set())
+                met.update((outer, verb) for outer in within)
+                visit(value, within | ({verb} & {*COMBINATORS, "blocks"}))
+
+    for seed in range(400):
+        visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
+    wanted = {(outer, mixer) for outer in {*COMBINATORS, "blocks", "when"} for mixer in MIXERS | set(COMBINATORS)}
+    assert wanted - met == set()

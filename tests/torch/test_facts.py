@@ -15,6 +15,7 @@ from seqblocks.testing import check_shapes
 from seqblocks.types import Facts
 
 ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus")
+PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}
 FIXED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in (*ACTIVATIONS, "identity", "layer_norm")),
     ("dropout", {"p": 0.25}),
@@ -26,8 +27,9 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("shift", {"by": 12}),
     ("rearrange", {"pattern": "seq (two n) -> seq (n two)", "two": 2}),
     ("rearrange", {"pattern": "(seq n) features -> seq (features n)", "n": 2}),
-    ("reduce", {"pattern": "(seq n) features -> seq features", "n": 2, "by": "max"}),
-    ("reduce", {"pattern": "(seq n) features -> seq features", "n": 2, "by": "sum"}),
+    ("reduce", {**PAIRS, "by": "max"}),
+    ("reduce", {**PAIRS, "by": "sum"}),
+    ("reduce", {**PAIRS, "by": "std"}),
     ("downsample", {"factor": 2}),
     ("pool", {"mode": "bilateral_mean"}),
     ("residual", {"steps": ["sigmoid"]}),
@@ -77,6 +79,9 @@ def test_numbers_are_within_the_bounds_of_their_wire(steps: list[tuple[str, dict
         ([("multiply", {"by": "low"}), ("identity", {})], Facts()),
         ([("softplus", {}), ("multiply", {"by": "low"}), ("relu", {})], Facts(0, 0)),
         ([("l2_norm", {"heads": 2}), ("rotary", {"heads": 2})], Facts(unit=2)),
+        ([("gelu", {}), ("l2_norm", {"heads": 2})], Facts(-1, 1, 2)),
+        ([("sigmoid", {}), ("l2_norm", {"heads": 2})], Facts(0, 1, 2)),
+        ([("sigmoid", {}), ("reduce", {**PAIRS, "by": "std", "eps": 0.25})], Facts(0.5)),
         ([("l2_norm", {"heads": 2}), ("rotary", {"heads": 1})], Facts()),
         ([("l2_norm", {"heads": 2}), ("tanh", {})], Facts(-1, 1)),
         ([("sigmoid", {}), ("linear", {"features": 8})], Facts()),

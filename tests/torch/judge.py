@@ -1,0 +1,136 @@
+"""What must hold of a random spec (tests/compose.py) that is accepted: it is built, runs, and keeps what was checked.
+
+    every step gives the shape that was checked;
+    whole = chunks = steps, where the summary says that the model streams, with resets too;
+    no output changes with tokens further ahead than declared;
+    a call leaves the state that it was given as it was;
+    the parameters are those counted.
+
+float64; differences are rounding of some hundreds of operations on values that are held below 1e4, about 1e-10, so 1e-9
+of the largest value leaves a digit. What is rejected is rejected with diagnostics.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+import seqblocks
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.errors import SpecError
+from seqblocks.report import listing
+from seqblocks.report.summary import summarise
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.primitive import Primitive
+from seqblocks.testing import check_law, check_lookahead, check_shapes, random_input
+
+
+def judge(text: str, seed: int, length: int | None = None) -> bool:
+    """Whether the spec is accepted; AssertionError, or whatever it raises, if it does not hold what was checked.
+
+    length: of the input in frames, where the spec leaves it open; drawn by default. A spec may bound what a run holds,
+    by the length of its positions or a cache: longer input is then refused.
+    """
+    try:
+        return held(text, seed, length)
+    except seqblocks.RunError as error:
+        if re.search(r"is past the \d+ of position_embed|its cache holds", str(error)):
+            return True
+        raise
+
+
+def held(text: str, seed: int, length: int | None = None) -> bool:
+    try:
+        _, checked = check.load_text(text)
+    except SpecError as error:
+        faults = error.diagnostics
+    else:
+        faults = ()
+    if faults:
+        return False
+    assert checked is not None
+    found = summarise(checked)
+    assert listing.text(checked)
+    model = seqblocks.build_text(text, dtype=torch.float64, seed=seed).eval()
+    assert sum(p.numel() for p in model.parameters()) == found.params
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+            assert torch.isfinite(parameter).all()
+    moderate(model, seed)
+    chance = random.Random(seed)
+    length = length or chance.randint(1, 12 if model.frame_size == 1 else 3)
+    if isinstance(checked.input.length, int):
+        length = checked.input.length // model.frame_size
+    if found.streams is None and length:
+        check_stream(model, length, chance, seed)
+    else:
+        check_shapes(model, seq=length, seed=seed)
+        check_lookahead(model, seq=length, seed=seed, tolerance=1e-9)
+        if length > 1 and resettable(model):
+            check_pieces(model, length, seed)
+    return True
+
+
+def check_stream(model: SequenceModel, length: int, chance: random.Random, seed: int) -> None:
+    """Assert the law, without and with resets, and that states are values. length: in frames."""
+    cuts = sorted({chance.randint(1, length - 1) for _ in range(2)}) if length > 1 else []
+    check_law(model, seq=length, cuts=cuts, seed=seed, tolerance=1e-9)
+    check_state_is_kept(model, length, seed)
+    if model.frame_size == 1 and resettable(model):
+        resets = [(chance.randrange(2), chance.randrange(length)) for _ in range(2)]
+        check_law(model, seq=length, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
+
+
+def moderate(model: SequenceModel, seed: int) -> None:
+    """Shrink the parameters until no step makes numbers above 1e4: products of products overflow float64 soon."""
+    largest = [0.0]
+
+    def look(_module: Any, _inputs: Any, given: Any) -> None:
+        y = given[0]
+        largest[0] = max(largest[0], y.abs().max().nan_to_num(torch.inf).item() if y.numel() else 0.0)
+
+    length = model.spec.input.length
+    x = random_input(model, 2, length if isinstance(length, int) else 6 * model.frame_size, seed)
+    hooks = [step.register_forward_hook(look) for step in model.modules() if isinstance(step, Primitive)]
+    for _ in range(8):
+        largest[0] = 0.0
+        with torch.no_grad():
+            model(x)
+            if largest[0] < 1e4:
+                break
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    for hook in hooks:
+        hook.remove()
+
+
+def check_pieces(model: SequenceModel, length: int, seed: int) -> None:
+    """Assert that a model that cannot stream, as it goes both ways, gives of two packed sequences what each gives."""
+    x, cut = random_input(model, 1, length, seed), 1 + seed % (length - 1)
+    with torch.no_grad():
+        packed = model(x, cu_seqlens=torch.tensor([0, cut, length]))
+        alone = torch.cat([model(x[:, :cut]), model(x[:, cut:])], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9 * max(1.0, alone.abs().max().item()))
+
+
+def check_state_is_kept(model: SequenceModel, length: int, seed: int) -> None:
+    """Assert that a call changes no number of the state that it is given."""
+    x = random_input(model, 2, length * model.frame_size, seed)
+    with torch.no_grad():
+        _, state = model(x, return_state=True)
+        before = tree_map(lambda part: part.clone(), state)
+        model(x, state=state, return_state=True)
+    torch.testing.assert_close(state, before, rtol=0, atol=0, equal_nan=True)
+
+
+def resettable(model: SequenceModel) -> bool:
+    """Whether pieces on their own are what resets give: tokens leave, and no step refuses them. A grid has one size."""
+    output, grid = model.spec.output, model.spec.input.grid
+    return output is not None and output.kind == "sequence" and not grid and graph.resets_obstacle(model.spec) is None
