@@ -1,4 +1,8 @@
-"""Steps whose output nothing uses: their parameters would be counted, stored and never trained."""
+"""Parameters that would be counted, stored and never trained: their step's output, or a part of it, reaches nothing.
+
+A step is idle if no used value is computed from its output (E315), or if every way to the result passes a step whose
+output is constant, which passes no gradient on (W902).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from seqblocks import graph
-from seqblocks.errors import Fault, quote
+from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.types import Wire
@@ -14,40 +18,88 @@ from seqblocks.types import Wire
 WIDE = 720_720  # a width that nearly every small number divides
 
 
-def idle_steps(bodies: Iterable[tuple[Graph, str]]) -> list[list[Node]]:
-    """Of each body: the steps with parameters that reach neither its result nor a used value.
+class Idle(NamedTuple):
+    """Of a body: steps with parameters that reach neither its result nor a used value, and unused parts of others."""
+
+    steps: list[Node]
+    parts: list[tuple[Node, tuple[int, ...]]]  # a step with parameters, and the values of its output without a use
+
+
+def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) -> list[Idle]:
+    """Return what is idle in each body, nested ones included.
 
     bodies: a model's, and those of blocks, each with the path of its names; a block's body is looked at by itself, as
     it serves many steps. Of idle steps that read one another only the last is listed, which the others wait for. A
     step is not idle if a used one ties parameters to its own. Bodies with steps that could not be lowered are left out.
+    by_gradient: whether only what passes a gradient on counts as used.
     """
     whole = [(body, path) for body, path in bodies]
-    found = _Liveness(frozenset())
-    idle = [found.body(body).idle if _complete(body) else () for body, _ in whole]
-    if any(idle) and (kept := _tied_to(whole, found.used)):
-        found = _Liveness(kept)
-        idle = [found.body(body).idle if _complete(body) else () for body, _ in whole]
-    return [list(steps) for steps in idle]
+    nothing = Idle([], [])
+    found = _Liveness(frozenset(), by_gradient)
+    idle = [found.body(body).idle if _complete(body) else nothing for body, _ in whole]
+    if any(each.steps for each in idle) and (kept := _tied_to(whole, found.used)):
+        found = _Liveness(kept, by_gradient)
+        idle = [found.body(body).idle if _complete(body) else nothing for body, _ in whole]
+    return idle
 
 
-def fault_of(node: Node) -> Fault:
+def unused(node: Node) -> Fault:
     """What to say of an idle step."""
-    count = graph.count_node(node)
-    owned = f"its {count:,} parameters" if count > 1 else "its parameter" if count else "its parameters"
-    who = node.verb if node.name == node.verb else f"{node.verb} {quote(node.name)}"
     what = "it" if len(node.outputs) == 1 else "one of its parts"
     return Fault(
         "E315",
-        f"nothing uses the output of {who}: {owned} would never be trained",
+        f"nothing uses the output of {_shown(node)}: {_owned(node)} would never be trained",
         hint=f"read {what} in a later step, by `from:` or a port, or remove the step",
     )
 
 
+def unused_parts(node: Node, names: list[str]) -> Fault:
+    """What to say of a step of which a part is unused."""
+    parts = f"{listing(f'`{name}`' for name in names)}, {'a part' if len(names) == 1 else 'parts'} of {_shown(node)}"
+    message = f"nothing uses {parts}: what makes {'it' if len(names) == 1 else 'them'} would never be trained"
+    return Fault("W902", message, hint="read it in a later step, by `from:` or a port, or make the step narrower")
+
+
+def without_gradient(node: Node, body: Graph) -> Fault:
+    """What to say of a step that only reaches the result by way of constants."""
+    message = f"{_shown(node)} gets no gradient: {_owned(node)} would never be trained"
+    constant = _constant_after(node, body)
+    notes = []
+    if constant and constant.type:
+        notes = [Note(f"the output of {_shown(constant)} is always {constant.type.facts.low:g}", constant.span)]
+    return Fault("W902", message, notes=notes, hint="remove the step, or what makes its output constant")
+
+
+def _shown(node: Node) -> str:
+    return node.verb if node.name == node.verb else f"{node.verb} {quote(node.name)}"
+
+
+def _owned(node: Node) -> str:
+    count = graph.count_node(node)
+    return f"its {count:,} parameters" if count > 1 else "its parameter" if count else "its parameters"
+
+
+def _constant_after(node: Node, body: Graph) -> Node | None:
+    """Return the first step with a constant output that reads what was computed from a step's output."""
+    reached = set(node.outputs)
+    in_order = sorted(graph.walk(body), key=lambda each: each.outputs[0])  # what a step reads has a lower number
+    for each in in_order:
+        if not reached.isdisjoint((*each.reads, *(inner.result for inner in each.bodies.values()))):
+            if each.type and each.type.facts.is_constant:
+                return each
+            reached.update(each.outputs)
+    return None
+
+
+def _is_constant(node: Node) -> bool:
+    return node.kind == "op" and node.type is not None and node.type.facts.is_constant
+
+
 class _Used(NamedTuple):
-    """Of a body: the values that its result depends on, and its idle steps."""
+    """Of a body: the values that its result depends on, and what is idle in it."""
 
     values: frozenset[int]
-    idle: tuple[Node, ...]
+    idle: Idle
 
 
 class _Liveness:
@@ -56,8 +108,8 @@ class _Liveness:
     A step is above those that share its parameters, so the walk meets it after them.
     """
 
-    def __init__(self, kept: frozenset[int]) -> None:
-        self.kept = set(kept)
+    def __init__(self, kept: frozenset[int], by_gradient: bool) -> None:
+        self.kept, self.by_gradient = set(kept), by_gradient
         self.used: list[Node] = []
         self._known: dict[int, _Used] = {}
 
@@ -69,21 +121,23 @@ class _Liveness:
     def _walk(self, body: Graph) -> _Used:
         live = {body.result}
         waiting: set[int] = set()  # what idle steps read: it is idle because they are
-        idle: list[Node] = []
+        idle = Idle([], [])
         for node in reversed(body.nodes):
-            if not live.isdisjoint(node.outputs):
+            if not (live.isdisjoint(node.outputs) or (self.by_gradient and _is_constant(node))):
                 self.used.append(node)
                 if node.owner:
                     self.kept.add(id(node.owner))
+                if not live.issuperset(node.outputs) and _may_own(node):
+                    idle.parts.append((node, tuple(value for value in node.outputs if value not in live)))
                 live |= self._reads(node, idle)
             elif not waiting.isdisjoint(node.outputs):
                 waiting.update(node.reads)
             elif _may_own(node) and not any(id(each) in self.kept for each in _with_inner(node)):
-                idle.append(node)
+                idle.steps.append(node)
                 waiting.update(node.reads)
-        return _Used(frozenset(live), tuple(idle))
+        return _Used(frozenset(live), idle)
 
-    def _reads(self, node: Node, idle: list[Node]) -> set[int]:
+    def _reads(self, node: Node, idle: Idle) -> set[int]:
         """The values around a used step that it needs; adds what is idle inside it to `idle`."""
         if node.kind == "op":
             sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
@@ -100,22 +154,27 @@ class _Liveness:
         for body in node.bodies.values():
             used = self.body(body)
             read |= used.values
-            idle += used.idle
+            _add(idle, used.idle)
         return read
 
-    def _layers(self, node: Node, idle: list[Node]) -> set[int]:
+    def _layers(self, node: Node, idle: Idle) -> set[int]:
         read: set[int] = set()
         wanted = True  # whether the layer that follows reads what this one makes
         for body in reversed(node.bodies.values()):
             if not wanted:
                 owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
-                idle += next(([each] for each in owners), [])
+                idle.steps.extend(next(([each] for each in owners), []))
                 continue
             used = self.body(body)
             read |= used.values - {body.input}
-            idle += used.idle
+            _add(idle, used.idle)
             wanted = body.input in used.values
         return read | set(node.inputs["x"]) if wanted else read
+
+
+def _add(idle: Idle, more: Idle) -> None:
+    idle.steps.extend(more.steps)
+    idle.parts.extend(more.parts)
 
 
 def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqblocks import graph
 from seqblocks.analysis import combinators, primitives  # noqa: F401  whose functions register themselves
 from seqblocks.analysis.blocks import check_unused, file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.inputs import read_input
-from seqblocks.analysis.liveness import fault_of, idle_steps
+from seqblocks.analysis.liveness import find_idle, unused, unused_parts, without_gradient
 from seqblocks.analysis.map_checks import check_map
 from seqblocks.analysis.maps import read_map
 from seqblocks.analysis.run import Run
@@ -50,7 +50,11 @@ def lower_file(
         check_map(*each)
     if not report:
         assert model is None or model.output is not None, "the result has no type, and no fault was reported"
-        _report_idle(run.lowered)
+        _report_idle(run)
+        if model and run.may_look_ahead and not report and not (file.expect and file.expect.get("lookahead")):
+            from seqblocks.analysis.future import check_future  # only models that may look ahead need it
+
+            check_future(model, run.warnings)
     return None if report else model
 
 
@@ -65,12 +69,21 @@ def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override
             run.warnings.fault(unused, each.node.span)
 
 
-def _report_idle(lowered: list[tuple[Any, graph.Graph]]) -> None:
-    """Report the steps with parameters whose output is unused, each once."""
-    found = idle_steps((body, graph.join(*ctx.body.path)) for ctx, body in lowered)
-    for (ctx, _), nodes in zip(lowered, found, strict=True):
-        for node in nodes:
-            ctx.report(fault_of(node), node.span)
+def _report_idle(run: Run) -> None:
+    """Report the parameters that would not be trained, each step once: unused ones, then those without a gradient."""
+    bodies = [(body, graph.join(*ctx.body.path)) for ctx, body in run.lowered]
+    idle = find_idle(bodies)
+    for (ctx, _), found in zip(run.lowered, idle, strict=True):
+        for node in found.steps:
+            ctx.report(unused(node), node.span)
+    if run.report:
+        return
+    idle = find_idle(bodies, by_gradient=True) if run.has_constants else idle
+    for (ctx, body), found in zip(run.lowered, idle, strict=True):
+        for node in found.steps:
+            ctx.report(without_gradient(node, body), node.span)
+        for node, values in found.parts:
+            ctx.report(unused_parts(node, [run.labels[value] for value in values]), node.span)
 
 
 def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | None:

@@ -19,7 +19,7 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared
 from seqblocks.parameters import Parameter, State
-from seqblocks.types import Wire
+from seqblocks.types import UNBOUNDED, Wire
 
 MAX_STATE = 10**12  # numbers that a step may carry of one sequence
 
@@ -42,6 +42,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.report(fault, step.key_span("from"))
     agree = check_lengths(ctx, step, cls.ports, wires)
     known = agree and len(inputs) + wires.count(None) == len(wires)
+    ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
@@ -51,7 +52,9 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         parameters = with_initialisers(ctx, step, parameters, known=op is not None)
     may_tie = "tie" in step.common and (parameters or not declared.type)
     ties = find_ties(ctx, step, parameters) if may_tie else {}
-    for fault in op.warns(*wires) if op and declared.type else ():
+    if declared.type and declared.type.facts is not UNBOUNDED:
+        ctx.run.has_constants |= declared.type.facts.is_constant
+    for fault in op.warns(*wires) if op and declared.type and cls.warns is not Op.warns else ():
         ctx.report(fault, step)
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
@@ -70,10 +73,11 @@ class _Declared(NamedTuple):
 
 
 def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
-    made, facts = _shape(op, wires), op.facts(*wires)
+    made, cls = _shape(op, wires), type(op)
+    facts = UNBOUNDED if cls.facts is Op.facts else op.facts(*wires)
     declared = _Declared(made, op.parameters(*wires), op.state(*wires), op.macs(*wires))
     if not op.builtin:
-        check_declared(type(op), *declared[:4], facts)
+        check_declared(cls, *declared[:4], facts)
     for name, parameter in declared.parameters.items():
         if (numbers := math.prod(parameter.shape)) > MAX_MAGNITUDE:
             message = f"{name} of {step.verb} is too large: {numbers:.0e} numbers"
@@ -82,7 +86,9 @@ def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
         if (numbers := math.prod(state.shape)) > MAX_STATE:
             message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers a sequence"
             raise Fault("E504", message, expected="at most 10^12")
-    return declared._replace(type=made.with_facts(facts), calls=op.calls(*wires))
+    if made.facts is not facts:
+        made = made.with_facts(facts)
+    return declared._replace(type=made, calls=op.calls(*wires))
 
 
 def _shape(op: Op, wires: list[Wire | None]) -> Wire:

@@ -46,6 +46,8 @@ class Run:
     unread: dict[int, bool] = field(default_factory=dict)  # by nodes of `let:` and of defaults: whether it has no use
     overridden: bool = False  # whether values were given from outside
     ties: int = 0
+    has_constants: bool = False  # whether a step's output is constant
+    may_look_ahead: bool = False  # whether a step may read later tokens
 
     # the model's input, for arguments that inherit from it
     input_kind: str = ""

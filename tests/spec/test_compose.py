@@ -17,6 +17,8 @@ from tests.compose import Composer, compose
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
 
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+
 SPECS = [compose(seed) for seed in range(400)]
 
 

@@ -16,6 +16,8 @@ from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.language.spec import bundled
 
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+
 SECONDS = 10.0  # of CPU time for one text: twice the promised 5 s, for slower machines
 
 

@@ -98,7 +98,7 @@ def test_as_splits_in_equal_parts_or_given_widths() -> None:
         """
         {linear: {features: 12, as: [u, v, w], name: thirds}}
         {linear: {from: v, features: 10, as: {p: 2 * 3, q: 4}, name: split}}
-        {linear: {from: q, features: 1}}
+        {linear: {from: [u, w, p, q], features: 1}}
         """
     )
     assert made.graph.nodes[0].split == (4, 4, 4)
@@ -140,9 +140,10 @@ def test_names_of_parameters_follow_the_yaml() -> None:
         {linear: {features: 8}}
         {linear: {features: 8, as: x}}
         {linear: {features: 8, as: y, name: called}}
-        {linear: {features: 8, as: [a, b], name: both}}
+        {linear: {features: 4, as: [a, b], name: both}}
         {parallel: {from: a, branches: [{left: [{linear: {features: 2}}]}, {right: [silu, {linear: {features: 2}}]}]}}
         {repeat: {name: layers, times: 2, steps: [{residual: {steps: [layer_norm]}}]}}
+        {gate: {by: b}}
         """
     )
     assert [n for n in names(made) if n.endswith("weight")] == [

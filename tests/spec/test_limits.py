@@ -12,6 +12,8 @@ from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
 from tests.spec import hostile
 
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+
 SECONDS = 10.0  # of CPU time: twice the bound, for slower machines; the worst takes 4 s on the one it was made on
 BYTES = 2**30
 QUICK = (

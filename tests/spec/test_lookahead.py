@@ -158,6 +158,7 @@ def unused(text: str) -> list[str]:
     return [d.message.partition(":")[0].removeprefix("nothing uses the output of ") for d in found]
 
 
+@pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")
 @pytest.mark.parametrize(
     ("steps", "found"),
     [

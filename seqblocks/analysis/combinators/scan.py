@@ -25,6 +25,7 @@ def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node 
     """Raise Fault where the orders do not fit the input, the steps, or what `own` names."""
     wire = ctx.run.types[x]
     _check_orders(arguments, wire)
+    ctx.run.may_look_ahead |= arguments.orders != ("forward",)
     before = ctx.run.steps
     body = lower_inside(ctx, arguments.steps, x)
     count_steps(ctx, (len(arguments.orders) - 1) * (ctx.run.steps - before))  # each order runs them
