@@ -8,6 +8,7 @@ from seqblocks.kernels.attention import AttentionState, attention
 from seqblocks.kernels.causal_conv import causal_conv
 from seqblocks.kernels.centaurus import centaurus
 from seqblocks.kernels.dispatch import BACKENDS, Verdict, fallbacks, same_backend, use_backend, why
+from seqblocks.kernels.gated_recurrence import gated_recurrence
 from seqblocks.kernels.head_norm import head_norm
 from seqblocks.kernels.headwise_linear import headwise_linear
 from seqblocks.kernels.linear_attention import linear_attention
@@ -30,6 +31,7 @@ __all__ = [
     "causal_conv",
     "centaurus",
     "fallbacks",
+    "gated_recurrence",
     "head_norm",
     "headwise_linear",
     "linear_attention",

@@ -1,0 +1,160 @@
+"""The gated recurrence in about 2 sqrt(S) calls, with its derivative written out.
+
+The sequence is cut into blocks of about sqrt(S) tokens. All blocks run from zero at once, token by token, together with
+the products of their decays; then the state goes from block to block. Where a token alone is work enough for a CPU,
+there is one block.
+
+With d_t the gradient of h_t, which runs the other way by the same recurrence:
+
+    d_t = dy_t + e^(g_(t+1)) d_(t+1)          dx_t = d_t          dg_t = e^(g_t) h_(t-1) d_t
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch.compiled import unknown
+from seqblocks.kernels.gated_recurrence import reference
+from seqblocks.kernels.numerics import no_second_derivative, without_autocast
+from seqblocks.kernels.resets import along, dead_tokens, reset_times
+
+WIDE = 2048  # numbers of a token, in all sequences, that keep a CPU busy for longer than a call takes
+
+
+def _block_length(x: Tensor) -> int:
+    B, S, E = x.shape
+    return S if x.device.type == "cpu" and B * E >= WIDE else max(1, math.isqrt(S))
+
+
+def _scan(factor: Tensor, x: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+    """h_t = factor_t h_(t-1) + x_t: all h [B, S, E], and the last. A factor is 0 where `resets` is true."""
+    S, L = x.shape[1], _block_length(x)
+    N = S // L
+    rest = S - N * L
+    blocks = slice(rest, S) if reverse else slice(0, N * L)
+    y = x.clone()
+    marks = None if resets is None else resets[:, blocks].unflatten(1, (N, L))
+    tokens = y[:, blocks].unflatten(1, (N, L))
+    if N == 1:
+        h = _one_by_one(tokens[:, 0], factor[:, blocks], h, None if marks is None else marks[:, 0], reverse)
+    else:
+        factors = factor[:, blocks].unflatten(1, (N, L))
+        products = factors.clone()
+        _inside(tokens, products, factors, marks, reverse)
+        h = _between(tokens, products, h, marks, reverse)
+    if rest:
+        left = slice(0, rest) if reverse else slice(N * L, S)
+        h = _one_by_one(y[:, left], factor[:, left], h, None if resets is None else resets[:, left], reverse)
+    return y, h.clone()
+
+
+def _one_by_one(y: Tensor, factor: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
+    """Turn inputs y [B, L, E] into states, in place. Returns the last."""
+    begins = reset_times(resets, y.shape[1])
+    steps = [*zip(y.unbind(1), factor.unbind(1), range(y.shape[1]), strict=True)]
+    for now, decay, t in reversed(steps) if reverse else steps:
+        if begins[t] and resets is not None:
+            h = h.masked_fill(along(resets[:, t], h), 0.0)
+        h = now.addcmul_(decay, h)
+    return h
+
+
+def _inside(tokens: Tensor, products: Tensor, factor: Tensor, marks: Tensor | None, reverse: bool) -> None:
+    """Run all blocks [B, N, L, E] from zero, in place; products: of the factors from the start of a block on."""
+    L = tokens.shape[2]
+    steps = [*zip(tokens.unbind(2), products.unbind(2), factor.unbind(2), strict=True)]
+    order = range(L - 1, -1, -1) if reverse else range(L)
+    begins = reset_times(None if marks is None else marks.flatten(0, 1), L)
+    h, product, _ = steps[order[0]]
+    for t in order[1:]:
+        if begins[t] and marks is not None:
+            h, product = (each.masked_fill(along(marks[:, :, t], each), 0.0) for each in (h, product))
+        h = steps[t][0].addcmul_(steps[t][2], h)
+        product = steps[t][1].mul_(product)
+
+
+def _between(tokens: Tensor, products: Tensor, h: Tensor, marks: Tensor | None, reverse: bool) -> Tensor:
+    """Carry the state from block to block, in place. Returns the last."""
+    N, last = tokens.shape[1], 0 if reverse else -1
+    begun = None
+    if marks is not None:
+        begun = (marks.flip(2).cumsum(2).flip(2) if reverse else marks.cumsum(2)) > 0
+    for n in reversed(range(N)) if reverse else range(N):
+        before = h.unsqueeze(1)
+        if begun is not None:  # 0 times what is not finite would reach over a reset
+            before = before.expand_as(tokens[:, n]).masked_fill(begun[:, n].unsqueeze(-1), 0.0)
+        h = tokens[:, n].addcmul_(products[:, n], before)[:, last]
+    return h
+
+
+def _factors(decay: Tensor, resets: Tensor | None) -> Tensor:
+    return decay.exp() if resets is None else decay.exp().masked_fill_(resets.unsqueeze(-1), 0.0)
+
+
+def _later(x: Tensor, last: float, reverse: bool) -> Tensor:
+    """What the next token of the scan has, and `last` for the last one."""
+    end = torch.full_like(x[:, :1], last)
+    return torch.cat([end, x[:, :-1]] if reverse else [x[:, 1:], end], 1)
+
+
+@torch.library.custom_op("seqblocks::gated_recurrence", mutates_args=())
+def _op(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+    with without_autocast(x.device.type):
+        return _scan(_factors(decay, resets), x.contiguous(), state, resets, reverse)
+
+
+@_op.register_fake
+def _op_fake(x, decay, state, resets, reverse):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("seqblocks::gated_recurrence_backward", mutates_args=())
+def _op_backward(
+    dy: Tensor, dlast: Tensor, y: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, decay and the initial state."""
+    with without_autocast(y.device.type):
+        before = state.unsqueeze(1)
+        past = torch.cat([y[:, 1:], before] if reverse else [before, y[:, :-1]], 1)
+        factor, later = _factors(decay, resets), None
+        if resets is not None:
+            dead = dead_tokens([dy], [dlast], resets, reverse)
+            factor = factor.masked_fill_(dead.unsqueeze(-1), 0.0)
+            past = past.masked_fill_((dead | resets).unsqueeze(-1), 0.0)
+            later = _later(resets, 0, reverse)
+        d, _ = _scan(_later(factor, 1.0, reverse), dy.contiguous(), dlast, later, not reverse)
+        first = -1 if reverse else 0
+        return d, past.mul_(factor).mul_(d), factor[:, first] * d[:, first]
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, dlast, y, decay, state, resets, reverse):  # type: ignore[no-untyped-def]
+    return y.new_empty(y.shape), y.new_empty(y.shape), state.new_empty(state.shape)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, decay, state, resets, ctx.reverse = inputs
+    ctx.save_for_backward(output[0], decay, state, resets)
+
+
+def _differentiate(ctx, dy, dlast):  # type: ignore[no-untyped-def]
+    return *_op_backward(dy, dlast, *ctx.saved_tensors, ctx.reverse), None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("gated_recurrence", "torch"))
+
+
+def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+    """As `reference.run`."""
+    if x.numel() == 0 or (not unknown(x.shape[1]) and x.shape[1] == 1):
+        return reference.run(x, decay, state, resets, reverse)
+    y, last = _op(x, decay, state, resets, reverse)
+    return y, last
+
+
+register("gated_recurrence", "torch", run, always("block by block, on any device"), by_hand=True)
