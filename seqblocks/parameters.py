@@ -94,6 +94,23 @@ INITIALISERS: dict[str, Initialiser] = {
         "softplus of it is log-uniform between low and high, and at least floor",
         ("low > 0", "low <= high", "floor > 0"),
     ),
+    "log_of_uniform": Initialiser(
+        (("low", None), ("high", None)), "logarithms of numbers that are uniform between low and high",
+        ("low >= 0", "high > low"),
+    ),
+    "ring": Initialiser(
+        (("low", 0.9), ("high", 0.999)), "e^-softplus of it is between low and high, its square uniform",
+        ("low > 0", "high > low", "high < 1"),
+    ),
+    "orthogonal": Initialiser(
+        (("gain", 1.0),), "orthonormal rows or columns of the matrix [first axis, the rest], times gain"
+    ),
+    "falling": Initialiser((("power", None),), "1 - (j / n)^power over the last axis j < n", ("power >= 0",)),
+    "waves": Initialiser(
+        (("first", None), ("last", None), ("power", 1.0), ("height", 0.0), ("width", 1.0)),
+        "first to last as (j / (n - 1))^power over the last axis j < n, plus height z|z|, z from -1 to 1 in each width",
+        ("power >= 0", "width >= 1"),
+    ),
     "powerlaw": Initialiser(
         (("position", 0.0),),
         "5 - 12 (j / (n - 1))^(0.3 + 1.3 position) over the last axis j < n; position: the block's, from 0 to 1",

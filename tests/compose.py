@@ -242,8 +242,8 @@ class Composer(Mixers, Rates):
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested])
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
-            self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.slstm, self.attention,
-            self.positions, *nested, *nested[:2],
+            self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory, self.slstm,
+            self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]

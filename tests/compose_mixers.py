@@ -82,8 +82,9 @@ class Mixers(Tokens):
         """Linear attention by any rule, with a decay of any kind. Decays and beta go through what bounds them."""
         now, source = body.now, self.named(body)
         heads, groups = self.chance.randint(1, 2), self.chance.randint(1, 2)
-        K, V, of_values = self.chance.randint(1, 3), self.chance.randint(1, 3), heads * groups
         rule = self.chance.choice(["add", "delta", "dplr"])
+        # keys of the delta rule have length 1, and the gradient of a single number of length 1 is nothing but rounding
+        K, V, of_values = self.chance.randint(2 if rule == "delta" else 1, 3), self.chance.randint(1, 3), heads * groups
         wires = {name: self.project(body, source, now, width)
                  for name, width in {"q": heads * K, "k": heads * K, "v": of_values * V}.items()}
         widths = {"decay": self.chance.choice([0, of_values, of_values * K])}
@@ -95,7 +96,7 @@ class Mixers(Tokens):
                 self.add(body, "sigmoid", replace(now, width=width))
                 self.add(body, "scale", replace(now, width=width), by=1 if name == "beta" else -0.5)
                 wires[name] = self.named(body)
-        extra: dict[str, Any] = {"qk_norm": "l2" if rule == "delta" and K > 1 else "none"}
+        extra: dict[str, Any] = {"qk_norm": "l2" if rule == "delta" else "none"}
         if rule == "add" and self.maybe(0.3):
             extra["bonus"] = True
         if not widths["decay"] and self.maybe(0.5):
@@ -104,6 +105,30 @@ class Mixers(Tokens):
             body, "linear_attention", replace(now, width=of_values * V), **wires, heads=heads,
             value_heads=of_values if groups > 1 else None, rule=rule, **extra,
         )  # fmt: skip
+
+    def channel_memory(self, body: Body) -> None:
+        """A gated recurrence, with a decay of any kind."""
+        now, source = body.now, self.named(body)
+        kind = self.chance.choice(["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"])
+        self.project(body, source, now, now.width)
+        if kind == "rate":
+            self.add(body, "time_step", now, most=self.chance.choice([None, 2.5]))
+        gates = self.named(body)
+        arguments = {"from": gates, "kind": kind, "heads": self.chance.choice([None, self.divisor(now.width)])}
+        if kind == "logsigmoid" and self.maybe(0.6):
+            self.add(body, "lower_decays", replace(now, width=2 * now.width), layers=2, features=now.width)
+            self.add(body, "select", now, first=self.chance.choice([None, now.width]), features=now.width)
+            arguments["lower"] = self.named(body)
+        self.add(body, "log_decay", now, **arguments)
+        decay, factor = self.named(body), self.chance.choice(["full", "complement", "unit_variance"])
+        extra = {"factor": factor, "first_full": True if factor != "full" and self.maybe(0.5) else None}
+        if self.maybe(0.3):
+            self.add(body, "one_minus_exp", now, **{"from": decay})
+            source = self.named(body)
+        elif self.maybe(0.5):
+            self.add(body, "positive", now, **{"from": source})
+            source = self.named(body)
+        self.add(body, "gated_recurrence", now, **{"from": source, "decay": decay, **extra})
 
     def slstm(self, body: Body) -> None:
         now, source = body.now, self.named(body)

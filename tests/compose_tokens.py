@@ -7,10 +7,13 @@ from typing import Any
 
 from tests.composed import Body, Kind, Writer
 
-ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus")
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
+)  # fmt: skip
 INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
     "fan_in_uniform", "xavier_uniform", "wang(4, 2)", "powerlaw(0.5)", "ramp(0.1)", "log_range", "inverse_softplus",
+    "log_of_uniform(1, 16)", "ring", "orthogonal", "falling(0.5)", "waves(-1, 1)",
 )  # fmt: skip
 
 class Tokens(Writer):
@@ -110,9 +113,9 @@ class Tokens(Writer):
                     ("learnable_skip", {"with": other}),
                     ("add", {"with": other}),
                     ("multiply", {"by": other}),
+                    ("lerp", {"to": other}),
                     ("multiply", {"by": other}),
-                    ("divide", {"by": other}),
-                    ("divide", {"by": other}),
+                    *[("divide", {"by": other})] * 3,
                     ("add", {"with": other}),
                     ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
                 ]

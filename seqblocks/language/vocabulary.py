@@ -65,7 +65,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return a hint that names the known word that is meant, if there is one."""
     meant = nearest(word, known)
-    only = " It is the exact one; its approximations are not there" if "gelu" in called_elsewhere(word) else ""
+    only = " It is the exact one; gelu_tanh approximates it" if "gelu" in called_elsewhere(word) else ""
     return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
 
 

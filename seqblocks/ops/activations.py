@@ -31,6 +31,11 @@ class Gelu(Activation):
     """x * Phi(x), with the exact normal distribution function."""
 
 
+@primitive("gelu_tanh")
+class GeluTanh(Activation):
+    """gelu with the distribution function approximated by tanh."""
+
+
 @primitive("relu")
 class Relu(Activation):
     """max(x, 0)."""
@@ -63,3 +68,15 @@ class Tanh(Activation):
 @primitive("softplus")
 class Softplus(Activation):
     """log(1 + exp(x))."""
+
+
+@primitive("positive")
+class Positive(Activation):
+    """x + 0.5, for negative x sigmoid(x); never negative."""
+
+    source = "minGRU (arXiv:2410.01201), in log space"
+
+
+@primitive("one_minus_exp")
+class OneMinusExp(Activation):
+    """1 - exp(x): of a log decay, the share that is lost."""

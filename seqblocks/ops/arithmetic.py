@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from seqblocks.errors import Fault
 from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import UNBOUNDED, Facts, Kind, Wire
@@ -85,6 +86,59 @@ class Divide(Op):
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         return x / by
+
+
+@primitive("lerp")
+class Lerp(Op):
+    """Go part of the way to another wire: x + by * (to - x). The part is a wire, or a learned weight [features]."""
+
+    ports = (
+        Port("x", "where it starts", main=True, kinds=ANY.kinds),
+        Port("to", "where it goes, as wide as x", kinds=ANY.kinds),
+        Port("by", "the part of the way, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds),
+    )
+
+    def shape(self, x: Wire, to: Wire, by: Wire | None = None) -> Wire:
+        must_match("to", to, x.features, "the width of where it starts")
+        if by:
+            must_match("by", by, x.features, "the width of where it starts")
+        return x
+
+    def facts(self, x: Wire, to: Wire, by: Wire | None = None) -> Facts:
+        if by is None or by.facts.low < 0 or by.facts.high > 1:
+            return UNBOUNDED
+        return Facts(min(x.facts.low, to.facts.low), max(x.facts.high, to.facts.high))
+
+    def parameters(self, x: Wire, to: Wire, by: Wire | None = None) -> dict[str, Parameter]:
+        return {} if by else {"weight": Parameter((x.features,), Init("constant", (0.5,)), decay=False)}
+
+    def macs(self, x: Wire, to: Wire, by: Wire | None = None) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any, to: Any, by: Any = None) -> Any:
+        return x + (p["weight"] if by is None else by) * (to - x)
+
+
+@primitive("select")
+class Select(Op):
+    """Some of the features that follow each other: from `first` on, `features` of them."""
+
+    ports = (Port("x", "the input", main=True, kinds=FLOATS),)
+    features: int = argument(..., "how many", ge=1)
+    first: int = argument(0, "the first of them, from 0", ge=0)
+
+    def shape(self, x: Wire) -> Wire:
+        end = self.first + self.features
+        if end > x.features:
+            raise Fault("E412", "there are not so many features", at="first", expected=f"at least {end}", found=f"{x}")
+        return x.with_features(self.features)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        features = slice(self.first, self.first + self.features)
+        return x[:, features] if x.dim() == 4 else x[..., features]
 
 
 @primitive("scale")

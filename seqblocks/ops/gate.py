@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from seqblocks.op import ANY, Op, Port, argument, must_match, primitive
+from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primitive
 from seqblocks.types import Facts, Wire
 
-ActivationName = Literal["silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "none"]
+ActivationName = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
+    "one_minus_exp", "none",
+]  # fmt: skip
 
 
 def activate(name: str, x: Any) -> Any:
     """Apply an activation by name. gelu is the exact one, by erf."""
+    import torch
     from torch.nn import functional
 
-    if name == "squared_relu":
-        return functional.relu(x).square()
-    return x if name == "none" else getattr(functional, name)(x)
+    match name:
+        case "none":
+            return x
+        case "squared_relu":
+            return functional.relu(x).square()
+        case "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        case "positive":
+            return torch.where(x >= 0, x + 0.5, x.sigmoid())
+        case "one_minus_exp":
+            return -torch.expm1(x)
+    return getattr(functional, name)(x)
 
 
 _RANGES = {  # of all numbers
     "silu": Facts(-0.2785), "gelu": Facts(-0.17), "relu": Facts(0), "squared_relu": Facts(0), "selu": Facts(-1.7581),
-    "sigmoid": Facts(0, 1), "tanh": Facts(-1, 1), "softplus": Facts(0),
+    "sigmoid": Facts(0, 1), "tanh": Facts(-1, 1), "softplus": Facts(0), "gelu_tanh": Facts(-0.171),
+    "positive": Facts(0), "one_minus_exp": Facts(high=1),
 }  # fmt: skip
-_AT_ZERO = ("silu", "gelu", "relu", "squared_relu", "selu", "tanh")  # 0 stays 0
+_AT_ZERO = ("silu", "gelu", "relu", "squared_relu", "selu", "tanh", "gelu_tanh", "one_minus_exp")  # 0 stays 0
 
 
 def activated(name: str, facts: Facts) -> Facts:
@@ -32,21 +46,26 @@ def activated(name: str, facts: Facts) -> Facts:
         return facts
     if name == "relu":
         return Facts(max(facts.low, 0.0), max(facts.high, 0.0))
+    if name == "one_minus_exp" and facts.high <= 0:
+        return Facts(0, 1)
     return _RANGES[name]
 
 
 @primitive("gate")
 class Gate(Op):
-    """Multiply by another wire after an activation: x * activation(by)."""
+    """Multiply by another wire after an activation: x * activation(by). With `heads`, `by` has one number per head."""
 
     ports = (
         Port("x", "what is gated", main=True, kinds=ANY.kinds),
         Port("by", "the gate, before its activation", kinds=ANY.kinds),
     )
     activation: ActivationName = argument("silu", "the gate's nonlinearity")
+    heads: int = argument(0, "heads with one gate each; must divide the width (0: a gate for each feature)", ge=0)
 
     def shape(self, x: Wire, by: Wire) -> Wire:
-        must_match("by", by, x.features, "the width of what is gated")
+        if self.heads:
+            must_divide(self.heads, x.features, "heads", "the width")
+        must_match("by", by, self.heads or x.features, "one per head" if self.heads else "the width of what is gated")
         return x
 
     def facts(self, x: Wire, by: Wire) -> Facts:
@@ -56,4 +75,7 @@ class Gate(Op):
         return x.features
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
-        return x * activate(self.activation, by)
+        opening = activate(self.activation, by)
+        if not self.heads:
+            return x * opening
+        return (x.unflatten(-1, (self.heads, -1)) * opening.unsqueeze(-1)).flatten(-2).to(x.dtype)

@@ -1,33 +1,38 @@
-"""A skip with a learned weight for each feature."""
+"""A skip with a learned weight for each feature, or each head."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, Port, must_match, primitive
+from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
 
 @primitive("learnable_skip")
 class LearnableSkip(Op):
-    """Add another wire, scaled by a learned weight per feature: x + weight * with."""
+    """Add another wire, scaled by a learned weight per feature, or with `heads` per head: x + weight * with."""
 
     ports = (
         Port("x", "what is added to", main=True, kinds=ANY.kinds),
         Port("with", "what is scaled and added", kinds=ANY.kinds),
     )
-    source = "xLSTM (arXiv:2405.04517), mLSTM block"
+    heads: int = argument(0, "heads with one weight each; must divide the width (0: one for each feature)", ge=0)
+    source = "xLSTM (arXiv:2405.04517), mLSTM block; per head: D of Mamba-2 (arXiv:2405.21060)"
 
     def shape(self, x: Wire, skip: Wire) -> Wire:
+        if self.heads:
+            must_divide(self.heads, x.features, "heads", "the width")
         must_match("with", skip, x.features, "the width of what it is added to")
         return x
 
     def parameters(self, x: Wire, skip: Wire) -> dict[str, Parameter]:
-        return {"weight": Parameter((x.features,), Init("ones"), decay=False)}
+        return {"weight": Parameter((self.heads or x.features,), Init("ones"), decay=False)}
 
     def macs(self, x: Wire, skip: Wire) -> int:
         return x.features
 
     def forward(self, p: Any, call: Any, x: Any, skip: Any) -> Any:
-        return x + p["weight"] * skip
+        weight = p["weight"]
+        weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight
+        return x + weight * skip

@@ -101,7 +101,7 @@ class LinearAttention(Op):
     ) -> Iterator[Fault]:
         """Warn of a state that may grow without bound."""
         if decay and decay.facts.high > 0:
-            hint = "end its steps with `- softplus` and `- scale: -1`"
+            hint = "end its steps with log_decay, for instance `- log_decay: softplus`"
             yield _grows("`decay` is a log decay, and may be above 0", "decay", "at most 0", decay, hint)
         if beta and not (beta.facts.low >= 0 and beta.facts.high <= 2):
             hint = "end its steps with `- sigmoid`, for negative eigenvalues then `- scale: 2`"

@@ -18,6 +18,7 @@ from torch import Tensor
 from seqblocks.graph import Graph, Node
 from seqblocks.ops.gate import Gate
 from seqblocks.ops.head_norm import HeadNorm
+from seqblocks.ops.learnable_skip import LearnableSkip
 from seqblocks.types import Wire
 
 Part = tuple[Any, dict[str, Any], list[Any]]  # a step's op, parameters and inputs
@@ -125,7 +126,9 @@ def _is_supported(node: Node) -> bool:
     if node.kind != "op" or any(len(values) != 1 for values in node.inputs.values()):
         return False
     if isinstance(node.op, Gate):
-        return node.op.activation in ACTIVATIONS
+        return node.op.activation in ACTIVATIONS and not node.op.heads
+    if isinstance(node.op, LearnableSkip):
+        return not node.op.heads
     if isinstance(node.op, HeadNorm):
         return node.type is not None and node.type.features <= MAX_HEAD * node.op.heads
     return True

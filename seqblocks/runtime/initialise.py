@@ -89,6 +89,32 @@ def _inverse_softplus(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.
     return steps + torch.log(-torch.expm1(-steps))
 
 
+def _log_of_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return _uniform(shape, *init.values, g).clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
+def _ring(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    low, high = init.values
+    return torch.expm1(-0.5 * _uniform(shape, low**2, high**2, g).log()).log()
+
+
+def _orthogonal(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    flat = torch.empty(shape[0], math.prod(shape[1:]), **PLAIN)
+    return nn.init.orthogonal_(flat, init.values[0], generator=g).reshape(shape)
+
+
+def _falling(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    return (1 - (torch.arange(shape[-1], **PLAIN) / shape[-1]) ** init.values[0]).expand(shape).clone()
+
+
+def _waves(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
+    first, last, power, height, width = init.values
+    n = torch.arange(shape[-1], **PLAIN)
+    z = 2 * (n % width) / max(width - 1, 1) - 1
+    rise = (last - first) * (n / max(shape[-1] - 1, 1)) ** power
+    return (first + rise + height * z * z.abs()).expand(shape).clone()
+
+
 DRAWS: dict[str, Draw] = {
     "zeros": lambda shape, init, fan_in, g: torch.zeros(shape, **PLAIN),
     "ones": lambda shape, init, fan_in, g: torch.ones(shape, **PLAIN),
@@ -102,6 +128,11 @@ DRAWS: dict[str, Draw] = {
     "small": _small,
     "wang": _wang,
     "powerlaw": _powerlaw,
+    "log_of_uniform": _log_of_uniform,
+    "ring": _ring,
+    "orthogonal": _orthogonal,
+    "falling": _falling,
+    "waves": _waves,
     "ramp": _ramp,
     "log_range": _log_range,
     "inverse_softplus": _inverse_softplus,

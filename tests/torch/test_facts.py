@@ -14,10 +14,20 @@ import seqblocks
 from seqblocks.testing import check_shapes
 from seqblocks.types import Facts
 
-ACTIVATIONS = ("silu", "gelu", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus")
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
+    "one_minus_exp",
+)  # fmt: skip
+DECAYS = ("softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru")
 PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}
 FIXED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in (*ACTIVATIONS, "identity", "layer_norm")),
+    *(("log_decay", {"kind": kind, "heads": 2}) for kind in DECAYS),
+    ("log_decay", {"kind": "logsigmoid", "lower": "input"}),
+    ("time_step", {"least": 0.5, "most": 2}),
+    ("lerp", {"to": "bounded"}),
+    ("lerp", {"to": "bounded", "by": "low"}),
+    ("select", {"features": 8}),
     ("dropout", {"p": 0.25}),
     ("soft_cap", {"cap": 0.5}),
     ("l2_norm", {"heads": 2}),
@@ -75,6 +85,11 @@ def test_numbers_are_within_the_bounds_of_their_wire(steps: list[tuple[str, dict
         ([("softplus", {}), ("scale", {"by": -1})], Facts(high=0)),
         ([("sigmoid", {}), ("scale", {"by": 2})], Facts(0, 2)),
         ([("tanh", {}), ("add", {"with": "bounded"})], Facts(-2, 2)),
+        ([("log_decay", {"kind": "softplus"})], Facts(high=0)),
+        ([("log_decay", {"kind": "softplus"}), ("one_minus_exp", {})], Facts(0, 1)),
+        ([("log_decay", {"kind": "sigmoid", "bound": -2})], Facts(-2, 0)),
+        ([("log_decay", {"kind": "rate"})], Facts()),
+        ([("time_step", {}), ("log_decay", {"kind": "rate"})], Facts(high=0)),
         ([("scale", {"by": 0}), ("silu", {}), ("multiply", {"by": "input"})], Facts(0, 0)),
         ([("multiply", {"by": "low"}), ("identity", {})], Facts()),
         ([("softplus", {}), ("multiply", {"by": "low"}), ("relu", {})], Facts(0, 0)),

@@ -1,0 +1,164 @@
+"""Log decays of recurrences, made from a projection.   D features, H heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, Port, X, argument, must_divide, must_match, primitive
+from seqblocks.parameters import Init, Parameter
+from seqblocks.types import UNBOUNDED, Facts, Wire
+
+DecayKind = Literal["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"]
+WITH_RATE = ("softplus", "rate", "bounded")  # kinds that own A_log
+WITH_BIAS = ("softplus", "bounded")
+
+
+def exactly(x: Any) -> Any:
+    """Return x in float32 at least: decays close to 1 lose their digits in 16 bits."""
+    import torch
+
+    return x if x.dtype == torch.float64 else x.float()
+
+
+@primitive("time_step")
+class TimeStep(Op):
+    """The steps of a state space: softplus(x + bias), between `least` and `most`. Made in float32 at least."""
+
+    least: float = argument(0.0, "no step is shorter", ge=0)
+    most: float = argument(math.inf, "no step is longer", gt=0)
+    source = "Mamba-2 (arXiv:2405.21060)"
+
+    def shape(self, x: Wire) -> Wire:
+        if self.least >= self.most:
+            expected = f"less than most, {self.most:g}"
+            raise Fault("E209", "least is not below most", at="least", expected=expected, found=f"{self.least:g}")
+        return x
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(self.least, self.most)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        init = Init("inverse_softplus", (1e-3, 0.1, 1e-4))
+        return {"bias": Parameter((x.features,), init, decay=False, full_precision=True)}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import softplus
+
+        return softplus(exactly(x) + p["bias"]).clamp(self.least, self.most)
+
+
+@primitive("log_decay")
+class LogDecay(Op):
+    """Log decays, at most 0, for `linear_attention` and `gated_recurrence`; float32 at least.
+
+    | kind | log decay | used by |
+    |---|---|---|
+    | softplus | -exp(A_log) softplus(x + dt_bias) | Gated DeltaNet, KDA |
+    | rate | -exp(A_log) x, for steps x of `time_step` | Mamba-2 |
+    | logsigmoid | logsigmoid(x) / temperature; with the wire `lower` log(lower + (1 - lower) sigmoid(x)) | GLA, HGRN2 |
+    | bounded | bound sigmoid(exp(A_log) (x + dt_bias)) | KDA with bounded gates |
+    | sigmoid | bound sigmoid(x) | RWKV-7 |
+    | exp | -exp(x) | RWKV-6 |
+    | rg_lru | -8 softplus(rate) sigmoid(x) | Griffin |
+
+    A_log is [H], one for each head's D / H features; dt_bias and rate are [D].
+    """
+
+    ports = (X, Port("lower", "kind logsigmoid: the smallest decays, from 0 to 1, as wide as x", optional=True))
+    kind: DecayKind = argument(..., "how x becomes a log decay")
+    heads: int = argument(0, "heads with an A_log each; must divide the width (0: one for each feature)", ge=0)
+    temperature: float = argument(16.0, "kind logsigmoid: what it is divided by", gt=0)
+    bound: float = argument(-5.0, "kinds bounded and sigmoid: the strongest log decay", lt=0)
+
+    def shape(self, x: Wire, lower: Wire | None = None) -> Wire:
+        if self.heads:
+            must_divide(self.heads, x.features, "heads", "the width")
+        if lower and self.kind != "logsigmoid":
+            raise Fault("E209", f"the kind {self.kind} does not read `lower`", at="lower", hint="kind: logsigmoid")
+        if lower:
+            must_match("lower", lower, x.features, "the width of x")
+        return x
+
+    def facts(self, x: Wire, lower: Wire | None = None) -> Facts:
+        match self.kind:
+            case "bounded" | "sigmoid":
+                return Facts(self.bound, 0.0)
+            case "rate" if x.facts.low < 0:
+                return UNBOUNDED
+        return UNBOUNDED if lower and not 0 <= lower.facts.low <= lower.facts.high <= 1 else Facts(high=0.0)
+
+    def parameters(self, x: Wire, lower: Wire | None = None) -> dict[str, Parameter]:
+        out = {}
+        if self.kind in WITH_RATE:
+            rates = (self.heads or x.features,)
+            init = Init("zeros") if self.kind == "bounded" else Init("log_of_uniform", (1.0, 16.0))
+            out["A_log"] = Parameter(rates, init, decay=False, full_precision=True)
+        if self.kind in WITH_BIAS:
+            steps = Init("inverse_softplus", (1e-3, 0.1, 1e-4))
+            out["dt_bias"] = Parameter((x.features,), steps, decay=False, full_precision=True)
+        if self.kind == "rg_lru":
+            out["rate"] = Parameter((x.features,), Init("ring", (0.9, 0.999)), decay=False, full_precision=True)
+        return out
+
+    def macs(self, x: Wire, lower: Wire | None = None) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
+        from torch.nn.functional import logsigmoid, softplus
+
+        x = exactly(x)
+        x = x + p["dt_bias"] if self.kind in WITH_BIAS else x
+        rate = p["A_log"].exp().repeat_interleave(x.shape[-1] // p["A_log"].shape[0]) if "A_log" in p else 1.0
+        match self.kind:
+            case "softplus":
+                return -rate * softplus(x)
+            case "rate":
+                return -rate * x
+            case "bounded" | "sigmoid":
+                return self.bound * (rate * x).sigmoid()
+            case "exp":
+                return -x.exp()
+            case "rg_lru":
+                return -8 * softplus(p["rate"]) * x.sigmoid()
+        if lower is None:
+            return logsigmoid(x) / self.temperature
+        return at_least(lower, x)
+
+
+def at_least(lower: Any, x: Any) -> Any:
+    """Return log(lower + (1 - lower) sigmoid(x)), for 0 <= lower < 1."""
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    lower = lower.to(x.dtype)
+    return torch.logaddexp(lower.clamp(min=torch.finfo(x.dtype).tiny).log(), torch.log1p(-lower) + logsigmoid(x))
+
+
+@primitive("lower_decays")
+class LowerDecays(Op):
+    """The smallest decay that each feature may have in each of several layers: learned, and rising with the layer.
+
+    Weight [layers, D]: softmax over the layers, then cumulative sums, less those of the first layer, which is 0.
+    Each token has the decays of all layers, [batch, seq, layers * D]; `select` takes those of one layer. Only the
+    number of tokens is read of the input.
+    """
+
+    ports = (X._replace(size_only=True),)
+    layers: int = argument(..., "number of layers", ge=1)
+    features: int = argument(..., "decays of a layer, D", ge=1)
+    source = "HGRN (arXiv:2311.04823)"
+
+    def shape(self, x: Wire) -> Wire:
+        return x.with_features(self.layers * self.features)
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(0.0, 1.0)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        return {"weight": Parameter((self.layers, self.features), Init("zeros"), decay=False, full_precision=True)}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        shares = p["weight"].softmax(0).cumsum(0)
+        return (shares - shares[:1]).flatten().expand(*x.shape[:-1], -1)

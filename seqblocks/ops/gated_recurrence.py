@@ -1,0 +1,94 @@
+"""The gated linear recurrence of channels.   E channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, Port, argument, must_match, primitive
+from seqblocks.parameters import State
+from seqblocks.types import Wire
+
+
+@primitive("gated_recurrence")
+class GatedRecurrence(Op):
+    """A state per channel that decays and takes in the input: h = e^g h + factor x, with the log decay g.
+
+    factor full: 1. complement: 1 - e^g, so that h is a moving average (HGRN, minGRU, minLSTM). unit_variance:
+    sqrt(1 - e^(2g)), so that inputs of variance 1 make states of variance 1 (RG-LRU); with `first_full` it is 1 for the
+    first token of a sequence. State per sequence: h [E], float32; with `first_full` also whether it has begun.
+    """
+
+    ports = (Port("x", "what is taken in", main=True), Port("decay", "log decay, at most 0, as wide as x"))
+    reads = "past"
+    reversible = True
+    factor: Literal["full", "complement", "unit_variance"] = argument("full", "how much of the input is taken in")
+    first_full: bool = argument(False, "whether the first token of a sequence is taken in as it is")
+    source = "HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201)"
+
+    def shape(self, x: Wire, decay: Wire) -> Wire:
+        must_match("decay", decay, x.features, "the width of x")
+        if self.first_full and self.factor == "full":
+            hint = "leave first_full out, or use factor: unit_variance"
+            raise Fault("E209", "first_full changes nothing: factor is full for all tokens", at="first_full", hint=hint)
+        return x
+
+    def warns(self, x: Wire, decay: Wire) -> Iterator[Fault]:
+        """Warn of a state that may grow without bound."""
+        if decay.facts.high > 0:
+            message = "`decay` is a log decay, and may be above 0: the state may grow from token to token"
+            hint = "end its steps with log_decay, for instance `- log_decay: softplus`"
+            yield Fault("W904", message, at="decay", expected="at most 0", found=str(decay.facts), hint=hint)
+
+    def state(self, x: Wire, decay: Wire) -> dict[str, State]:
+        begun = {"begun": State((), "int64")} if self.first_full else {}
+        return {"h": State((x.features,)), **begun}
+
+    def macs(self, x: Wire, decay: Wire) -> int:
+        return x.features * (1 if self.factor == "full" else 2)
+
+    def calls(self, x: Wire, decay: Wire) -> tuple[str, dict[str, Any]]:
+        return "gated_recurrence", {}
+
+    def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels import gated_recurrence
+
+        dtype = torch.promote_types(torch.promote_types(x.dtype, decay.dtype), torch.float32)
+        taken, decay = x.to(dtype), decay.to(dtype)
+        if self.factor != "full":
+            factor = self.share(decay)
+            if self.first_full:
+                factor = factor.masked_fill(self.starts(call, x).unsqueeze(-1), 1.0)
+            taken = factor * taken
+        out: Any = gated_recurrence(
+            taken, decay, state=call.state["h"] if call.state else None, return_state=call.return_state,
+            resets=call.resets, reverse=call.reverse,
+        )  # fmt: skip
+        if not call.return_state:
+            return out.to(x.dtype), {}
+        y, last = out
+        begun = {"begun": torch.ones_like(call.state["begun"])} if self.first_full and call.state else {}
+        if self.first_full and not begun:
+            begun = {"begun": torch.ones(x.shape[0], dtype=torch.long, device=x.device)}
+        return y.to(x.dtype), {"h": last, **begun}
+
+    def share(self, decay: Any) -> Any:
+        """Return how much of each input is taken in. The root has no gradient where nothing decays."""
+        import torch
+
+        if self.factor == "complement":
+            return -torch.expm1(decay)
+        return (-torch.expm1(2 * decay)).clamp(min=torch.finfo(decay.dtype).tiny).sqrt()
+
+    def starts(self, call: Any, x: Any) -> Any:
+        """Return a mask [B, S] of the first tokens of sequences."""
+        import torch
+
+        edge = torch.arange(x.shape[1], device=x.device) == (x.shape[1] - 1 if call.reverse else 0)
+        first = edge.expand(x.shape[0], -1)
+        if call.state:
+            first = first & (call.state["begun"] == 0).unsqueeze(-1)
+        return first if call.resets is None else first | call.resets

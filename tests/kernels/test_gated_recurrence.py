@@ -1,0 +1,64 @@
+"""The gated recurrence against flash-linear-attention's naive function, and lengths that do not fill their blocks.
+
+The law, resets, dtypes and layouts are the conformance suite's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import gated_recurrence
+from seqblocks.kernels.gated_recurrence import torch as blockwise
+from tests.kernels.test_linear_attention import FOLDER
+
+CASES = sorted(path.stem for path in FOLDER.glob("op_diagonal*.npz"))
+
+
+def with_state(x: Tensor, decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out = gated_recurrence(x, decay, return_state=True, **options)
+    assert isinstance(out, tuple)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None:
+    """float32: ten times what the naive function loses, and 1e-6 of the largest number."""
+    with np.load(FOLDER / f"{case}.npz") as file:
+        stored = {name: torch.from_numpy(file[name]) for name in file.files if name != "cfg"}
+        measured = json.loads(str(file["cfg"]))["measured"]
+    x = {name[3:]: t.to(dtype).requires_grad_() for name, t in stored.items() if name.startswith("in/")}
+    o, last = with_state(x["x"], x["g"], state=x.get("initial_state"), backend=backend)
+    found = {"out/o": o, "out/final_state": last}
+    loss = torch.stack([(y.double() * stored[n.replace("out", "cot")].double()).sum() for n, y in found.items()]).sum()
+    found |= {f"grad/{n}": g for n, g in zip(x, torch.autograd.grad(loss, [*x.values()]), strict=True)}
+    lost = {f"out/{n}": each for n, each in measured["maxdiff_f32_vs_f64"].items()}
+    lost |= {f"grad/{n}": each for n, each in measured["maxdiff_grad_f32"].items()}
+    for name, result in found.items():
+        largest = max(1.0, stored[name].abs().max().item())
+        bar = 1e-12 * largest if dtype == torch.float64 else 10 * lost[name] + 1e-6 * largest
+        assert (result.double() - stored[name]).abs().max() <= bar, name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("wide", [0, 10**9])
+def test_blocks_of_every_remainder(wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block and several, with resets at their edges, give the definition's numbers."""
+    monkeypatch.setattr(blockwise, "WIDE", wide)
+    generator = torch.Generator().manual_seed(0)
+    for length in range(2, 27):
+        x, decay = (torch.randn(2, length, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+        resets = torch.rand(2, length, generator=generator) < 0.3
+        results = [
+            with_state(x, -decay.abs(), resets=resets, reverse=reverse, backend=backend)
+            for backend in ("reference", "torch")
+        ]
+        for wanted, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)

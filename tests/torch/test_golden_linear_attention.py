@@ -1,0 +1,214 @@
+"""The bundled blocks of linear attention, delta rules and gated recurrences against the official layers' float64 runs.
+
+Outputs, last states and every gradient, of inputs and weights; the cotangents of the states are part of the cases.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.checkpoint import load_official, official_name
+from tests.torch import golden
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def value_first(x: Tensor) -> Tensor:
+    """States that the official cache has with the axis of values before that of keys."""
+    return x.transpose(-1, -2)
+
+
+class Case(NamedTuple):
+    """A block's call, the file of the block, its recurrent step, the official layout of its state, what is wired in."""
+
+    call: str
+    use: str
+    step: str
+    layout: Callable[[Tensor], Tensor] = same
+    state: str = "S"
+    wire: str = ""
+
+
+CASES = {
+    "linear_attention/layer_retention_T33": Case("retention_mixer: {dim: 16, heads: 2}", "retnet", "linear_attention"),
+    "linear_attention/layer_gla_T33": Case("gla_mixer: {dim: 32, heads: 2}", "gla", "linear_attention", value_first),
+    "linear_attention/layer_simple_gla_T17": Case(
+        "simple_gla_mixer: {dim: 16, heads: 2}", "gla", "linear_attention", value_first
+    ),
+    "linear_attention/layer_hgrn_T17": Case(
+        "hgrn_mixer: {dim: 16, lower: lower}", "hgrn", "gated_recurrence", state="h", wire="zeros"
+    ),
+    "linear_attention/layer_hgrn2_T17": Case(
+        "hgrn2_mixer: {dim: 16, key: 8, lower: lower}", "hgrn", "linear_attention", value_first, wire="lower_bound"
+    ),
+    "linear_attention/layer_deltanet_T33": Case(
+        "deltanet_mixer: {dim: 16, heads: 2}", "deltanet", "linear_attention"
+    ),
+    "linear_attention/layer_gated_deltanet_T33": Case(
+        "gated_deltanet_mixer: {dim: 16, heads: 2, head: 6}", "deltanet", "linear_attention", value_first
+    ),
+    "linear_attention/layer_gated_deltanet_T9_neg_gva": Case(
+        "gated_deltanet_mixer: {dim: 16, heads: 2, value_heads: 4, head: 6, expand_v: 1, negative: true}", "deltanet",
+        "linear_attention", value_first,
+    ),
+    "linear_attention/layer_kda_T33": Case(
+        "kda_mixer: {dim: 16, heads: 2, head: 8}", "kda", "linear_attention", value_first
+    ),
+    "linear_attention/layer_griffin_T17": Case(
+        "griffin_mixer: {dim: 16, heads: 2}", "griffin", "rg_lru.gated_recurrence", state="h"
+    ),
+    "linear_attention/cell_rglru_T20_resets": Case(
+        "rg_lru: {width: 12, heads: 3}", "griffin", "gated_recurrence", state="h"
+    ),
+    "linear_attention/cell_rglru_T33": Case("rg_lru: {width: 16, heads: 2}", "griffin", "gated_recurrence", state="h"),
+    "linear_attention/layer_mingru_T33": Case(
+        "mingru_mixer: {dim: 12, expand: 1.5}", "mingru", "gated_recurrence", state="h"
+    ),
+    "linear_attention/layer_minlstm_T17": Case("minlstm_mixer: {dim: 12}", "mingru", "gated_recurrence", state="h"),
+    "mamba/mamba2_L1_d16_h4_N4": Case(
+        "mamba2_mixer: {dim: 16, state: 4, head: 8}", "mamba2", "linear_attention", value_first
+    ),
+    "mamba/mamba2_L9_d16_h4_N4": Case(
+        "mamba2_mixer: {dim: 16, state: 4, head: 8}", "mamba2", "linear_attention", value_first
+    ),
+    "mamba/mamba2_L64_d32_h4_N16_g2": Case(
+        "mamba2_mixer: {dim: 32, state: 16, head: 16, groups: 2}", "mamba2", "linear_attention", value_first
+    ),
+    "mamba/mamba2_opt_L9_Dhdim_normbeforegate": Case(
+        "mamba2_mixer: {dim: 16, state: 4, head: 8, groups: 2, skip_per_feature: true, gate: after}", "mamba2",
+        "linear_attention", value_first,
+    ),
+    "mamba/mamba2_opt_L9_norms_off": Case(
+        "mamba2_mixer: {dim: 16, state: 4, head: 8, norm: false}", "mamba2", "linear_attention", value_first
+    ),
+}  # fmt: skip
+
+
+class Read(NamedTuple):
+    data: Any
+    cfg: dict[str, Any]
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        x = torch.from_numpy(self.data[name])
+        return x.to(dtype) if x.is_floating_point() else x
+
+
+def read(name: str) -> Read:
+    with np.load(golden.FOLDER / f"{name}.npz") as file:
+        data = dict(file)
+    return Read(data, json.loads(str(data["cfg"])))
+
+
+def built(name: str, dtype: torch.dtype) -> tuple[Read, Any]:
+    """The block with the case's weights. What is wired in enters as further features of the input."""
+    case, found = CASES[name], read(name)
+    width = found.data["in/x"].shape[-1]
+    more = width if case.wire else 0
+    verb, _, arguments = case.call.partition(": {")
+    model = seqblocks.build_text(f"""
+seqblocks: 1
+use: [{case.use}]
+model:
+  input: {{features: {width + more}}}
+  steps:
+    - select: {{features: {width}, name: x, as: x}}
+    {f'- select: {{from: input, first: {width}, features: {more}, as: lower}}' if more else ''}
+    - {verb}: {{from: x, name: it, {arguments}
+checkpoint: {{it: ""}}
+""", dtype=dtype)
+    load_official(model, {key[2:]: found.tensor(key, dtype) for key in found.data if key.startswith("w/")})
+    return found, model.eval()
+
+
+def given_state(found: Read, case: Case, model: Any, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
+    if "in/initial_state" not in found.data:
+        return None, None
+    first = found.tensor("in/initial_state", dtype).requires_grad_()
+    state = model.init_state(first.shape[0])
+    here = at(state["it"], case.step)
+    here[case.state] = first.reshape(here[case.state].shape)
+    if "begun" in here:
+        here["begun"] = found.tensor("in/position_ids", dtype)[:, 0]
+    return state, first
+
+
+def at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def run(name: str, dtype: torch.dtype) -> tuple[Read, dict[str, Tensor]]:
+    case, (found, model) = CASES[name], built(name, dtype)
+    leaves = {"x": found.tensor("in/x", dtype).requires_grad_()}
+    x = leaves["x"]
+    if case.wire:
+        lower = found.tensor("in/lower_bound", dtype) if case.wire == "lower_bound" else torch.zeros_like(x[0, 0])
+        leaves |= {"lower_bound": lower.requires_grad_()} if case.wire == "lower_bound" else {}
+        x = torch.cat([x, lower.expand_as(x)], -1)
+    state, first = given_state(found, case, model, dtype)
+    leaves |= {} if first is None else {"initial_state": first}
+    resets = found.tensor("in/position_ids", dtype) == 0 if "in/position_ids" in found.data else None
+    y, last = model(x, state=state, return_state=True, resets=resets)
+    recurrent = case.layout(at(last["it"], case.step)[case.state])
+    results = {"y": y}
+    for key in ("recurrent_state", "final_state", "ssm_state"):
+        if f"out/{key}" in found.data:
+            results[key] = recurrent.reshape(found.data[f"out/{key}"].shape)
+    pairs = [(results[key], found.tensor(f"cot/{key}", dtype)) for key in results if f"cot/{key}" in found.data]
+    loss = torch.stack([(out * cotangent).sum() for out, cotangent in pairs]).sum()
+    names = [key for key in leaves if f"grad/{key}" in found.data]
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, [*(leaves[key] for key in names), *parameters.values()])
+    out = {f"out/{key}": each.detach() for key, each in results.items()}
+    out |= {f"grad/{key}": g for key, g in zip(names, grads, strict=False)}
+    for key, g in zip(parameters, grads[len(names) :], strict=True):
+        official, gradient = to_official(official_name(model.spec, key), g, found)
+        out[f"grad/{official}"] = gradient
+    return found, out
+
+
+def to_official(recipe: Any, gradient: Tensor, found: Read) -> tuple[str, Tensor]:
+    """The name and the layout of a gradient in the release."""
+    if isinstance(recipe, str):
+        return recipe, gradient
+    kind = next(iter(recipe))
+    name = recipe[kind]
+    gradient = gradient.transpose(-1, -2) if kind == "transpose" else gradient
+    return name, gradient.reshape(found.data[f"w/{name}"].shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*may be above 0")  # the lower decays of HGRN are an input here
+@pytest.mark.parametrize("name", CASES)
+def test_the_official_layers(name: str) -> None:
+    found, results = run(name, torch.float64)
+    wanted = {key for key in found.data if key.startswith("grad/")}
+    assert {key for key in results if key.startswith("grad/")} == wanted
+    for key, result in results.items():
+        torch.testing.assert_close(result, torch.from_numpy(found.data[key]), rtol=1e-9, atol=1e-10, msg=key)
+
+
+@pytest.mark.filterwarnings("ignore:.*may be above 0")
+@pytest.mark.parametrize("name", CASES)
+def test_float32_loses_what_the_official_layers_lose(name: str) -> None:
+    """Ten times what they lose of outputs and gradients, and 1e-6 of the largest number."""
+    found, results = run(name, torch.float32)
+    measured = found.cfg.get("measured", found.cfg)
+    lost = measured["maxdiff_f32_vs_f64"]
+    lost = {f"out/{n}": x for n, x in lost.items()} if isinstance(lost, dict) else {"out/y": lost}
+    lost |= {f"grad/{n}": x for n, x in measured.get("maxdiff_grad_f32", {}).items()}
+    for key, loss in lost.items():
+        if key in results:
+            expected = torch.from_numpy(found.data[key])
+            error = (results[key].double() - expected).abs().max().item()
+            assert error <= 10 * loss + 1e-6 * max(1.0, expected.abs().max().item()), key
