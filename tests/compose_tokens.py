@@ -113,7 +113,7 @@ class Tokens(Writer):
                     ("learnable_skip", {"with": other}),
                     ("add", {"with": other}),
                     ("multiply", {"by": other}),
-                    ("lerp", {"to": other}),
+                    *[("lerp", {"to": other})] * 3,
                     ("multiply", {"by": other}),
                     *[("divide", {"by": other})] * 3,
                     ("add", {"with": other}),
