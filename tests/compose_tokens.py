@@ -104,7 +104,7 @@ class Tokens(Writer):
         """Bring in another wire."""
         others = self.like(body)
         same = self.like(body, body.now.width)
-        if same and self.maybe(0.6):
+        if same and self.maybe(0.8):
             other, now = self.chance.choice(same), body.now
             gated = {"activation": self.chance.choice(ACTIVATIONS)}
             verb, arguments = self.chance.choice(
