@@ -16,7 +16,7 @@ from typing import Any
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_tokens import INITS
-from tests.composed import Body, Call, Kind, Step
+from tests.composed import Body, Call, Kind, Step, has_own
 
 
 class Composer(Mixers, Rates):
@@ -61,8 +61,8 @@ class Composer(Mixers, Rates):
 
     def inner(self, body: Body, steps: int, fixed: bool = True, width: int | None = None, **more: Any) -> Body:
         """The steps of a combinator on what is current."""
-        own = {"wires": dict(body.wires), "linears": list(body.linears), "steps": [], "depth": body.depth + 1}
-        made = replace(body, fixed=fixed, **own | more)
+        own: dict[str, Any] = {"wires": dict(body.wires), "linears": list(body.linears), "owners": list(body.owners)}
+        made = replace(body, fixed=fixed, **{**own, "steps": [], "depth": body.depth + 1, **more})
         self.fill(made, steps)
         self.restore(made, replace(body.now, width=width or made.now.width))
         return made
@@ -121,7 +121,8 @@ class Composer(Mixers, Rates):
         if len(orders) > 1 and not body.owned and self.maybe(0.6):
             own = chance.choice(["all", "some", "none"])
         owned = body.owned or own in ("all", "some")
-        more: dict[str, Any] = {"wires": wires, "owned": owned, "columns": body.columns or columns, "linears": []}
+        more: dict[str, Any] = {"wires": wires, "owned": owned, "columns": body.columns or columns}
+        more |= {"linears": [], "owners": []}
         inside = self.inner(body, chance.randint(1, 3), **more)
         merge = chance.choice(["sum", "mean", "concat", "product"])
         width = inside.now.width * (len(orders) if merge == "concat" else 1)
@@ -142,11 +143,15 @@ class Composer(Mixers, Rates):
     def repeat(self, body: Body) -> None:
         now = body.now
         if self.maybe(0.5):
-            inside = self.inner(body, self.chance.randint(1, 3), width=now.width, layered=True)
+            shares = self.maybe(0.3) and not body.owned
+            inside = self.inner(body, self.chance.randint(1, 3), width=now.width, layered=not shares)
+            owners = [owner for owner in inside.owners if {owner.verb: owner.inside} in inside.steps and has_own(owner)]
+            share = self.chance.choice(["all", [owners[0].inside["name"]]]) if shares and owners else None
             if self.maybe(0.3) and now.name == "sequence":
                 inside.steps.append({"dropout": {"name": self.fresh("n"), "p": "0.1 * layer / layers"}})
             made = replace(now, grid=inside.now.grid)
-            self.add_maybe(body, "repeat", made, times=self.number(self.chance.randint(1, 3)), steps=inside.steps)
+            times = self.number(self.chance.randint(1, 3))
+            self.add_maybe(body, "repeat", made, times=times, share=share, steps=inside.steps)
             return
         layers = [self.inner(body, self.chance.randint(1, 2), width=now.width, layered=True) for _ in range(2)]
         words = {self.fresh("m"): inside for inside in layers}
@@ -170,7 +175,7 @@ class Composer(Mixers, Rates):
             same = self.like(body, now.width)
             arguments[port] = self.chance.choice(same) if same else self.named(body)
         for key, place in call.steps.items():
-            inside = replace(place, steps=[], wires={}, linears=[], depth=body.depth + 2, owned=body.owned)
+            inside = replace(place, steps=[], wires={}, linears=[], owners=[], depth=body.depth + 2, owned=body.owned)
             inside.columns, inside.layered = inside.columns or body.columns, body.layered
             self.fill(inside, self.chance.randint(0, 2))
             self.restore(inside, place.now)
@@ -225,7 +230,8 @@ class Composer(Mixers, Rates):
             if self.budget < 0:
                 return
             self.budget -= 1
-            self.move(body)(body)
+            if not (self.maybe(0.1) and self.share(body)):
+                self.move(body)(body)
 
     def move(self, body: Body) -> Callable[[Body], None]:
         """The next thing to do, of what the current wire allows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +26,22 @@ class Kind:
         return self.name, self.length, self.rate, self.grid if self.name == "image" else None
 
 
+class Owner(NamedTuple):
+    """A step that was written, with what it reads and makes."""
+
+    verb: str
+    inside: Step
+    reads: Kind
+    makes: Kind
+
+
+def has_own(owner: Owner) -> bool:
+    """Whether a step has parameters of its own for sure, and its output is one wire."""
+    own = {"linear", "causal_conv", "conv1d", "conv_transpose1d", "centaurus", "swiglu", "slstm"}
+    verbs = set(re.findall(r'"(\w+)": \{', json.dumps({owner.verb: owner.inside})))
+    return bool(verbs & own) and not {"when", "as", "from", "tie", "share"} & set(owner.inside)
+
+
 @dataclass
 class Body:
     """A list of steps under way: its wires by name, and what the next step reads."""
@@ -37,6 +55,7 @@ class Body:
     columns: bool = False  # in a scan by columns
     owned: bool = False  # in a scan whose orders own parameters
     layered: bool = False  # in a repeat, whose layer has a number
+    owners: list[Owner] = field(default_factory=list)  # steps whose parameters later steps may share
 
 
 class Call(NamedTuple):
@@ -96,8 +115,19 @@ class Writer:
         """Append a step whose output is the next one's input."""
         inside = {"name": self.fresh("n"), **{key: value for key, value in arguments.items() if value is not None}}
         body.steps.append({verb: inside})
+        body.owners.append(Owner(verb, inside, body.now, made))
         body.now = made
         return inside
+
+    def share(self, body: Body) -> bool:
+        """Write a step again that uses the parameters of an earlier one; whether there is such a step."""
+        alike = [owner for owner in body.owners if owner.reads == body.now and has_own(owner)]
+        if not alike or body.owned:
+            return False
+        owner = self.chance.choice(alike)
+        again = {key: value for key, value in owner.inside.items() if key not in ("name", "as", "init", "tie", "share")}
+        self.add(body, owner.verb, owner.makes, **again, share=owner.inside["name"])
+        return True
 
     def condition(self, body: Body) -> bool | str:
         if body.layered and self.maybe(0.5):

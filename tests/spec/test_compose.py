@@ -36,7 +36,8 @@ def test_every_verb_and_key_is_written() -> None:
 
     for text in SPECS:
         visit(json.loads(text))
-    wanted = {*builtin_verbs(), *COMBINATORS, "from", "as", "init", "tie", "own", "let", "args", "drop_path", "pattern"}
+    keys = {"from", "as", "init", "tie", "share", "when", "own", "let", "args", "drop_path", "pattern"}
+    wanted = {*builtin_verbs(), *COMBINATORS, *keys}
     assert {word for word in wanted if written[word] < 5} == set()
 
 
@@ -76,7 +77,7 @@ def test_every_mixer_meets_every_combinator_in_what_streams() -> None:
                 met.update((outer, verb) for outer in within)
                 visit(value, within | ({verb} & {*COMBINATORS, "blocks"}))
 
-    for seed in range(400):
+    for seed in range(1000):
         visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
     wanted = {(outer, mixer) for outer in {*COMBINATORS, "blocks", "when"} for mixer in MIXERS | set(COMBINATORS)}
     assert wanted - met == set()
