@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def _facts(file: SpecFile, model: ModelSpec | None) -> dict[str, Any]:
     if model is None:
         return {"blocks": list(file.blocks)}
-    facts = {"params": graph.count(model.graph), "input": str(model.input), "output": str(model.output)}
+    facts = {"params": graph.count(model.graph), "input": model.input_text, "output": model.output_text}
     return facts | output.remarks_on(model)
 
 
@@ -87,4 +87,4 @@ def _described(file: SpecFile, model: ModelSpec | None) -> str:
     if model is None:
         return f"{len(file.blocks)} block{'s' if len(file.blocks) != 1 else ''} ({', '.join(file.blocks)})"
     changed = f" (with {', '.join(model.overridden)})" if model.overridden else ""
-    return f"{graph.count(model.graph):,} parameters, {model.input} -> {model.output}{changed}"
+    return f"{graph.count(model.graph):,} parameters, {model.input_text} -> {model.output_text}{changed}"

@@ -128,6 +128,9 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
     size = output.bytes_of(found.params_bytes)
     yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
     yield "cost", _cost(found, options)
+    if len(found.inputs) > 1:
+        macs = "depends on its length" if found.context_macs is None else output.short(found.context_macs, "MACs")
+        yield "context", f"{macs}, once for {', '.join([*found.inputs][1:])}"
     if found.state and found.streams is None:
         total = options.batch * found.state_bytes
         many = f", {output.bytes_of(total)} for {options.batch}" if options.batch > 1 else ""

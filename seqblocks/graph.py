@@ -75,6 +75,8 @@ class Node:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     state: dict[str, State] = field(default_factory=dict)
     wires: tuple[Wire | None, ...] = ()  # op: the types of what its ports read
+    vectors: tuple[int, ...] = ()  # op: those of its inputs that are vectors and meet each token of the others
+    kept: bool = False  # whether a stream computes it once and reads its output at each token
     macs: int = 0  # per token of its output, at a length that may be open
     calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
@@ -117,14 +119,21 @@ class Graph:
     nodes: list[Node]
     result: int
     captures: tuple[int, ...] = ()
-    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, as values inside
+    ports: dict[str, int] = field(default_factory=dict)  # a block's wire arguments, or a model's further inputs
+    outputs: dict[str, int] = field(default_factory=dict)  # a model's, where it names them; the first is the result
     checkpoint: tuple[Entry, ...] = ()  # a block's map, for the arguments that this body was made with
     absent: list[str] = field(default_factory=list)  # the names of steps whose condition is false
+    kept: dict[str, State] = field(default_factory=dict)  # a model's further inputs that a stream reads at each token
 
     @property
     def reads(self) -> tuple[int, ...]:
         """The values that the body is called with, its input first. Those of a block have numbers of its own."""
         return (self.input, *self.ports.values(), *self.captures)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The values that the body returns: one, but for a model that names its outputs."""
+        return tuple(self.outputs.values()) or (self.result,)
 
 
 class SpecSource(NamedTuple):
@@ -141,7 +150,8 @@ class ModelSpec:
     """A spec after the analysis: what `load_model` returns, `build_model` builds and a built model has as `model.spec`.
 
     input, output: the types of the model's wires; graph: its steps; types, labels: of every value, by number;
-    source: the text that it was read from.
+    source: the text that it was read from. inputs, outputs: all of them by name, where the spec names them; `input`
+    and `output` are the first.
     """
 
     name: str
@@ -156,10 +166,24 @@ class ModelSpec:
     dropped: int = 0  # how many more warnings there are
     notes: tuple[str, ...] = ()  # remarks on overrides that repeat what the spec says
     source: SpecSource | None = None
+    inputs: dict[str, Wire] = field(default_factory=dict)
 
     @property
     def output(self) -> Wire | None:
         return self.types[self.graph.result]
+
+    @property
+    def outputs(self) -> dict[str, Wire | None]:
+        return {name: self.types[value] for name, value in self.graph.outputs.items()}
+
+    @property
+    def input_text(self) -> str:
+        """The input as text, or all inputs with their names."""
+        return ", ".join(f"{name} {wire}" for name, wire in self.inputs.items()) or str(self.input)
+
+    @property
+    def output_text(self) -> str:
+        return ", ".join(f"{name} {wire}" for name, wire in self.outputs.items()) or str(self.output)
 
 
 class Named(NamedTuple):
@@ -289,24 +313,60 @@ def walk(graph: Graph) -> Iterator[Node]:
             yield from walk(body)
 
 
+def is_context(node: Node) -> bool:
+    """Return whether a step depends on no input that streams: a stream runs it once."""
+    return node.type is not None and node.type.context
+
+
+def streamed(graph: Graph) -> Iterator[Node]:
+    """Yield each node that depends on an input that streams, outer before inner."""
+    for node in graph.nodes:
+        if not is_context(node):
+            yield node
+            for body in node.bodies.values():
+                yield from streamed(body)
+
+
 def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """Return the name and place of a step that cannot run token by token, and why; None if the model can stream."""
-    for node in walk(model.graph):
-        why = node.op.cannot_stream(*node.wires) if node.op else None
+    for node in streamed(model.graph):
+        why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
         if node.kind == "scan" and node.arguments.orders != ("forward",):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
             return f"{node.name} ({node.span})", why
-    if model.input.kind == "image":
+    if model.input.kind in ("image", "vector"):
         origin = model.input.origin
-        return f"the input ({origin.span})" if origin else "the input", "it is a whole image"
+        what = "a whole image" if model.input.kind == "image" else "one vector"
+        return f"the input ({origin.span})" if origin else "the input", f"it is {what}"
     return None
+
+
+def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:
+    """Return why a step would need all of the stream at once, or a part of the context for each token; else None."""
+    if node.op:
+        ports = {port.name for port in node.op.ports if not port.length}
+        beside = [value for port in node.inputs.keys() & ports for value in node.inputs[port]]
+    else:
+        beside = [body.result for body in node.bodies.values()][-1 if node.kind == "repeat" else 0 :]
+        beside += node.inputs["x"] if node.kind in ("residual", "scan") else ()
+    for value in beside:
+        wire = model.types[value]
+        if wire and wire.context and wire.places:
+            return f"it reads {model.labels[value]} token by token, which is context"
+    return _meets_vector(node, model)
+
+
+def _meets_vector(node: Node, model: ModelSpec) -> str | None:
+    wires = ((value, model.types[value]) for value in node.vectors)
+    found = next((model.labels[value] for value, wire in wires if wire and not wire.context), None)
+    return found and f"{found}, made of the whole sequence, meets each of its tokens"
 
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """Return the name and place of a step that mixes sequences that resets separate, and why; None if none does."""
-    for node in walk(model.graph):
-        why = node.op.ignores_resets(*node.wires) if node.op else None
+    for node in streamed(model.graph):
+        why = (node.op.ignores_resets(*node.wires) if node.op else None) or _meets_vector(node, model)
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
             why = f"it reads the sequence in the order {by_columns[0]}"
         if why:
@@ -316,7 +376,7 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 def frame_size(graph: Graph) -> int:
     """Return how many tokens of the input a stream takes at once: the least common multiple of all rates."""
-    return math.lcm(*(node.type.rate for node in walk(graph) if node.type))
+    return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))
 
 
 def verify(model: ModelSpec) -> None:
@@ -338,4 +398,4 @@ def _verify(model: ModelSpec, graph: Graph, known: set[int]) -> None:
             assert set(body.captures) <= known, f"{node.name} captures a value that is not there"
             _verify(model, body, known)
         known |= set(node.outputs)
-    assert graph.result in known, "the result is not a value of the graph"
+    assert set(graph.results) <= known, "a result is not a value of the graph"

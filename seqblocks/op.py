@@ -43,6 +43,9 @@ class Port(NamedTuple):
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
     `joins`: accepts a list of wires, joined along the feature axis.
     `size_only`: the op reads how many tokens there are, not what they hold; that uses no step (E315).
+    `length`: ports with the same word read sequences of one length, by default that of the main input.
+    `broadcast`: a vector, where the others are sequences or images, meets each of their tokens. The op's declarations
+    and `forward` then see it as a sequence or an image.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Port(NamedTuple):
     optional: bool = False
     kinds: tuple[Kind, ...] = ("sequence",)
     size_only: bool = False
+    length: str = ""
+    broadcast: bool = False
 
 
 X = Port("x", "the input", main=True)

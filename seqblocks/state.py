@@ -26,13 +26,15 @@ def declared(body: Graph) -> States:
             inside |= nested if label == "" else ({label: nested} if nested else {})
         if inside:
             out[node.name] = inside
-    return out
+    return out | ({"input": dict(body.kept)} if body.kept else {})
 
 
-def new_state(declarations: States, batch: int, device: Any, dtype: torch.dtype) -> States:
+def new_state(
+    declarations: States, batch: int, device: Any, dtype: torch.dtype, context: States | None = None
+) -> States:
     """Return the state before the first token. Float states are at least float32, in float64 models float64.
 
-    Raise RunError where the device has no room for it.
+    context: the part that depends on the context. Raise RunError where the device has no room for the rest.
     """
 
     def fresh(state: State) -> Tensor:
@@ -40,7 +42,7 @@ def new_state(declarations: States, batch: int, device: Any, dtype: torch.dtype)
         return torch.full((batch, *state.shape), state.fill, dtype=kind, device=device)
 
     try:
-        return _mapped(declarations, fresh)
+        return _filled(declarations, context, fresh) if context else _mapped(declarations, fresh)
     except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises for sizes that it cannot allocate
         numbers = batch * _numbers(declarations)
         raise RunError(f"{device} has no room for the state of {batch:,} sequences, {numbers:,} numbers") from error
@@ -62,6 +64,15 @@ def _mapped(tree: States, function: Callable[[Any], Any]) -> States:
     return {key: _mapped(item, function) if isinstance(item, dict) else function(item) for key, item in tree.items()}
 
 
+def _filled(tree: States, known: States, function: Callable[[State], Any]) -> States:
+    """Apply a function to each leaf of a tree but those that are known."""
+    return {
+        key: _filled(item, known.get(key, {}), function) if isinstance(item, dict)
+        else known[key] if key in known else function(item)
+        for key, item in tree.items()
+    }  # fmt: skip
+
+
 def check_state(declarations: States, state: Any, batch: int, device: torch.device, path: str = "state") -> None:
     """Raise RunError unless `state` is as declared, for this batch and device."""
     if not isinstance(state, dict) or state.keys() != declarations.keys():
@@ -75,9 +86,11 @@ def check_state(declarations: States, state: Any, batch: int, device: torch.devi
 
 
 def _check_tensor(declared: State, tensor: Any, batch: int, device: torch.device, path: str) -> None:
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape[1:]) != declared.shape:
+    free = bool(declared.length)  # the first axis
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape[1 + free :]) != declared.shape[free:]:
         shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise RunError(f"{path} must be [batch, {', '.join(map(str, declared.shape))}], and is {shape}")
+        sizes = [declared.length, *declared.shape[1:]] if free else declared.shape
+        raise RunError(f"{path} must be [batch, {', '.join(map(str, sizes))}], and is {shape}")
     wrong = tensor.is_floating_point() != (declared.dtype != "int64")
     if wrong or (declared.dtype == "float32" and tensor.dtype in HALF):
         kind = {"int64": "int64", "model": "of the model's dtype"}.get(declared.dtype, "float32")

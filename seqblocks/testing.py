@@ -8,6 +8,7 @@ The law of everything that carries state:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqblocks import graph
 from seqblocks.analysis import lookahead
-from seqblocks.errors import RunError, UsageError
-from seqblocks.runtime.model import SequenceModel
+from seqblocks.errors import UsageError
+from seqblocks.runtime.model import SequenceModel, has_tokens
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import StepModule
 from seqblocks.state import States, declared
 from seqblocks.types import UNBOUNDED, Facts, Wire
+
+Context = dict[str, Tensor]  # inputs that do not stream, by name
+Output = Any  # a tensor, or a dict of them where the spec names its outputs
 
 
 def check_law(
@@ -47,24 +52,25 @@ def check_law(
     terms are rounded however small their sum is. 1e-9 * 1e-4 is about 450 roundings in float64, as many as a sum over
     the tokens of a test has; in coarser dtypes it is less than one rounding.
     """
-    model.init_state(batch)  # raises where the model cannot stream
+    context = random_context(model, batch, seed)
+    model.init_state(batch, **context)  # raises where the model cannot stream
     cuts = _checked_cuts(cuts, seq)
     _check_resets(resets, batch, seq)
-    if model.spec.input.kind == "image":
-        raise RunError("the model reads images, and an image has no chunks: the law is one of sequences")
     check_shapes(model, seq=seq, batch=batch, seed=seed)
     check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
     tolerance = _tolerance(model) if tolerance is None else tolerance
     x = random_input(model, batch, seq * model.frame_size, seed)
     marks = _marks(x, resets, model.frame_size) if resets else None
-    whole, last = model(x, return_state=True, resets=marks)
-    gradients = _gradients(model, whole, x)
-    for name, found, state in _splits(model, x, cuts, marks):
-        _assert_close(f"{name}: output", found, whole, tolerance)
+    whole, last = model(x, return_state=True, resets=marks, **context)
+    leaves = [t for t in (x, *context.values(), *model.parameters()) if t.requires_grad]
+    gradients = _gradients(whole, leaves)
+    _assert_tree_close("without a state: output", model(x, resets=marks, **context), whole, tolerance)
+    for name, found, state in _splits(model, x, context, cuts, marks):
+        _assert_tree_close(f"{name}: output", found, whole, tolerance)
         _assert_tree_close(f"{name}: state", state, last, tolerance)
-        _assert_gradients_close(name, _gradients(model, found, x), gradients, tolerance)
-    if marks is not None and _has_tokens(model):
-        _assert_close("resets: pieces on their own", _pieces(model, x, marks), whole, tolerance)
+        _assert_gradients_close(name, _gradients(found, leaves), gradients, tolerance)
+    if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
+        _assert_tree_close("resets: pieces on their own", _pieces(model, x, context, marks), whole, tolerance)
 
 
 def _checked_cuts(cuts: Sequence[int] | None, seq: int) -> Sequence[int]:
@@ -91,13 +97,14 @@ def _marks(x: Tensor, resets: Sequence[tuple[int, int]], frame: int) -> Tensor:
 
 
 def _splits(
-    model: SequenceModel, x: Tensor, cuts: Sequence[int], marks: Tensor | None
-) -> Iterator[tuple[str, Tensor, States]]:
+    model: SequenceModel, x: Tensor, context: Context, cuts: Sequence[int], marks: Tensor | None
+) -> Iterator[tuple[str, Output, States]]:
     """Yield the output and the last state by chunks, then by steps; with resets, steps are chunks of one frame."""
     frame = model.frame_size
     frames = list(range(0, x.shape[1] + 1, frame))
-    yield "chunks", *_chunks(model, x, [cut * frame for cut in sorted({0, len(frames) - 1, *cuts})], marks)
-    yield "steps", *(_steps(model, x) if marks is None else _chunks(model, x, frames, marks))
+    edges = [cut * frame for cut in sorted({0, len(frames) - 1, *cuts})]
+    yield "chunks", *_chunks(model, x, context, edges, marks)
+    yield "steps", *(_steps(model, x, context) if marks is None else _chunks(model, x, context, frames, marks))
 
 
 def check_lookahead(
@@ -114,15 +121,17 @@ def check_lookahead(
         return
     tolerance = _tolerance(model) if tolerance is None else tolerance
     seq, tokens = _length(model, seq), int(ahead.tokens)
-    rate = model.spec.output.rate if model.spec.output else 1
+    rates = {name: wire.rate for name, wire in _output_types(model).items() if has_tokens(wire)}
+    context = random_context(model, batch, seed)
     with torch.no_grad():
         x, other = (random_input(model, batch, seq, seed + at).detach() for at in (0, 1))
-        before = model(x)
+        before = _by_name(model(x, **context))
         for start in _starts(tokens + 1, seq):
-            count = -(-(start - tokens) // rate)  # of the outputs that are too early
-            after = model(torch.cat([x[:, :start], other[:, start:]], 1))
-            what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
-            _assert_close(what, after[:, :count], before[:, :count], tolerance)
+            after = _by_name(model(torch.cat([x[:, :start], other[:, start:]], 1), **context))
+            for name, rate in rates.items():
+                count = -(-(start - tokens) // rate)  # of the outputs that are too early
+                what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
+                _assert_close(what, after[name][:, :count], before[name][:, :count], tolerance)
 
 
 def _starts(first: int, seq: int) -> list[int]:
@@ -140,9 +149,14 @@ def _tolerance(model: SequenceModel) -> float:
     return 1e-9 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5
 
 
-def _has_tokens(model: SequenceModel) -> bool:
-    """Whether the output is neither a vector nor an image."""
-    return model.spec.output is not None and model.spec.output.kind in ("sequence", "tokens")
+def _output_types(model: SequenceModel) -> dict[str, Wire]:
+    """Return the types of the outputs by name; an output without a name is called ""."""
+    types = model.spec.outputs or {"": model.spec.output}
+    return {name: wire for name, wire in types.items() if wire}
+
+
+def _by_name(y: Output) -> dict[str, Tensor]:
+    return y if isinstance(y, dict) else {"": y}
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
@@ -153,14 +167,18 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     seq = _length(model, seq)
     streams = model._obstacle is None
     states = declared(model.graph)
+    context = random_context(model, batch, seed)
+    lengths = {name: _open_length(model) for name in context} | {next(iter(model.spec.inputs), "seq"): seq}
 
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
             y, state = result
-            axes = [seq // wire.rate if isinstance(axis, str) else axis for axis in wire.axes[1:]]
+            if y is None:  # the step runs at each token, and this call computed what a stream keeps
+                return
+            axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
             _assert_shape(f"{name}: output", y, [batch, *axes])
             _assert_facts(f"{name}: output", y, wire.facts)
-            if streams and isinstance(step, Primitive):
+            if streams and isinstance(step, Primitive) and not wire.context:
                 expected = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
                 _assert_state(name, state, expected, batch)
 
@@ -170,7 +188,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     hooks = [watch(name, step, step._type) for name, step in steps if step._type]
     try:
         with torch.no_grad():
-            model(random_input(model, batch, seq, seed), return_state=streams)
+            model(random_input(model, batch, seq, seed), return_state=streams, **context)
     finally:
         for hook in hooks:
             hook.remove()
@@ -205,12 +223,31 @@ def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> T
 
     An image is of the spec's size, whatever `seq` is.
     """
-    generator = torch.Generator("cpu").manual_seed(seed)
-    wire = model.spec.input
+    return _random(model, model.spec.input, batch, seq, torch.Generator("cpu").manual_seed(seed))
+
+
+def random_context(model: SequenceModel, batch: int, seed: int = 0) -> Context:
+    """Return inputs for those that do not stream, by name, as `random_input` does; open lengths are a few tokens."""
+    generator = torch.Generator("cpu").manual_seed(seed + 1000)
+    others = [*model.spec.inputs.items()][1:]
+    return {name: _random(model, wire, batch, _context_length(model, wire), generator) for name, wire in others}
+
+
+def _context_length(model: SequenceModel, wire: Wire) -> int:
+    return wire.length if isinstance(wire.length, int) else _open_length(model)
+
+
+def _open_length(model: SequenceModel) -> int:
+    """Return a length that all steps accept that change the rate of a context."""
+    return 3 * math.lcm(*(node.type.rate for node in graph.walk(model.graph) if graph.is_context(node) and node.type))
+
+
+def _random(model: SequenceModel, wire: Wire, batch: int, seq: int, generator: torch.Generator) -> Tensor:
     device = model._some_tensor().device
     if wire.kind == "tokens":
         return torch.randint(wire.features, (batch, seq), generator=generator, device="cpu").to(device)
-    shape = (batch, wire.features, *(wire.grid or ())) if wire.kind == "image" else (batch, seq, wire.features)
+    sizes = {"image": (wire.features, *(wire.grid or ())), "vector": (wire.features,)}
+    shape = (batch, *sizes.get(wire.kind, (seq, wire.features)))
     x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return x.to(device, dtype_of(model)).requires_grad_()
 
@@ -220,44 +257,60 @@ def dtype_of(model: SequenceModel) -> torch.dtype:
     return model._own_dtype()
 
 
-def _chunks(model: SequenceModel, x: Tensor, edges: Sequence[int], marks: Tensor | None) -> tuple[Tensor, Any]:
+def _chunks(
+    model: SequenceModel, x: Tensor, context: Context, edges: Sequence[int], marks: Tensor | None
+) -> tuple[Output, Any]:
     parts, state = [], None
     for a, b in pairwise(edges):
         resets = None if marks is None else marks[:, a:b]
-        y, state = model(x[:, a:b], state=state, return_state=True, resets=resets)
-        parts.append(y)
+        y, state = model(x[:, a:b], state=state, return_state=True, resets=resets, **(context if state is None else {}))
+        parts.append(_by_name(y))
     return _joined(model, parts), state
 
 
-def _steps(model: SequenceModel, x: Tensor) -> tuple[Tensor, Any]:
-    parts, state = [], model.init_state(x.shape[0])
+def _steps(model: SequenceModel, x: Tensor, context: Context) -> tuple[Output, Any]:
+    parts, state = [], model.init_state(x.shape[0], **context)
     one = model.frame_size == 1
+    types = _output_types(model)
     for t in range(0, x.shape[1], model.frame_size):
         y, state = model.step(x[:, t] if one else x[:, t : t + model.frame_size], state)
-        parts.append(y.unsqueeze(1) if one and _has_tokens(model) else y)
+        named = _by_name(y).items()
+        parts.append({name: y.unsqueeze(1) if one and has_tokens(types[name]) else y for name, y in named})
     return _joined(model, parts), state
 
 
-def _joined(model: SequenceModel, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 1) if _has_tokens(model) else parts[-1]  # a pooled model returns one vector
+def _joined(model: SequenceModel, parts: list[dict[str, Tensor]]) -> Output:
+    """Return outputs of chunks as those of the whole; the last where there is one vector for all tokens."""
+    found = {
+        name: torch.cat([part[name] for part in parts], 1) if has_tokens(wire) else parts[-1][name]
+        for name, wire in _output_types(model).items()
+    }
+    return found if model.spec.outputs else found[""]
 
 
-def _pieces(model: SequenceModel, x: Tensor, marks: Tensor) -> Tensor:
+def _pieces(model: SequenceModel, x: Tensor, context: Context, marks: Tensor) -> Output:
     rows = []
     for row in range(x.shape[0]):
         edges = sorted({0, x.shape[1], *torch.nonzero(marks[row]).flatten().tolist()})
-        parts = [model(x[row : row + 1, a:b]) for a, b in pairwise(edges)]
-        rows.append(torch.cat(parts, 1))
-    return torch.cat(rows)
+        own = {name: each[row : row + 1] for name, each in context.items()}
+        parts = [_by_name(model(x[row : row + 1, a:b], **own)) for a, b in pairwise(edges)]
+        rows.append(_by_name(_joined(model, parts)))
+    found = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+    return found if model.spec.outputs else found[""]
 
 
-def _gradients(model: SequenceModel, y: Tensor, x: Tensor) -> list[Tensor]:
-    if not y.requires_grad:  # token numbers
+def _gradients(y: Output, leaves: list[Tensor]) -> list[Tensor]:
+    outputs = [each for each in _by_name(y).values() if each.requires_grad]  # token numbers do not
+    if not outputs:
         return []
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
-    leaves = [t for t in (x, *model.parameters()) if t.requires_grad]
-    found = torch.autograd.grad((y * weights).sum(), leaves, retain_graph=True, allow_unused=True)
+    total = sum((each * _weights(each)).sum() for each in outputs)
+    assert isinstance(total, Tensor)
+    found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def _weights(y: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
 
 
 def _assert_gradients_close(name: str, found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:

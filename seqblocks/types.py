@@ -75,6 +75,7 @@ class Wire:
     origin: Origin | None = field(default=None, compare=False)
     rate: int = 1  # tokens of the model's input for each token here
     facts: Facts = UNBOUNDED
+    context: bool = False  # it depends on no input that streams: a stream computes it once
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -130,8 +131,10 @@ class Wire:
         return replace(self, length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
-        """Return the wire where the model's input has `tokens`, if its length is open."""
-        return replace(self, length=tokens // self.rate) if isinstance(self.length, str) else self
+        """Return the wire where the input that streams has `tokens`, if the length is open and that input's."""
+        if self.context or not isinstance(self.length, str):
+            return self
+        return replace(self, length=tokens // self.rate)
 
     def made_by(self, origin: Origin) -> Wire:
         """Return the wire with the step that fixed its sizes, unless one is known."""

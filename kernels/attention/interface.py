@@ -57,6 +57,7 @@ def attention(
     reset. scale: 1/sqrt(D) if not given. state: what a call before returned. keep: tokens that the returned state
     holds (default: those of the given state; with a window one less than it, without one all of them).
     resets [B, S] bool: true where a token is the first of a new sequence; nothing is seen across it.
+    Not causal, without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
     Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. A state that no longer holds what a
     token must see is the caller's affair: without a window, keep as many as there will be.
@@ -166,7 +167,9 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, rotary: float | None,
     state: AttentionState | tuple[Tensor, Tensor, Tensor] | None, return_state: bool, resets: Tensor | None,
 ) -> None:
-    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
+    memory = not causal and window is None and rotary is None and resets is None  # may have a length of its own
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
+    fits = fits and (memory or q.shape[1] == k.shape[1])
     if not fits or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             "attention wants q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV] with G a divisor of H; "

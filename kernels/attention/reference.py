@@ -40,7 +40,8 @@ def run(
         wide = (x.to(exact).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         keys, values = wide
         scores = scale * torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
-        seen = sees(place[T - S :], place, sequence, causal, window).unsqueeze(1)
+        query = torch.arange(T - S, T, device=q.device)  # of a memory (not causal) there may be fewer keys than queries
+        seen = sees(query, place, sequence, causal, window).unsqueeze(1)
         p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)
 

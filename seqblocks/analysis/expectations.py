@@ -36,10 +36,11 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
 
 def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
     tolerance = _tolerance(ctx, expect)
+    open_context = cost.open_context(model.graph)
     macs = cost.macs(model.graph, cost.tokens_of(model))
     figures: tuple[tuple[str, str, float | None], ...] = (
         ("params", "E701", graph.count(model.graph)),
-        ("state_bytes", "E702", cost.state_bytes(model.graph, "float32")),
+        ("state_bytes", "E702", None if open_context else cost.state_bytes(model.graph, "float32")),
         ("flops_per_token", "E703", None if macs is None else 2 * macs),
     )
     for key, code, found in figures:
@@ -47,7 +48,7 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
         if expected is None or expected is UNKNOWN or tolerance is UNKNOWN:
             continue
         if found is None or abs(found - expected) > tolerance * abs(expected):
-            shown = "unknown: the sequence length is open"
+            shown = f"unknown: the length of {open_context[0] if open_context else 'the sequence'} is open"
             if found is not None:
                 shown = f"{found:,.10g} ({found - expected:+,.10g})"
             message, span = f"the spec does not have the {key} it expects", expect.entries[key][1].span
@@ -97,7 +98,8 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
         return
     hint = None
     if ahead is None:
-        found = "none: " + ("the input is an image" if model.input.kind == "image" else f"the output is {model.output}")
+        kind = {"image": "an image", "vector": "a vector"}.get(model.input.kind)
+        found = f"none: the input is {kind}" if kind else f"none: the output is {model.output}"
     else:
         found = str(lookahead.shown(ahead.tokens))
         hint = ahead.first and f"the future enters at {ahead.first[0]} ({ahead.first[1].span})"

@@ -1,40 +1,86 @@
-"""`input:` -> the type of the wire that enters a model."""
+"""`input:` and `inputs:` -> the types of the wires that enter a model; `outputs:` -> the values that leave it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from seqblocks import graph
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import may_be_name
 from seqblocks.analysis.values import number
-from seqblocks.errors import Fault, Span
-from seqblocks.language.document import Mapping, Node, Sequence, kind_of
+from seqblocks.analysis.wires import read_wires
+from seqblocks.errors import Fault, Span, quote
+from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import known_keys, required
 from seqblocks.types import Origin, Wire
 
-EXPECTED = "{tokens: vocabulary}, {features: width} or {image: {size: 224, channels: 3}}"
+EXPECTED = "{tokens: vocabulary}, {features: width}, {vector: width} or {image: {size: 224, channels: 3}}"
+ALLOWED = {
+    "tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",),
+    "vector": ("vector",),
+}  # fmt: skip
+# What a call has arguments for: an input is passed by its name, next to them.
+CALL_ARGUMENTS = ("state", "return_state", "resets", "cu_seqlens", "grid", "batch_size", "device", "dtype", "batch")
+
+Inputs = dict[str, Wire | None]  # None where the input could not be read
 
 
-def read_input(ctx: Context, model: Mapping, span: Span | None) -> Wire | None:
-    """Return the type of `input: {tokens: 50304}`, `{features: 384}` or `{image: {size: 224, channels: 3}}`."""
-    message = "the model must say what its input is"
-    node = required(ctx.report, model, "input", Fault("E202", message, expected=EXPECTED), span)
+def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
+    """Return the types of a model's inputs by name; that of `input:` is called so. Empty after a fault."""
+    if "inputs" not in model.entries:
+        message = "the model must say what its input is"
+        node = required(ctx.report, model, "input", Fault("E202", message, expected=EXPECTED), span)
+        return {"input": _input(ctx, node, "seq")}
+    key, node = model.entries["inputs"]
+    if "input" in model.entries:
+        hint = "`inputs:` for several by name, `input:` for one without a name"
+        ctx.report(Fault("E210", "the inputs are given twice: as `input` and as `inputs`", hint=hint), key)
+    if not isinstance(node, Mapping) or not (node.entries or node.incomplete):
+        hint = "inputs: {text: {tokens: 256}, image: {image: {size: 224, channels: 3}}}"
+        what = "an empty one" if isinstance(node, Mapping) else kind_of(node)
+        ctx.report(Fault("E317", "inputs are a mapping of names to inputs", found=what, hint=hint), node.span)
+        return {}
+    found: Inputs = {}
+    for name, place, each in node:
+        _check_name(ctx, name, place, first=not found)
+        wire = _input(ctx, each, name)
+        found[name] = replace(wire, context=True) if wire and found else wire
+    return found
+
+
+def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
+    """Report a name that no input may have (E207, E311, E317)."""
+    if name in CALL_ARGUMENTS or (name == "x" and not first):
+        message = f"an input cannot be called {quote(name)}: a call has an argument of that name"
+        ctx.report(Fault("E317", message, hint="choose another name"), span)
+    else:
+        may_be_name(ctx, name, span)
+
+
+def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
+    """Return the type of an input such as `{tokens: 50304}`. axis: what its length is called where it is open."""
     if not isinstance(node, Mapping):
         if node:
-            ctx.report(Fault("E203", message, expected=EXPECTED), node.span)
+            ctx.report(Fault("E203", "the model must say what its input is", expected=EXPECTED), node.span)
         return None
-    kinds = [key for key in ("tokens", "features", "image") if key in node.entries]
-    allowed = {"tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",)}
-    words = allowed[kinds[0]] if len(kinds) == 1 else (*allowed, "length", "grid")
+    kinds = [key for key in ALLOWED if key in node.entries]
+    words = ALLOWED[kinds[0]] if len(kinds) == 1 else (*ALLOWED, "length", "grid")
     known_keys(ctx.run.report, node, words, "input")
     if len(kinds) != 1:
         if not node.incomplete:
             ctx.report(Fault("E202", "the input is of one kind", expected=EXPECTED), node.span)
         return None
-    return _image(ctx, node.entries["image"][1]) if kinds == ["image"] else _sequence(ctx, node, kinds[0])
+    if kinds == ["vector"]:
+        width = _positive(ctx, node.get("vector"))
+        return None if width is UNKNOWN else Wire("vector", width, origin=Origin("input", node.span))
+    if kinds == ["image"]:
+        return _image(ctx, node.entries["image"][1])
+    return _sequence(ctx, node, kinds[0], axis)
 
 
-def _sequence(ctx: Context, node: Mapping, kind: str) -> Wire | None:
+def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
     """Return the type of an input of tokens or of features."""
     features = _positive(ctx, node.get(kind))
     length = _positive(ctx, node.get("length")) if "length" in node.entries else None
@@ -47,7 +93,7 @@ def _sequence(ctx: Context, node: Mapping, kind: str) -> Wire | None:
     if grid:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
-    return Wire("tokens" if kind == "tokens" else "sequence", features, length or "seq", grid, origin)
+    return Wire("tokens" if kind == "tokens" else "sequence", features, length or axis, grid, origin)
 
 
 def _image(ctx: Context, node: Node) -> Wire | None:
@@ -83,3 +129,36 @@ def _grid(ctx: Context, node: Node | None) -> Any:
         return UNKNOWN if UNKNOWN in pair else tuple(pair)
     value = _positive(ctx, node)
     return UNKNOWN if value is UNKNOWN else (value, value)
+
+
+# --- outputs ------------------------------------------------------------------------------------------------------
+
+
+def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
+    """Note the wires that `outputs:` lists as what the model returns; report (E318) what it cannot return."""
+    if not isinstance(node, Sequence) or not node.items:
+        found = "an empty list" if isinstance(node, Sequence) else kind_of(node)
+        hint = "outputs: [logits, value]"
+        ctx.report(Fault("E318", "outputs are a list of wires", found=found, hint=hint), node.span)
+        return
+    inputs = {ctx.body.wires[name]: name for name in ctx.body.wires if ctx.body.wires[name] in body.reads}
+    for item in node.items:
+        (value,) = read_wires(ctx, item)
+        name = item.text if isinstance(item, Scalar) else ""
+        if name in body.outputs:
+            ctx.report(Fault("E318", f"the output {quote(name)} is listed twice"), item.span)
+        elif value in inputs:
+            expected = "the output of a step, named with `as:`"
+            ctx.report(Fault("E318", f"{quote(name)} is an input of the model", expected=expected), item.span)
+        elif name:
+            body.outputs[name] = value
+    body.result = next(iter(body.outputs.values()), body.result)
+
+
+def check_read(ctx: Context, node: Node | None, body: graph.Graph) -> None:
+    """Report (E319) the inputs under `inputs:` that no step reads."""
+    read = {value for step in body.nodes for value in step.reads}
+    for name, span, _ in node if isinstance(node, Mapping) else ():
+        if ctx.body.wires[name] not in read:
+            hint = f"read it with `from: {name}` or by a port, or leave it out"
+            ctx.report(Fault("E319", f"no step reads the input {quote(name)}", hint=hint), span)

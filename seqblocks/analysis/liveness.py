@@ -119,7 +119,7 @@ class _Liveness:
         return self._known[id(body)]
 
     def _walk(self, body: Graph) -> _Used:
-        live = {body.result}
+        live = set(body.results)
         waiting: set[int] = set()  # what idle steps read: it is idle because they are
         idle = Idle([], [])
         for node in reversed(body.nodes):

@@ -4,6 +4,8 @@ A token of a wire at rate r (`Wire.rate`) has the position of the first input to
 for each verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one
 token of several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in
 another order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
+The tokens are those of the input that streams. What depends on the other inputs alone looks at none of them; a vector
+made of the whole sequence, where it meets each of its tokens, looks at all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from seqblocks import graph
 from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.types import Wire
 
 WHOLE = math.inf  # the whole sequence
 SEQUENCES = ("sequence", "tokens")
@@ -22,13 +25,15 @@ class Ahead(NamedTuple):
     """Of a value: a position sees the rest of its window of `window` input tokens, and `beyond` tokens more.
 
     `first` is the step by which the future enters, or by which it becomes the whole sequence. `mixes`: whether the
-    value depends on other tokens of what the scan around was given, before or after.
+    value depends on other tokens of what the scan around was given, before or after. `context`: whether it depends on
+    no token at all.
     """
 
     window: int = 1
     beyond: float = 0
     first: tuple[str, Node] | None = None  # its path, and the step
     mixes: bool = False
+    context: bool = False
 
     @property
     def tokens(self) -> float:
@@ -36,14 +41,21 @@ class Ahead(NamedTuple):
         return self.window - 1 + self.beyond
 
 
+CONTEXT = Ahead(context=True)
+
 Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step; Ahead is of its output
 
 
 def find(model: ModelSpec) -> Ahead | None:
-    """The lookahead of a model's output; None where it has no meaning: an image comes in, or no tokens leave."""
-    if model.output is None or model.output.kind not in SEQUENCES or model.input.kind == "image":
+    """The lookahead of a model's output, of several the farthest.
+
+    None where it has no meaning: no sequence streams in, or no tokens leave.
+    """
+    outputs = [value for value in model.graph.results if _has_tokens(model.types[value])]
+    if not outputs or model.input.kind not in SEQUENCES:
         return None
-    return _run(model.graph, {model.graph.input: Ahead()}, "", {})
+    known = _values(model.graph, _inputs(model), "", {})
+    return max((known[value] for value in outputs), key=lambda ahead: ahead.tokens)
 
 
 def by_step(model: ModelSpec) -> dict[str, Ahead]:
@@ -52,9 +64,17 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
     Empty where an image comes in, whose tokens have no order in time.
     """
     steps: Steps = {}
-    if model.input.kind != "image":
-        _run(model.graph, {model.graph.input: Ahead()}, "", steps)
-    return {path: ahead for path, (node, ahead) in steps.items() if node.type and node.type.kind in SEQUENCES}
+    if model.input.kind in SEQUENCES:
+        _values(model.graph, _inputs(model), "", steps)
+    return {path: ahead for path, (node, ahead) in steps.items() if _has_tokens(node.type)}
+
+
+def _has_tokens(wire: Wire | None) -> bool:
+    return wire is not None and wire.kind in SEQUENCES and not wire.context
+
+
+def _inputs(model: ModelSpec) -> dict[int, Ahead]:
+    return {model.graph.input: Ahead(), **dict.fromkeys(model.graph.ports.values(), CONTEXT)}
 
 
 def shown(tokens: float) -> int | str:
@@ -64,19 +84,26 @@ def shown(tokens: float) -> int | str:
 
 def _run(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
     """Of a body's result, where `known` holds the values that it reads from outside. Enters its nodes in `steps`."""
+    return _values(body, known, path, steps)[body.result]
+
+
+def _values(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> dict[int, Ahead]:
+    """Of all values of a body and those that it reads from outside."""
     known = dict(known)
     for node in body.nodes:
         name = graph.join(path, node.name)
         made = _node(node, known, name, steps)
         steps[name] = node, made
         known |= dict.fromkeys(node.outputs, made)
-    return known[body.result]
+    return known
 
 
 def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
+    if graph.is_context(node):
+        return CONTEXT
     read = [known[v] for values in node.inputs.values() for v in values]
     if node.op is not None:
-        return _op(node, read, path)
+        return _op(node, read, path, any(not known[v].context for v in node.vectors))
     if node.kind == "scan":
         return _scan(node, known, path, steps)
     if node.kind == "repeat":
@@ -93,11 +120,12 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
     return _most([*(read if node.kind == "residual" else []), *results])
 
 
-def _op(node: Node, read: list[Ahead], path: str) -> Ahead:
+def _op(node: Node, read: list[Ahead], path: str, meets_vector: bool) -> Ahead:
+    """meets_vector: whether one vector made of the sequence meets each of its tokens."""
     assert node.op is not None
     most = _most(read)
-    adds = node.op.looks_ahead(*node.wires)
-    rate = max((wire.rate for wire in node.wires if wire), default=1)
+    adds = WHOLE if meets_vector else node.op.looks_ahead(*node.wires)
+    rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
     window, beyond = most.window, most.beyond
     if made > rate and adds == made - rate and (made % window == 0 or window % made == 0):
@@ -122,6 +150,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
 
 def _most(read: list[Ahead]) -> Ahead:
     """What depends on all of these: the farthest, the first of several; mixed if any is."""
+    read = [ahead for ahead in read if not ahead.context]
     most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)

@@ -8,7 +8,8 @@ from seqblocks import graph
 from seqblocks.analysis import combinators, primitives  # noqa: F401  whose functions register themselves
 from seqblocks.analysis.blocks import check_unused, file_context
 from seqblocks.analysis.context import Context
-from seqblocks.analysis.inputs import read_input
+from seqblocks.analysis.inputs import Inputs, check_read, read_inputs, read_outputs
+from seqblocks.analysis.kept import mark_kept
 from seqblocks.analysis.liveness import find_idle, unused, unused_parts, without_gradient
 from seqblocks.analysis.map_checks import check_map
 from seqblocks.analysis.maps import read_map
@@ -17,6 +18,7 @@ from seqblocks.analysis.steps import lower_steps
 from seqblocks.analysis.values import compute_let
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Report
+from seqblocks.language.document import Mapping, Node
 from seqblocks.language.spec import SpecFile, required
 from seqblocks.op import builtin_verbs
 
@@ -89,16 +91,38 @@ def _report_idle(run: Run) -> None:
 def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | None:
     assert file.model is not None
     run = ctx.run
-    wire = read_input(ctx, file.model, file.model_span)
+    inputs = read_inputs(ctx, file.model, file.model_span)
     steps = required(ctx.report, file.model, "steps", Fault("E202", "the model has no steps"), file.model_span)
-    x = ctx.body.wires["input"] = run.value(wire, "input")
-    if wire:
-        run.input_kind, run.input_features = wire.kind, wire.features
-    body = lower_steps(ctx, steps, x)
-    body.captures = ()
+    body = _lower_steps(ctx, inputs, steps, file.model.get("outputs"))
     table = read_map(ctx, file.checkpoint)
-    if run.report or wire is None:
+    if not run.report:
+        check_read(ctx, file.model.get("inputs"), body)
+    known = {input: wire for input, wire in inputs.items() if wire}
+    if run.report or not known:
         return None
     run.lowered.append((ctx, body))
     run.map_checks.append((ctx, table, body, run.overridden))
-    return graph.ModelSpec(name, wire, body, run.types, run.labels, file.expect, table)
+    named = {} if "input" in known else known
+    first = next(iter(known.values()))
+    model = graph.ModelSpec(name, first, body, run.types, run.labels, file.expect, table, inputs=named)
+    if run.has_context:
+        mark_kept(model)
+    return model
+
+
+def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node | None) -> graph.Graph:
+    """Lower the steps of a model, whose wires are at first its inputs; `input` is the first of them."""
+    run = ctx.run
+    values = {name: run.value(wire, name) for name, wire in inputs.items()} or {"input": run.unknown()}
+    first, *others = values
+    if wire := inputs.get(first):
+        run.input_kind, run.input_features = wire.kind, wire.features
+    run.has_context = bool(others)
+    ctx.body.wires |= {"input": values[first], **values}
+    node = ctx.file.model and ctx.file.model.get("inputs")
+    ctx.body.incomplete |= not inputs or (isinstance(node, Mapping) and node.incomplete)
+    body = lower_steps(ctx, steps, values[first], {name: values[name] for name in others}, outputs is not None)
+    body.captures = ()
+    if outputs is not None:
+        read_outputs(ctx, outputs, body)
+    return body

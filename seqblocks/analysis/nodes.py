@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
 from seqblocks import graph
 from seqblocks.analysis.context import Context
+from seqblocks.analysis.run import Run
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.values import number
 from seqblocks.errors import Fault, Note, Span, quote
@@ -42,6 +44,10 @@ def make_node(
     origin = Origin(step.verb, step.span)
     if type and not type.origin:
         type = type.made_by(origin)
+    if type and run.has_context and type.context != _is_context(run, inputs, more.get("bodies", {})):
+        type = replace(type, context=not type.context)
+    if type and type.context:
+        more["state"] = {}  # it is computed once, from the first token on
     name = _unique_name(ctx, step)
     outputs = _outputs(ctx, step, type, origin)
     first = len(run.types)
@@ -56,6 +62,13 @@ def make_node(
     if name not in body.nodes or body.nodes[name].kind == "unknown":
         body.nodes[name] = made
     return made
+
+
+def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, graph.Graph]) -> bool:
+    """Whether all that a node reads depends on no input that streams, and so the node does not either."""
+    at_ports = [value for values in inputs.values() for value in values]
+    captured = [value for body in bodies.values() for value in body.captures]
+    return all((wire := run.types[value]) and wire.context for value in (*at_ports, *captured))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

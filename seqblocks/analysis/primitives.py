@@ -14,7 +14,7 @@ from seqblocks.analysis.parameters import find_ties, report_no_parameters, with_
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import files_of_blocks, lowers
 from seqblocks.analysis.values import read_arguments
-from seqblocks.analysis.wires import check_lengths, read_port, wire_at
+from seqblocks.analysis.wires import broadcast, check_lengths, read_port, wire_at
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_MAGNITUDE
 from seqblocks.op import Op, Port, check_declared
@@ -42,7 +42,9 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.report(fault, step.key_span("from"))
     agree = check_lengths(ctx, step, cls.ports, wires)
     known = agree and len(inputs) + wires.count(None) == len(wires)
-    ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead
+    wires = broadcast(cls.ports, wires)
+    vectors = _vectors(ctx, inputs, wires, cls)
+    ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead or bool(vectors)
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)
@@ -58,8 +60,17 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.report(fault, step)
     return make_node(
         ctx, step, "op", inputs, declared.type, op=op, parameters=parameters, state=dict(declared.state), ties=ties,
-        macs=declared.macs, calls=declared.calls, wires=tuple(wires),
+        macs=declared.macs, calls=declared.calls, wires=tuple(wires), vectors=vectors,
     )  # fmt: skip
+
+
+def _vectors(
+    ctx: Context, inputs: dict[str, tuple[int, ...]], wires: list[Wire | None], cls: type[Op]
+) -> tuple[int, ...]:
+    """Return the inputs that are vectors where the op sees a sequence or an image: they meet each of its tokens."""
+    longer = [port.name for port, wire in zip(cls.ports, wires, strict=True) if wire and wire.kind != "vector"]
+    read = [(value, ctx.run.types[value]) for name in longer for value in inputs.get(name, ())]
+    return tuple(value for value, wire in read if wire and wire.kind == "vector")
 
 
 class _Declared(NamedTuple):

@@ -52,6 +52,7 @@ class Run:
     # the model's input, for arguments that inherit from it
     input_kind: str = ""
     input_features: int = 0
+    has_context: bool = False  # whether it has inputs that do not stream
 
     def value(self, type: Wire | None, label: str) -> int:
         """Return the number of a new value."""

@@ -69,9 +69,13 @@ def lower_inside(
 
 
 def lower_steps(
-    ctx: Context, steps: Node | None, x: int, ports: dict[str, int] | None = None
+    ctx: Context, steps: Node | None, x: int, ports: dict[str, int] | None = None, has_outputs: bool = False
 ) -> graph.Graph:
-    """Lower a list of steps in `ctx.body`. ports: values inside, by the names of a block's wire arguments."""
+    """Lower a list of steps in `ctx.body`.
+
+    ports: values inside, by the names of a block's wire arguments, or of a model's inputs after the first.
+    has_outputs: whether the model names its outputs, so that its last step may have several.
+    """
     body, run = ctx.body, ctx.run
     first = len(run.types)
     out = graph.Graph(x, [], x, ports=ports or {})
@@ -94,7 +98,7 @@ def lower_steps(
         body.value = body.last.outputs[0]
         out.nodes.append(body.last)
     out.result = body.value
-    if body.last and len(body.last.outputs) > 1:
+    if body.last and len(body.last.outputs) > 1 and not has_outputs:
         message = f"the last step has {len(body.last.outputs)} outputs, and the steps must end in one"
         ctx.report(Fault("E313", message), body.last.span)
         out.result = run.unknown()

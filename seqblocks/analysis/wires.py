@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from seqblocks.analysis.context import Body, Context
@@ -149,40 +150,66 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
     if len(known) < len(values):
         return None
     fault = None
+    with_tokens = [wire for wire in known if wire.places] or known  # a vector meets each token of the others
     if known[0].kind == "tokens":
         fault = ids_are_no_numbers(known[0], "joined", ctx.run.labels[values[0]])
-    elif len({(wire.kind, wire.places) for wire in known}) > 1:
+    elif len({(wire.kind, wire.places) for wire in with_tokens}) > 1:
         found = listing(f"{ctx.run.labels[value]} {wire}" for value, wire in zip(values, known, strict=True))
         fault = Fault("E406", "joined wires must agree in everything but features", found=found)
     if fault:
         ctx.report(fault, step)
         return None
-    return known[0].with_features(sum(wire.features for wire in known))
+    return with_tokens[0].with_features(sum(wire.features for wire in known))
 
 
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
-    """Return whether the inputs of a step are of one kind and have as many tokens; report it if not."""
-    last, like = "", None
+    """Return whether the inputs of a step that share a length are of one kind and size; report it if not."""
+    likes: dict[str, tuple[str, Wire]] = {}  # by the word for a length: the last input that has it
     for port, wire in zip(ports, wires, strict=True):
-        if wire is None:
+        if wire is None or _is_broadcast(port, wire):
             continue
-        same = like is None or (wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid)
-        if like and not same and (wire.kind, wire.places) != (like.kind, like.places):
-            ctx.report(_other_length(step, port.name, wire, last, like), step)
-            return False
-        last, like = port.name, wire
+        if port.length in likes:
+            last, like = likes[port.length]
+            same = wire.kind == like.kind and wire.length == like.length and wire.grid == like.grid
+            if not same and (wire.kind, wire.places) != (like.kind, like.places):
+                ctx.report(_other_length(step, port.name, wire, last, like), step)
+                return False
+        likes[port.length] = port.name, wire
     return True
+
+
+def broadcast(ports: tuple[Port, ...], wires: list[Wire | None]) -> list[Wire | None]:
+    """Return the types that an op sees: vectors that meet each token of other inputs are as long as those."""
+    likes = [wire for port, wire in zip(ports, wires, strict=True) if wire and wire.places and not port.length]
+    if not likes:
+        return wires
+    return [
+        _as_long_as(likes[0], wire) if wire and _is_broadcast(port, wire) else wire
+        for port, wire in zip(ports, wires, strict=True)
+    ]
+
+
+def _as_long_as(like: Wire, vector: Wire) -> Wire:
+    return replace(like, features=vector.features, origin=vector.origin, facts=vector.facts)
+
+
+def _is_broadcast(port: Port, wire: Wire) -> bool:
+    return port.broadcast and wire.kind == "vector"
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
     size = "the size of" if like.kind == "image" else "as many tokens as"
     same = f" of {size} {first}" if like.places else ""
+    other_input = isinstance(like.length, str) and isinstance(wire.length, str) and like.context != wire.context
     return Fault(
         "E406",
         f"{name} must be {_a(like.kind)}{same}",
         at=name if name in step.fields else None,
         expected=show_axes(like.with_features(wire.features).axes),
         found=f"{wire}",
+        hint="inputs of two lengths meet in cross_attention; pool makes a vector, which meets each token"
+        if other_input
+        else None,
     )
 
 

@@ -142,7 +142,7 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
         let = root.get("let")
         if isinstance(let, Mapping) and parts[0] in let.entries:
             parts = ["let", *parts]
-        elif isinstance(model := root.get("model"), Mapping) and parts[0] == "input":
+        elif isinstance(model := root.get("model"), Mapping) and parts[0] in ("input", "inputs"):
             root = model
     node: Node = root
     of_step = False

@@ -30,8 +30,8 @@ class Add(Op):
     """Add another wire: x + with. See `residual` to add the input of some steps to their output."""
 
     ports = (
-        Port("x", "the first summand", main=True, kinds=FLOATS),
-        Port("with", "the second summand, as wide as x", kinds=FLOATS),
+        Port("x", "the first summand", main=True, kinds=FLOATS, broadcast=True),
+        Port("with", "the second summand, as wide as x", kinds=FLOATS, broadcast=True),
     )
 
     def shape(self, x: Wire, other: Wire) -> Wire:
@@ -50,8 +50,8 @@ class Multiply(Op):
     """Multiply by another wire, feature by feature: x * by. See `gate` for a factor with an activation."""
 
     ports = (
-        Port("x", "the first factor", main=True, kinds=FLOATS),
-        Port("by", "the second factor, as wide as x", kinds=FLOATS),
+        Port("x", "the first factor", main=True, kinds=FLOATS, broadcast=True),
+        Port("by", "the second factor, as wide as x", kinds=FLOATS, broadcast=True),
     )
 
     def shape(self, x: Wire, by: Wire) -> Wire:
@@ -73,8 +73,8 @@ class Divide(Op):
     """Divide by another wire, feature by feature: x / by."""
 
     ports = (
-        Port("x", "the dividend", main=True, kinds=FLOATS),
-        Port("by", "the divisor, as wide as x", kinds=FLOATS),
+        Port("x", "the dividend", main=True, kinds=FLOATS, broadcast=True),
+        Port("by", "the divisor, as wide as x", kinds=FLOATS, broadcast=True),
     )
 
     def shape(self, x: Wire, by: Wire) -> Wire:
@@ -93,9 +93,12 @@ class Lerp(Op):
     """Go part of the way to another wire: x + by * (to - x). The part is a wire, or a learned weight [features]."""
 
     ports = (
-        Port("x", "where it starts", main=True, kinds=ANY.kinds),
-        Port("to", "where it goes, as wide as x", kinds=ANY.kinds),
-        Port("by", "the part of the way, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds),
+        Port("x", "where it starts", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("to", "where it goes, as wide as x", kinds=ANY.kinds, broadcast=True),
+        Port(
+            "by", "the part of the way, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds,
+            broadcast=True,
+        ),
     )
 
     def shape(self, x: Wire, to: Wire, by: Wire | None = None) -> Wire:

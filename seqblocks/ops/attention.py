@@ -11,25 +11,12 @@ from seqblocks.parameters import State
 from seqblocks.types import Wire
 
 
-@primitive("attention")
-class Attention(Op):
-    """Multi-head attention: a token sees itself and those before it, of the same sequence.
+class _Heads(Op):
+    """Base of the kinds of attention: heads of queries, and those of keys and values, which they may share."""
 
-    q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
-    State per sequence: keys and values of the last `window` - 1 tokens, or without a window of up to `cache`
-    tokens, in the model's dtype, and the count of tokens.
-    """
-
-    ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
-    reads = "past"
     heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
     kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
-    window: int = argument(0, "tokens that are seen, its own included (0: all)", ge=0)
-    rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
     scale: float = argument(0.0, "factor of the scores (0: 1 / sqrt(D))", ge=0)
-    causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
-    cache: int = argument(2048, "most tokens of a stream, where there is no window", ge=1)
-    source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
 
     @property
     def shared(self) -> int:
@@ -50,6 +37,33 @@ class Attention(Op):
                 notes=[note] if note else [],
             )
         must_divide(self.shared, v.features, "kv_heads", "the width of v", at="v")
+        return q.with_features(v.features // self.shared * self.heads)
+
+    def pair(self, q: Wire, v: Wire) -> int:
+        """Return the multiply-accumulates of a query and one key that it sees."""
+        return q.features + v.features // self.shared * self.heads
+
+
+@primitive("attention")
+class Attention(_Heads):
+    """Multi-head attention: a token sees itself and those before it, of the same sequence.
+
+    q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
+    State per sequence: keys and values of the last `window` - 1 tokens, or without a window of up to `cache`
+    tokens, in the model's dtype, and the count of tokens.
+    """
+
+    ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
+    reads = "past"
+    window: int = argument(0, "tokens that are seen, its own included (0: all)", ge=0)
+    rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
+    causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
+    cache: int = argument(2048, "most tokens of a stream, where there is no window", ge=1)
+    source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
+
+    def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
+        found = super().shape(q, k, v)
+        width = q.features // self.heads
         if 0 < self.rotary < 1:
             raise Fault(
                 "E209", "the base of rotary positions is 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
@@ -57,7 +71,7 @@ class Attention(Op):
             )
         if self.rotary and width % 2:
             raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="rotary")
-        return v.with_features(v.features // self.shared * self.heads)
+        return v.with_features(found.features)
 
     def held(self) -> int:
         """Return the number of tokens in the state."""
@@ -82,7 +96,7 @@ class Attention(Op):
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         """Count those of a token that sees the mean number; for an open length, a full window or half a cache."""
-        width = q.features + v.features // self.shared * self.heads
+        width = self.pair(q, v)
         if not isinstance(q.length, int):
             return (self.window or self.cache // 2) * width
         return self.seen(q.length) * width // q.length
@@ -134,3 +148,43 @@ class Attention(Op):
             torch._assert_async((length <= self.cache).all(), f"attention has seen more {advice}")
         elif length.numel() and int(length.max()) > self.cache:
             raise RunError(f"attention has seen {int(length.max())} {advice}")
+
+
+@primitive("cross_attention")
+class CrossAttention(_Heads):
+    """Multi-head attention over another sequence, the memory: each token sees all of it.
+
+    q is [batch, seq, H * D], k [batch, memory, G * D], v [batch, memory, G * DV]; each head of k and v serves H / G of
+    q. It streams where the memory depends on no input that streams.
+    """
+
+    ports = (
+        Port("q", "queries"), Port("k", "keys of the memory", length="memory"),
+        Port("v", "values of the memory", length="memory"),
+    )  # fmt: skip
+    source = "Vaswani et al. 2017 (arXiv:1706.03762), encoder-decoder attention"
+
+    def cannot_stream(self, q: Wire, k: Wire, v: Wire) -> str | None:
+        return None if k.context and v.context else "it reads the whole sequence as its memory"
+
+    def ignores_resets(self, q: Wire, k: Wire, v: Wire) -> str | None:
+        return self.cannot_stream(q, k, v)
+
+    def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
+        return 0 if k.context and v.context else math.inf
+
+    def macs(self, q: Wire, k: Wire, v: Wire) -> int:
+        return k.length * self.pair(q, v) if isinstance(k.length, int) else 0
+
+    def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
+        return "attention", {"window": None}
+
+    def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.kernels import attention
+
+        if k.shape[1] == 0:
+            raise RunError("cross_attention needs a memory of at least one token, and this one is empty")
+        q = q.unflatten(-1, (self.heads, -1))
+        k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
+        out: Any = attention(q, k, v, causal=False, scale=self.scale or None)
+        return out.flatten(-2)

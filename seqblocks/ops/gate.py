@@ -56,8 +56,8 @@ class Gate(Op):
     """Multiply by another wire after an activation: x * activation(by). With `heads`, `by` has one number per head."""
 
     ports = (
-        Port("x", "what is gated", main=True, kinds=ANY.kinds),
-        Port("by", "the gate, before its activation", kinds=ANY.kinds),
+        Port("x", "what is gated", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("by", "the gate, before its activation", kinds=ANY.kinds, broadcast=True),
     )
     activation: ActivationName = argument("silu", "the gate's nonlinearity")
     heads: int = argument(0, "heads with one gate each; must divide the width (0: a gate for each feature)", ge=0)

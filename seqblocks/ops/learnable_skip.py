@@ -14,8 +14,8 @@ class LearnableSkip(Op):
     """Add another wire, scaled by a learned weight per feature, or with `heads` per head: x + weight * with."""
 
     ports = (
-        Port("x", "what is added to", main=True, kinds=ANY.kinds),
-        Port("with", "what is scaled and added", kinds=ANY.kinds),
+        Port("x", "what is added to", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("with", "what is scaled and added", kinds=ANY.kinds, broadcast=True),
     )
     heads: int = argument(0, "heads with one weight each; must divide the width (0: one for each feature)", ge=0)
     source = "xLSTM (arXiv:2405.04517), mLSTM block; per head: D of Mamba-2 (arXiv:2405.21060)"

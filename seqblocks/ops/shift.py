@@ -85,7 +85,13 @@ class TokenShift(_Shifted):
     The mix is a learned weight [D] per feature, or the wire `mix`. State: the last input [1, D].
     """
 
-    ports = (X, Port("mix", "the share of the previous token, as wide as x (default: a learned weight)", optional=True))
+    ports = (
+        X,
+        Port(
+            "mix", "the share of the previous token, as wide as x (default: a learned weight)", optional=True,
+            kinds=("sequence", "vector"), broadcast=True,
+        ),
+    )  # fmt: skip
     source = "RWKV (arXiv:2305.13048); with a wire as in RWKV-6 (arXiv:2404.05892)"
 
     def shape(self, x: Wire, mix: Wire | None = None) -> Wire:

@@ -18,7 +18,10 @@ Notes = dict[str, str]  # what to add to the line of a step or a parameter, by i
 
 def text(model: ModelSpec) -> str:
     """Return the listing: values by number, shapes, lookahead where it is not 0, parameters and their initialisers."""
-    head = f"{visible(model.name)}: %{model.graph.input} {model.input.kind} {model.input}"
+    body = model.graph
+    values = dict(zip(model.inputs, (body.input, *body.ports.values()), strict=False)) or {"": body.input}
+    inputs = (_input(name, value, model) for name, value in values.items())
+    head = f"{visible(model.name)}: {', '.join(inputs)}"
     ahead = {path: found.tokens for path, found in lookahead.by_step(model).items()}
     notes = {path: f", lookahead {lookahead.shown(tokens)}" for path, tokens in ahead.items() if tokens}
     shared = (item for item in graph.parameters(model.graph, shared=True) if item.shared)
@@ -29,6 +32,11 @@ def text(model: ModelSpec) -> str:
 def _without_directions(name: str) -> str:
     """Return a parameter's name as the listing has it: the steps of a scan are listed once."""
     return ".".join(part for part in name.split(".") if part not in DIRECTIONS)
+
+
+def _input(name: str, value: int, model: ModelSpec) -> str:
+    wire = model.inputs.get(name, model.input)
+    return f"{name} %{value} {wire.kind} {wire}".strip()
 
 
 def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
@@ -42,7 +50,8 @@ def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
             if label:
                 yield f"{pad}  {label}:"
             yield from _body(inner, notes, graph.join(own, label), pad + "  " * (2 if label else 1))
-    yield f"{pad}return %{body.result}"
+    named = (f"{name}=%{value}" for name, value in body.outputs.items())
+    yield f"{pad}return {', '.join(named) or f'%{body.result}'}"
 
 
 def _step(node: Node) -> str:
@@ -50,4 +59,5 @@ def _step(node: Node) -> str:
     verb = f":{node.verb}" if node.name != node.verb else ""
     wires = ", ".join(f"{port}={'+'.join(f'%{value}' for value in read)}" for port, read in node.inputs.items())
     split = f" split {list(node.split)}" if node.split else ""
-    return f"{values} = {node.name}{verb}({wires}) -> {node.type or '?'}{split}"
+    once = (", once, kept" if node.kept else ", once") if graph.is_context(node) else ""
+    return f"{values} = {node.name}{verb}({wires}) -> {node.type or '?'}{split}{once}"

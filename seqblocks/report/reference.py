@@ -93,6 +93,7 @@ def facts(verb: Verb) -> dict[str, Any]:
 
 def _port_data(port: Port) -> dict[str, Any]:
     data = {"name": port_key(port), "about": port.about, "kinds": list(port.kinds), "joins": port.joins}
+    data |= {"broadcast": port.broadcast, "length": port.length}
     return data | {"required": is_required(port)}
 
 
@@ -124,7 +125,9 @@ def text(verb: Verb) -> str:
 def describe_port(port: Port) -> str:
     """Return what a port reads: "queries (sequence)"."""
     many = ", or a list of them" if port.joins else ""
-    return f"{port.about} ({' or '.join(port.kinds)}{many})"
+    meets = "; a vector meets each token" if port.broadcast else ""
+    length = f"; as long as {port.length}" if port.length else ""
+    return f"{port.about} ({' or '.join(port.kinds)}{many}{meets}{length})"
 
 
 def describe_type(argument: Argument) -> str:

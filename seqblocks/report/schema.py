@@ -118,19 +118,31 @@ def _top() -> dict[str, Schema]:
 
 
 def _model() -> Schema:
-    keys: dict[str, Schema] = {"about": {"type": "string"}, "input": _input(), "steps": STEPS}
-    return _object({key: keys[key] for key in MODEL_KEYS}, ["input", "steps"])
+    several = "inputs by name: the first streams, the others are context"
+    returned = "the wires that a call returns, by name"
+    keys: dict[str, Schema] = {
+        "about": {"type": "string"},
+        "input": _input(),
+        "inputs": {"description": several, "type": "object", "additionalProperties": _input(), "minProperties": 1},
+        "steps": STEPS,
+        "outputs": {"description": returned, "type": "array", "items": WIRE, "minItems": 1},
+    }
+    return {
+        **_object({key: keys[key] for key in MODEL_KEYS}, ["steps"]),
+        "oneOf": [{"required": ["input"]}, {"required": ["inputs"]}],
+    }
 
 
 def _input() -> Schema:
     kinds: dict[str, Schema] = {
         "tokens": {**NUMBER, "description": "size of the vocabulary"},
         "features": {**NUMBER, "description": "width of the features"},
+        "vector": {**NUMBER, "description": "width of a vector, one for the whole sequence"},
         "length": {**NUMBER, "description": "tokens of a sequence, where it is fixed"},
         "grid": {"description": "rows and columns, where the features are tokens of an image", **PAIR},
         "image": _object({"size": PAIR, "channels": NUMBER}, ["size"]),
     }
-    description = "{tokens: vocabulary}, {features: width} or {image: {size: 224, channels: 3}}"
+    description = "{tokens: vocabulary}, {features: width}, {vector: width} or {image: {size: 224, channels: 3}}"
     return {"description": description, **_object(kinds, [])}
 
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 from seqblocks import graph
 from seqblocks.analysis import lookahead
 from seqblocks.cost import (
+    context_macs,
     count_state,
     input_macs,
     macs,
     node_input_macs,
     node_macs,
+    open_context,
     params_bytes,
     state_bytes,
     tokens_of,
@@ -73,6 +75,9 @@ class Summary:
     input_macs: float | None = None  # of one whole input; None: unknown
     counted_per: str = "token"  # what a person counts costs by: token, sequence or image
     notes: list[str] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)  # by name, where the spec names them
+    outputs: dict[str, str] = field(default_factory=dict)
+    context_macs: float | None = 0  # of what depends on the inputs that do not stream alone; None: unknown
 
     @property
     def flops_per_token(self) -> float | None:
@@ -97,8 +102,10 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     ahead, future = _lookahead(spec)
     return Summary(
         name=spec.name,
-        input=str(spec.input),
-        output=str(spec.output),
+        input=spec.input_text,
+        output=spec.output_text,
+        inputs={name: str(wire) for name, wire in spec.inputs.items()},
+        outputs={name: str(wire) for name, wire in spec.outputs.items()},
         params=graph.count(spec.graph),
         params_bytes=params_bytes(spec.graph, dtype),
         macs_per_token=macs(spec.graph, tokens),
@@ -112,6 +119,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         lookahead=ahead,
         future=future,
         input_macs=input_macs(spec.graph, tokens),
+        context_macs=context_macs(spec.graph) if spec.graph.ports else 0,
         counted_per=_counted_per(spec, tokens),
         notes=_remarks(spec),
     )
@@ -143,9 +151,13 @@ def _counted_per(model: ModelSpec, tokens: int | None) -> str:
 
 
 def _remarks(model: ModelSpec) -> list[str]:
+    remarks = [
+        f"the state grows with the length of {name}, which the spec leaves open: what is kept of it is not counted"
+        for name in open_context(model.graph)
+    ]
     if not (model.overridden and model.expect):
-        return []
-    return [f"expect: not checked, since the spec is changed by {', '.join(model.overridden)}"]
+        return remarks
+    return [*remarks, f"expect: not checked, since the spec is changed by {', '.join(model.overridden)}"]
 
 
 # --- the table: one row a step --------------------------------------------------------------------------------------
@@ -294,6 +306,8 @@ def _notes(node: Node) -> list[str]:
         notes.append(node.arguments.merge)
     if node.owner:
         notes.append(f"parameters of {node.owner_name}")
+    if graph.is_context(node):
+        notes.append("once, kept" if node.kept else "once")
     return notes + [f"{name} tied to {target}" for name, target in node.ties.items()]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.errors import RunError, UnavailableError, UsageError
+from seqblocks.errors import RunError, UnavailableError, UsageError, quote
+from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.types import Wire
 
 
@@ -19,6 +20,9 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
     if wire.kind == "image":
         if x.ndim != 4 or x.shape[1] != wire.features:
             raise RunError(f"{who} reads images [batch, {wire.features}, height, width], not {list(x.shape)}")
+    elif wire.kind == "vector":
+        if x.ndim != 2 or x.shape[1] != wire.features:
+            raise RunError(f"{who} reads vectors [batch, {wire.features}], not {list(x.shape)}")
     elif wire.kind == "tokens":
         if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
@@ -27,6 +31,48 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
     if wire.kind != "tokens" and not x.is_floating_point():
         how = "its parts are torch.view_as_real(x)" if x.is_complex() else "convert with x.float()"
         raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
+
+
+def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the input that streams, whether it was given by position or by name, and those given besides it.
+
+    inputs: the types of all inputs, the first of which streams; empty where the only one has no name. Raise RunError.
+    """
+    call = f"model({', '.join(f'{name}=…' for name in inputs) or 'x'})"
+    first = next(iter(inputs), None)
+    _check_names(inputs, given, call)
+    if x is not None and first in given:
+        raise RunError(f"the input {first} is given twice, by position and by name: call {call}")
+    others = {name: given[name] for name in given if name != first}
+    x = given[first] if first is not None and first in given else x
+    if x is None:
+        raise RunError(f"the model needs its input{f' {first}' if first else ''}: call {call}")
+    return x, others
+
+
+def _check_names(inputs: dict[str, Wire], given: dict[str, Any], call: str) -> None:
+    if unknown := [name for name in given if name not in inputs]:
+        hint = did_you_mean(unknown[0], inputs) or f"call {call}"
+        raise RunError(f"the model has no input {quote(unknown[0])}: {hint}")
+
+
+def check_names_of_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int) -> None:
+    """Raise RunError unless these are names of inputs that do not stream."""
+    first, *others = inputs or ("",)
+    _check_names(inputs, given, f"model.init_state({', '.join([str(batch), *(f'{name}=…' for name in others)])})")
+    if first in given:
+        raise RunError(f"the input {first} streams, and a state begins before it: pass it to the model, or to a step")
+
+
+def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, whose: str) -> None:
+    """Raise RunError unless these are all inputs but the first, for `batch` sequences. whose: what says how many."""
+    _, *others = inputs
+    for name in others:
+        if name not in given:
+            raise RunError(f"the input {name} is missing: pass {', '.join(f'{other}=…' for other in others)}")
+        check_input(inputs[name], given[name], f"the input {name}", ["batch", name])
+        if given[name].shape[0] != batch:
+            raise RunError(f"the batches differ: {name} has {given[name].shape[0]} and {whose} {batch}")
 
 
 def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:

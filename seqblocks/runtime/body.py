@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from seqblocks.graph import Graph, Node
+from seqblocks import graph
+from seqblocks.graph import Graph, Node, is_context
 from seqblocks.runtime import fusion
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import Place, StepModule, call_child, is_hooked, make, makes
-from seqblocks.state import States
-from seqblocks.types import Wire
+from seqblocks.state import States, compact
 
 
 class Planned(NamedTuple):
-    """A node as a body runs it. `spent`: the values that no later step reads, so that their memory can be freed."""
+    """A node as a body runs it. `spent`: the values that no later step reads, so that their memory can be freed.
+
+    `once`: whether the steps around it read an input that streams, and it does not.
+    """
 
     node: Node
     name: str
     reads: tuple[int, ...]
     axis: int  # along which the output is split
     spent: tuple[int, ...]
+    once: bool
 
 
 class Group(NamedTuple):
@@ -34,13 +38,16 @@ class Group(NamedTuple):
     fused: Fused | None = None
 
 
-def _plan(body: Graph, types: dict[int, Wire | None]) -> list[Group]:
+def _plan(body: Graph, place: Place) -> list[Group]:
     reads = [node.reads for node in body.nodes]
-    steps = [
-        Planned(node, node.name, values, node.type.feature_axis if node.split and node.type else -1, tuple(spent))
-        for node, values, spent in zip(body.nodes, reads, _spent(body, reads), strict=True)
-    ]
-    return list(_grouped(steps, fusion.find(body, types)))
+    steps = [_planned(*each, place) for each in zip(body.nodes, reads, _spent(body, reads), strict=True)]
+    fused = {at: found for at, found in fusion.find(body, place.types).items() if not steps[at].once}
+    return list(_grouped(steps, fused))
+
+
+def _planned(node: Node, reads: tuple[int, ...], spent: list[int], place: Place) -> Planned:
+    axis = node.type.feature_axis if node.split and node.type else -1
+    return Planned(node, node.name, reads, axis, tuple(spent), place.streams and is_context(node))
 
 
 def _grouped(steps: list[Planned], fused: dict[int, Fused]) -> Iterator[Group]:
@@ -57,11 +64,38 @@ def _spent(body: Graph, reads: list[tuple[int, ...]]) -> list[list[int]]:
     last: dict[int, int] = {}
     for at, (node, values) in enumerate(zip(body.nodes, reads, strict=True)):
         last |= dict.fromkeys((*values, *node.outputs), at)
-    last.pop(body.result, None)
+    for value in body.results:
+        last.pop(value, None)
     spent: list[list[int]] = [[] for _ in body.nodes]
     for value, at in last.items():
         spent[at].append(value)
     return spent
+
+
+class Phases(NamedTuple):
+    """The steps that run once in a stream and those that run at each token, in a body with context.
+
+    `kept`: those among the first whose output the others read. `values`: all that steps read, and the results.
+    """
+
+    context: list[Group]
+    stream: list[Group]
+    kept: list[Planned]
+    values: frozenset[int]
+
+
+def _phases(body: Graph, plan: list[Group]) -> Phases:
+    steps = [step for group in plan for step in group.steps]
+    once = [Group((step,)) for step in steps if step.once or _holds_context(step.node)]
+    stream = [group for group in plan if not group.steps[0].once]
+    values = frozenset([*body.results, *(value for step in steps for value in step.reads)])
+    kept = [step._replace(spent=()) for step in steps if step.once and step.node.kept]
+    return Phases(once, stream, kept, values)
+
+
+def _holds_context(node: Node) -> bool:
+    """Whether a step that reads an input that streams has steps inside that do not."""
+    return any(is_context(inner) for body in node.bodies.values() for inner in graph.walk(body))
 
 
 class Body(StepModule):
@@ -70,10 +104,12 @@ class Body(StepModule):
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
         self._label, self._reads, self._result = label, body.reads, body.result
+        self._outputs = body.outputs
         for node in body.nodes:
             # add_module would refuse names that nn.Module has; the analysis has refused those that matter
-            self._modules[node.name] = make(node, place.at(node.name))
-        self._plan = _plan(body, place.types)
+            self._modules[node.name] = make(node, place.at(node))
+        self._plan = _plan(body, place)
+        self._phases = _phases(body, self._plan) if place.streams else None
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
@@ -84,15 +120,22 @@ class Body(StepModule):
 
     def _run(
         self, values: dict[int, Tensor], call: Call, following: Following | None = None
-    ) -> tuple[Tensor, States]:
-        """Return the result and the states. `values` holds what the body reads, by number, and is used up."""
+    ) -> tuple[Any, States]:
+        """Return the result, a dict where the outputs have names, and the states.
+
+        `values` holds what the body reads, by number, and is used up.
+        """
         states: States = {}
+        plan = self._begin_phase(values, call, states) if call.phase else self._plan
         last = self._plan[-1] if following else None
-        for group in self._plan:
+        for group in plan:
             if group.fused and self._is_unobserved(group):
                 self._run_fused(group, group.fused, values, states, call)
                 continue
             for step in group.steps:
+                if step.once:
+                    self._run_once(step, values, states, call)
+                    continue
                 child, inputs, inner = self._modules[step.name], [values[v] for v in step.reads], call.into(step.name)
                 if following and group is last:
                     y, state = child._forward_with(inputs, inner, following)  # type: ignore[operator,union-attr]
@@ -101,7 +144,31 @@ class Body(StepModule):
                 if state:
                     states[step.name] = state
                 _store(step, y, values)
+        if self._outputs:
+            return {name: values[value] for name, value in self._outputs.items()}, states
         return values[self._result], states
+
+    def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
+        """Return the steps to run in a phase of a stream. What the other phase computes is None, unless it is kept."""
+        assert self._phases
+        assert call.phase
+        for value in self._phases.values:
+            values.setdefault(value, None)
+        if call.phase == "context":
+            return self._phases.context
+        for step in self._phases.kept:
+            assert call.state
+            states[step.name] = call.state[step.name]
+            _store(step, states[step.name]["output"], values)
+        return self._phases.stream
+
+    def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
+        """Run a step that depends on the context alone."""
+        inputs = [values[v] for v in step.reads]
+        y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
+        if step.node.kept and call.phase:
+            states[step.name] = {"output": compact(y)}
+        _store(step, y, values)
 
     def _is_unobserved(self, group: Group) -> bool:
         """Whether the steps of a group are those that were built, without hooks."""

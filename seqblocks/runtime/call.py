@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Call:
     resets [batch, seq]: True where a token is the first of a new sequence, in the order that is scanned.
     reverse: scan from right to left. streaming: the sequence may be a part, continued by another call.
     grid: of the tokens of an image. directed: where a scan's direction has parameters of its own, by step path.
+    phase: of a stream with context, which steps run: those that depend on the context alone, or all others.
     """
 
     training: bool
@@ -43,6 +45,7 @@ class Call:
     streaming: bool = False
     grid: Grid | None = None
     directed: dict[str, Holder] | None = None
+    phase: Literal["context", "stream"] | None = None
 
     @property
     def compiling(self) -> bool:
@@ -55,8 +58,13 @@ class Call:
         state = self.state.get(name) if self.state else None
         # dataclasses.replace takes four times as long, and a stream does this for each step and token
         return Call(
-            self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed
+            self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed,
+            self.phase,
         )
+
+    def for_context(self) -> Call:
+        """Return the call for a step that depends on the context alone: resets and direction are the stream's."""
+        return Call(self.training, grid=self.grid, directed=self.directed)
 
     def set_grid(self, size: tuple[int, int]) -> None:
         """Note the rows and columns of an image that was cut into tokens."""

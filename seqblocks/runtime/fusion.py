@@ -85,7 +85,7 @@ def last(node: Node) -> Node:
 
 def find(body: Graph, types: dict[int, Wire | None]) -> dict[int, Fused]:
     """Return the steps of a body that run as one, by the place of the first of them."""
-    readers = Counter([body.result, *(value for node in body.nodes for value in node.reads)])
+    readers = Counter([*body.results, *(value for node in body.nodes for value in node.reads)])
     found: dict[int, Fused] = {}
     end = 0
     for at in range(len(body.nodes)):
@@ -135,7 +135,7 @@ def _is_supported(node: Node) -> bool:
 
 
 def _read_alike(nodes: list[Node], ops: list[Node], types: dict[int, Wire | None]) -> bool:
-    """Whether all inputs from outside have the shape of the main one; a gate may also be a vector for all tokens."""
+    """Whether all inputs from outside have the shape of the main one, and whether a stream runs all steps as often."""
     inside = {value for node in nodes for value in node.outputs}
     wires = [types[value] for node in ops for value in node.reads if value not in inside]
-    return len({wire and (wire.kind, wire.features) for wire in wires}) <= 1
+    return len({wire and (wire.kind, wire.features, wire.context) for wire in wires}) <= 1

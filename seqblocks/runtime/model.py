@@ -20,49 +20,59 @@ from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
 from seqblocks.state import States, check_state, declared, new_state
+from seqblocks.types import Wire
 
 
 class SequenceModel(Body):
     """A built spec: an ordinary module whose parameters carry the names of the YAML.
 
-    Called with one input ([batch, seq, features], token numbers [batch, seq] or images [batch, channels, height,
-    width], as the spec's `input:` says), it returns the output; with `return_state=True`, (output, state).
+    Called with one input ([batch, seq, features], token numbers [batch, seq], images [batch, channels, height, width]
+    or vectors [batch, features], as the spec's `input:` says), it returns the output; with `return_state=True`,
+    (output, state). The inputs of `inputs:` are passed by name, and with `outputs:` the output is a dict by name.
     `spec` is the analysed spec that it was built from, and `graph` its steps.
     `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
-        super().__init__(spec.graph, Place(spec.types, "", frozenset(item.name for item in shared)), spec.name)
+        place = Place(spec.types, "", frozenset(item.name for item in shared), streams=bool(spec.graph.ports))
+        super().__init__(spec.graph, place, spec.name)
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
+        self._has_context = bool(spec.graph.ports)
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
         self._resets_obstacle = _resets_obstacle(spec)
         self.frame_size = graph.frame_size(spec.graph)
-        self._has_tokens = spec.output is not None and spec.output.kind in ("sequence", "tokens")
+        self._has_tokens = has_tokens(spec.output)
+        self._token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
         if next(self.parameters(), None) is None:  # a buffer then has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
-        x: Tensor,
+        x: Tensor | None = None,
         *,
         state: States | None = None,
         return_state: bool = False,
         resets: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         grid: tuple[int, int] | None = None,
+        **inputs: Tensor,
     ) -> Any:
         """Run a whole sequence, or continue from `state`.
 
+        inputs: those of `inputs:` by name; the first, which streams, may also be `x`. With `state` it is the only one:
+        the state holds what depends on the others.
         resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
         bounds of n sequences packed into a batch of one, 0 first and the number of tokens last. grid: rows and columns
         of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError, also
         where a step would mix the sequences that resets separate, such as a mean over all tokens.
         """
+        if inputs or x is None:
+            x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
         streaming = state is not None or return_state
         if streaming:
@@ -72,8 +82,37 @@ class SequenceModel(Body):
         if grid is None and self.spec.input.kind != "image":
             grid = self.spec.input.grid
         call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
-        y, states = self._run_explained(x, call)
+        if self._has_context:
+            y, states = self._run_with_context(x, inputs, call)
+        else:
+            y, states = self._run_explained({self.graph.input: x}, call)
         return (y, states) if return_state else y
+
+    def _run_with_context(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
+        """Run the steps of a model with several inputs; in a stream, those that depend on the context run first."""
+        if call.state is None:
+            arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs)))
+        elif inputs:
+            raise RunError(f"the state holds what depends on {next(iter(inputs))}: leave that input out, or the state")
+        if not call.streaming:
+            return self._run_explained({self.graph.input: x} | self._context_values(inputs), call)
+        call.state = self._context_state(inputs) if call.state is None else call.state
+        call.phase = "stream"
+        kept = call.state.get("input", {})
+        y, states = self._run_explained({self.graph.input: x} | self._context_values(kept), call)
+        return y, states | ({"input": kept} if kept else {})
+
+    def _context_values(self, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
+        return {self.graph.ports[name]: x for name, x in inputs.items()}
+
+    def _context_state(self, inputs: dict[str, Tensor]) -> States:
+        """Run the steps that depend on the context alone, and return what a stream keeps of them."""
+        call = Call(self.training, grid=Grid(), phase="context")
+        for wire in self.spec.inputs.values():
+            if wire.grid and wire.context and wire.kind != "image":
+                call.set_grid(wire.grid)
+        _, states = self._run_explained(self._context_values(inputs), call)
+        return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
 
     def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
         arguments.check_input(self.spec.input, x, who, axes)
@@ -93,19 +132,21 @@ class SequenceModel(Body):
         if state is not None:
             check_state(self._declared_state, state, x.shape[0], x.device)
 
-    def _run_explained(self, x: Tensor, call: Call) -> tuple[Tensor, States]:
+    def _run_explained(self, values: dict[int, Tensor], call: Call) -> tuple[Any, States]:
         """Run the steps. An error of torch that comes from the input's device or dtype becomes a RunError.
 
         Comparing them with those of all parameters before each call would cost time.
         """
         if call.compiling:
-            return self._run({self.graph.input: x}, call)
+            return self._run(values, call)
+        inputs = tuple(values.values())
         try:
-            return self._run({self.graph.input: x}, call)
+            return self._run(values, call)
         except RuntimeError as error:
-            self._check_device(x)
-            if reason := arguments.dtype_mismatch(x, self._own_dtype(), error):
-                raise RunError(reason) from error
+            for x in inputs:
+                self._check_device(x)
+                if reason := arguments.dtype_mismatch(x, self._own_dtype(), error):
+                    raise RunError(reason) from error
             raise
 
     def step(
@@ -122,25 +163,43 @@ class SequenceModel(Body):
         if self._obstacle:
             raise RunError(self._obstacle)
         self._check_call(x, "a step", self._step_axes, resets)
+        if self._has_context and state is None:
+            others = ", ".join(f"{name}=…" for name in self.graph.ports)
+            raise RunError(f"a stream of this model begins with its context: state = model.init_state(batch, {others})")
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
-        return (y.squeeze(1) if self._has_tokens else y), states
+        if self._token_outputs or not self._has_tokens:
+            return self._of_one_token(y), states
+        return y.squeeze(1), states
 
-    def init_state(self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None) -> States:
+    def _of_one_token(self, y: Any) -> Any:
+        """Return the output of one token, or the outputs by name: without the axis of tokens where they have it."""
+        if not isinstance(y, dict):
+            return y
+        return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
+
+    def init_state(
+        self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
+    ) -> States:
         """Return the state before the first token of `batch_size` sequences: nested dicts of tensors, by step names.
 
-        By default on the model's device and in its dtype. Raises RunError where the model cannot stream, UsageError
-        and UnavailableError for arguments.
+        By default on the model's device and in its dtype. inputs: those that do not stream, by name; the state holds
+        what the model computes of them. Raises RunError where the model cannot stream, UsageError and UnavailableError
+        for arguments.
         """
         if self._obstacle:
             raise RunError(self._obstacle)
         count = _count(batch_size)
         device = self._some_tensor().device if device is None else arguments.checked_device(device)
         kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
-        return new_state(self._declared_state, count, device, kind)
+        if not (self._has_context or inputs):
+            return new_state(self._declared_state, count, device, kind)
+        arguments.check_names_of_context(self.spec.inputs, inputs, count)
+        arguments.check_context(self.spec.inputs, inputs, count, "the state")
+        return new_state(self._declared_state, count, device, kind, self._context_state(inputs))
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Return two groups for an optimiser: parameters that are customarily decayed, and the others.
@@ -199,13 +258,18 @@ class SequenceModel(Body):
 
 
 def _resets_obstacle(spec: ModelSpec) -> str | None:
-    if spec.input.kind == "image":
-        return "the model reads images, each a sequence by itself: it takes neither resets nor cu_seqlens"
+    if spec.input.kind in ("image", "vector"):
+        return f"the model reads {spec.input.kind}s, each a sequence by itself: it takes neither resets nor cu_seqlens"
     obstacle = graph.resets_obstacle(spec)
     if obstacle is None:
         return None
     what = " would mix the sequences that resets or cu_seqlens separate: ".join(obstacle)
     return f"{what}. Give each sequence a row and a state of its own"
+
+
+def has_tokens(wire: Wire | None) -> bool:
+    """Whether an output has a token for each of the input that streams, or for a few of them."""
+    return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
 def _count(batch_size: Any) -> int:

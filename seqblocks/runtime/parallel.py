@@ -23,7 +23,7 @@ class Parallel(StepModule):
         self._axis = node.type.feature_axis if several and node.type else -1
         self._captures = {label: body.captures for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
-            self._modules[label] = Body(body, place.at(label), "steps")
+            self._modules[label] = Body(body, place.inside(label), "steps")
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
@@ -34,7 +34,7 @@ class Parallel(StepModule):
             results.append(y)
             if state:
                 states[label] = state
-        return merged(results, self._merge, self._axis), states
+        return results[0] if call.phase == "context" else merged(results, self._merge, self._axis), states
 
     def _get_name(self) -> str:
         return "parallel"

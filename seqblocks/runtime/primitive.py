@@ -14,7 +14,7 @@ from seqblocks.op import Op
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.sharing import Holder
-from seqblocks.runtime.step import Place, StepModule, joining_axis, makes
+from seqblocks.runtime.step import Place, StepModule, broadcast, joining_axis, makes, vectors_of
 from seqblocks.state import States, compact
 
 
@@ -29,6 +29,7 @@ class Primitive(StepModule, Holder):
         self._stateful = type(node.op).state is not Op.state  # then the op returns (output, state)
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
+        self._vectors = vectors_of(node)
         self._own, self._elsewhere = list(node.parameters), list[str]()
         if place.held_elsewhere:
             self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
@@ -68,6 +69,8 @@ class Primitive(StepModule, Holder):
         """The inputs by port: joined where a port reads several wires, None where it reads none."""
         inputs: list[Any] = []
         at = 0
+        if self._vectors:
+            tensors = tuple(broadcast(tensors, self._vectors))
         for size in self._sizes:
             part = tensors[at : at + size]
             inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, self._axis))

@@ -23,7 +23,7 @@ class Repeat(StepModule):
         self._reads = node.reads
         self._captures = {label: body.captures for label, body in node.bodies.items()}
         for label, body in node.bodies.items():
-            self._modules[label] = Body(body, place.at(label), "steps")
+            self._modules[label] = Body(body, place.inside(label), "steps")
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))

@@ -22,6 +22,8 @@ class Residual(Body):
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         y, states = super().forward(*tensors, call=call)
+        if call.phase == "context":
+            return y, states
         if self._drop_path and call.training:
             y = _dropped(y, 1 - self._drop_path)
         return tensors[0] + y, states

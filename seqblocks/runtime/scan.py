@@ -38,12 +38,14 @@ class Scan(Body):
     def _describe(self, node: Node, place: Place) -> None:
         self._orders: tuple[str, ...] = node.arguments.orders
         self._merge: str = node.arguments.merge
-        self._sequences = [_is_sequence(place.types[value]) for value in node.reads]
+        self._sequences = [_is_ordered(place.types[value], node) for value in node.reads]
         self._in_place = _is_reversible(node.bodies[""])
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         results: list[Tensor] = []
         states: States = {}
+        if call.phase == "context":
+            return super().forward(*tensors, call=call)
         for order in self._orders:
             inner, ordered = self._in_order(order, tensors, call)
             y, states = self._one(order, ordered, inner)
@@ -92,7 +94,7 @@ class SeparateScan(Scan):
         StepModule.__init__(self)
         self._label = node.verb
         for name in node.directions:
-            self._modules[name] = Body(node.bodies[""], place.at(name), "steps")
+            self._modules[name] = Body(node.bodies[""], place.inside(name), "steps")
         self._describe(node, place)
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
@@ -108,7 +110,7 @@ class PartlySharedScan(Scan):
         held = {graph.join(place.path, name) for name in own}
         super().__init__(node, place._replace(held_elsewhere=place.held_elsewhere | held))
         for name in node.directions:
-            self._modules[name] = _holder(own, place.at(name))
+            self._modules[name] = _holder(own, place.inside(name))
         steps = sorted({name.rpartition(".")[0] for name in own})
         self._steps = {graph.join(place.path, step): step for step in steps}
 
@@ -138,8 +140,9 @@ def _holder(parameters: dict[str, Named], place: Place) -> Holder:
     return root
 
 
-def _is_sequence(wire: Wire | None) -> bool:
-    return wire is not None and wire.kind in ("sequence", "tokens")
+def _is_ordered(wire: Wire | None, node: Node) -> bool:
+    """Whether a scan re-orders what it reads: sequences, but not those of the context of a stream."""
+    return wire is not None and wire.kind in ("sequence", "tokens") and wire.context == graph.is_context(node)
 
 
 def _is_reversible(body: Graph) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.errors import RunError
-from seqblocks.graph import Node
+from seqblocks.graph import Node, is_context
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.runtime.call import Call
 from seqblocks.state import States
@@ -34,9 +34,16 @@ class Place(NamedTuple):
     types: dict[int, Wire | None]
     path: str = ""
     held_elsewhere: frozenset[str] = frozenset()
+    streams: bool = False  # whether the model has context, and the module reads more than that
 
-    def at(self, name: str) -> Place:
-        return Place(self.types, graph.join(self.path, name), self.held_elsewhere)
+    def at(self, node: Node) -> Place:
+        """Return the place of a node of this body."""
+        streams = self.streams and not is_context(node)
+        return Place(self.types, graph.join(self.path, node.name), self.held_elsewhere, streams)
+
+    def inside(self, label: str) -> Place:
+        """Return the place of a body of this node."""
+        return self._replace(path=graph.join(self.path, label))
 
 
 Maker = Callable[[Node, Place], StepModule]
@@ -69,6 +76,8 @@ def call_child(
 
     RunError where the call carries state and a replacement cannot.
     """
+    if call.phase == "context" and child is not None and not _takes_call(type(child)):
+        return None, {}  # type: ignore[return-value]  # a replacement computes nothing of the context
     if isinstance(child, StepModule):
         done: tuple[Tensor, States] = child(*tensors, call=call)
         return done
@@ -99,7 +108,8 @@ def _inputs(tensors: Sequence[Tensor], node: Node | None) -> Sequence[Tensor]:
         return tensors[:1]
     if node.op is None:
         return tensors
-    rest = iter(tensors)
+    vectors = vectors_of(node)
+    rest = iter(broadcast(tensors, vectors) if vectors else tensors)
     ports = [[next(rest) for _ in values] for values in node.inputs.values()]
     return [part[0] if len(part) == 1 else torch.cat(part, joining_axis(node)) for part in ports if part]
 
@@ -109,6 +119,36 @@ def joining_axis(node: Node) -> int:
     assert node.op is not None
     joined = (w for w, port in zip(node.wires, node.op.ports, strict=True) if len(node.inputs.get(port.name, ())) > 1)
     return next((wire.feature_axis for wire in joined if wire), -1)
+
+
+class Vectors(NamedTuple):
+    """Which of an op's inputs are vectors that meet each token of the others, and one of those others."""
+
+    places: tuple[int, ...]
+    longer: int
+
+
+def vectors_of(node: Node) -> Vectors | None:
+    """Return the vectors that meet each token of an op's other inputs, by their places among all; None without any."""
+    if not node.vectors:
+        return None
+    assert node.op is not None
+    words = {port.name: port.length for port in node.op.ports}
+    read = [(value, words[port]) for port, values in node.inputs.items() for value in values]
+    longer = next(at for at, (value, word) in enumerate(read) if value not in node.vectors and not word)
+    return Vectors(tuple(at for at, (value, _) in enumerate(read) if value in node.vectors), longer)
+
+
+def broadcast(tensors: Sequence[Tensor], vectors: Vectors) -> list[Tensor]:
+    """Return an op's inputs, each vector [batch, features] expanded to the tokens or the image that it meets."""
+    wide = list(tensors)
+    longer = tensors[vectors.longer]
+    for at in vectors.places:
+        if longer.ndim == 4:
+            wide[at] = tensors[at][:, :, None, None].expand(-1, -1, *longer.shape[2:])
+        else:
+            wide[at] = tensors[at].unsqueeze(1).expand(-1, longer.shape[1], -1)
+    return wide
 
 
 def is_hooked(module: nn.Module) -> bool:

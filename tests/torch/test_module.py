@@ -503,7 +503,7 @@ def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
 
 def test_a_model_is_called_with_keywords_that_help_shows() -> None:
     names = list(inspect.signature(seqblocks.build_text(TIED).forward).parameters)
-    assert names == ["x", "state", "return_state", "resets", "cu_seqlens", "grid"]
+    assert names == ["x", "state", "return_state", "resets", "cu_seqlens", "grid", "inputs"]
 
 
 def test_pooling_by_the_largest() -> None:

@@ -1,0 +1,59 @@
+"""What a stream keeps of its context: the values that it computes once and reads at each token."""
+
+from __future__ import annotations
+
+from seqblocks.graph import Graph, ModelSpec, Node, is_context
+from seqblocks.parameters import State
+from seqblocks.types import Wire
+
+
+def mark_kept(model: ModelSpec) -> None:
+    """Mark the steps, and the inputs, whose values a stream keeps, and declare them as state."""
+    read = _Reads().of_body(model.graph)
+    kept = {name: value for name, value in model.graph.ports.items() if value in read}
+    model.graph.kept = {name: _state(wire) for name, value in kept.items() if (wire := model.types[value])}
+
+
+class _Reads:
+    """One walk over the bodies that read an input that streams; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, set[int]] = {}
+
+    def of_body(self, body: Graph) -> set[int]:
+        """Return the values that the steps of a body read at each token, and its results; mark those that are kept."""
+        if id(body) not in self._known:
+            read = set(body.results)
+            for node in body.nodes:
+                if not is_context(node):
+                    read |= self.of_node(node)
+            for node in body.nodes:
+                if is_context(node) and not read.isdisjoint(node.outputs):
+                    assert node.type
+                    node.kept, node.state = True, {"output": _state(node.type)}
+            self._known[id(body)] = read
+        return self._known[id(body)]
+
+    def of_node(self, node: Node) -> set[int]:
+        """Return the values around a node that it reads at each token."""
+        at_ports = {value for values in node.inputs.values() for value in values}
+        if not node.bodies:
+            return at_ports
+        if node.kind == "block":
+            body = node.bodies[""]
+            read = self.of_body(body)
+            ports = {"x": body.input, **body.ports}
+            return {value for port, values in node.inputs.items() for value in values if ports[port] in read}
+        inside = set[int]().union(*(self.of_body(body) for body in node.bodies.values()))
+        return inside | (at_ports if node.kind == "residual" else set())
+
+
+def _state(wire: Wire) -> State:
+    """Return the declaration of a value that is kept: of a sequence in any length, as images may differ in size."""
+    dtype = "int64" if wire.kind == "tokens" else "model"
+    if wire.kind not in ("sequence", "tokens"):
+        return State(tuple(size for size in wire.axes[1:] if isinstance(size, int)), dtype)
+    width = (wire.features,) if wire.kind == "sequence" else ()
+    if isinstance(wire.length, int):
+        return State((wire.length, *width), dtype, length="length")
+    return State((0, *width), dtype, length=wire.length or "seq")

@@ -1,0 +1,364 @@
+"""Models with several inputs and outputs: their values, and the state law where the first input streams."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+
+import seqblocks
+from seqblocks import state as states
+from seqblocks.checkpoint import load, save
+from seqblocks.errors import RunError
+from seqblocks.kernels import use_backend
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import check_law, check_shapes, random_context, random_input
+
+
+def built(text: str, **more: Any) -> SequenceModel:
+    return seqblocks.build_text(f"seqblocks: 1\n{text}", **{"dtype": "float64", **more})
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+CAPTIONER = """
+use: [transformer, vil]
+model:
+  inputs:
+    text: {tokens: 20}
+    image: {image: {size: 8, channels: 3}}
+    notes: {features: 5}
+  steps:
+    - patch_embed: {from: image, patch: 2, features: 8}
+    - repeat: {name: encoder, times: 2, steps: [{vil: {dim: 8, order: reverse}}]}
+    - layer_norm: {as: seen}
+    - pool: {mode: mean, as: mean}
+    - linear: {from: notes, features: 8, as: noted}
+    - embed: {from: text, features: 8}
+    - repeat:
+        name: decoder
+        times: 2
+        as: h
+        steps:
+          - attention_layer: {dim: 8, heads: 2, window: 4}
+          - cross_attention_layer: {dim: 8, memory: seen, heads: 2, kv_heads: 1}
+          - cross_attention_layer: {dim: 8, memory: noted, heads: 2, name: of_notes}
+          - multiply: {by: mean}
+    - linear: {from: [h, mean], features: 6, name: join}
+    - unembed: {bias: false, as: logits}
+    - linear: {from: mean, features: 1, as: value}
+  outputs: [logits, value]
+"""
+AGENT = """
+use: [memoroid]
+model:
+  input: {features: 6}
+  steps:
+    - linear: 8
+    - memoroid_layer: {dim: 8, heads: 2}
+    - layer_norm: {as: h}
+    - linear: {from: h, features: 3, as: policy}
+    - linear: {from: h, features: 1, as: value}
+  outputs: [policy, value]
+"""
+FILM = """
+model:
+  inputs: {sound: {features: 4}, speaker: {vector: 3}}
+  steps:
+    - linear: {from: speaker, features: 8, as: [gain, bias]}
+    - multiply: {from: sound, by: gain}
+    - add: {with: bias}
+    - causal_conv: {kernel: 3}
+    - gate: {by: gain}
+"""
+# The context is read inside a scan, a parallel, a residual and a block, at two rates, and as it is.
+NESTED = """
+blocks:
+  reads:
+    args: {memory: wire}
+    steps:
+      - linear: {from: memory, features: 8, as: [k, v]}
+      - cross_attention: {q: input, k: k, v: v, heads: 2}
+model:
+  inputs: {sound: {features: 4}, other: {features: 4}, whole: {features: 4, length: 6}}
+  steps:
+    - downsample: {from: other, factor: 2, as: coarse}
+    - downsample: {from: input, factor: 2}
+    - scan:
+        steps:
+          - residual:
+              - parallel:
+                  merge: mean
+                  branches:
+                    - one: [{reads: {memory: coarse}}]
+                    - two: [{reads: {memory: whole}}, silu]
+                    - three:
+                        - linear: {from: whole, features: 4, as: w}
+                        - cross_attention: {q: input, k: w, v: whole, heads: 1}
+    - causal_conv: {kernel: 2}
+    - upsample: {factor: 2}
+"""
+
+
+@pytest.mark.parametrize("text", [CAPTIONER, AGENT, FILM, NESTED])
+def test_the_law(text: str) -> None:
+    model = built(text)
+    resets = [(0, 3), (1, 5)] if model.frame_size == 1 else []
+    check_law(model, seq=9, resets=resets)
+    check_law(model, seq=9)
+
+
+def test_several_outputs_by_name() -> None:
+    model = built(AGENT)
+    x = draw(2, 5, 6)
+    found = model(x)
+    assert {name: tuple(y.shape) for name, y in found.items()} == {"policy": (2, 5, 3), "value": (2, 5, 1)}
+    one, _ = model.step(x[:, 0])
+    assert {name: tuple(y.shape) for name, y in one.items()} == {"policy": (2, 3), "value": (2, 1)}
+    torch.testing.assert_close(one["value"], found["value"][:, 0])
+
+
+def test_a_vector_meets_each_token() -> None:
+    model = built(FILM.replace("    - causal_conv: {kernel: 3}\n    - gate: {by: gain}\n", ""))
+    sound, speaker = draw(2, 5, 4), draw(2, 3, seed=2)
+    gain, bias = linear(speaker, *model.linear.parameters()).split(4, -1)
+    torch.testing.assert_close(model(sound=sound, speaker=speaker), sound * gain[:, None] + bias[:, None])
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ("add: {with: v}", lambda x, v: x + v),
+        ("add: {from: v, with: x}", lambda x, v: x + v),
+        ("multiply: {from: v, by: x}", lambda x, v: x * v),
+        ("gate: {by: v, activation: sigmoid}", lambda x, v: x * v.sigmoid()),
+        ("gate: {from: v, by: x, activation: none}", lambda x, v: x * v),
+        ("learnable_skip: {with: v}", lambda x, v: x + v),
+        ("rms_norm: {z: v, gain: none, gate: after, activation: none, eps: 1e-12}",
+         lambda x, v: x / x.square().mean(-1, keepdim=True).sqrt() * v),
+        ("token_shift: {mix: v}", lambda x, v: x + v * (torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x)),
+        ("linear: {from: [v, x, v], features: 2, bias: false, init: {weight: ones}}",
+         lambda x, v: (x + 2 * v).sum(-1, keepdim=True).expand(2, 5, 2)),
+    ],
+)  # fmt: skip
+def test_where_a_vector_may_meet_a_sequence(step: str, expected: Callable[[Tensor, Tensor], Tensor]) -> None:
+    inputs = "{x: {features: 4}, v: {vector: 4}}"
+    model = built(f"model:\n  inputs: {inputs}\n  steps:\n    - {step}")
+    x, v = draw(2, 5, 4), draw(2, 4, seed=2)
+    torch.testing.assert_close(model(x, v=v), expected(x, v[:, None]))
+    check_law(model, seq=6)
+
+
+def test_a_vector_meets_each_place_of_an_image() -> None:
+    inputs = "{x: {image: {size: 4, channels: 3}}, v: {vector: 3}}"
+    model = built(f"model:\n  inputs: {inputs}\n  steps: [multiply: {{by: v}}]")
+    x, v = draw(2, 3, 4, 4), draw(2, 3)
+    torch.testing.assert_close(model(x=x, v=v), x * v[:, :, None, None])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_cross_attention(kv_heads: int) -> None:
+    """Against torch's own attention; the values may be wider than the keys."""
+    steps = f"cross_attention: {{q: x, k: k, v: v, heads: 4, kv_heads: {kv_heads}, scale: 0.3}}"
+    inputs = f"{{x: {{features: 8}}, m: {{features: {kv_heads * 5}}}}}"
+    split = f"identity: {{from: m, as: {{k: {kv_heads * 2}, v: {kv_heads * 3}}}}}"
+    model = built(f"model:\n  inputs: {inputs}\n  steps:\n    - {split}\n    - {steps}")
+    x, m = draw(2, 5, 8), draw(2, 7, kv_heads * 5, seed=2)
+    k, v = m.split([kv_heads * 2, kv_heads * 3], -1)
+    q, k, v = (y.unflatten(-1, (-1, width)).transpose(1, 2) for y, width in ((x, 2), (k, 2), (v, 3)))
+    expected = scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True).transpose(1, 2).flatten(-2)
+    for backend in ("torch", "reference"):
+        with use_backend(backend):
+            torch.testing.assert_close(model(x=x, m=m), expected)
+    check_law(model, seq=6)
+
+
+def test_the_state_keeps_what_the_stream_reads_of_the_context() -> None:
+    model = built(CAPTIONER)
+    image, notes = draw(2, 3, 8, 8), draw(2, 7, 5)
+    state = model.init_state(2, image=image, notes=notes)
+    assert state["decoder"]["1"]["cross_attention_layer"]["residual"]["kv"]["output"].shape == (2, 16, 8)
+    assert state["decoder"]["1"]["of_notes"]["residual"]["kv"]["output"].shape == (2, 7, 16)
+    assert "encoder" not in state
+    assert "seen" not in state
+    assert state["mean"]["output"].shape == (2, 8)
+    swapped = states.index_select(state, torch.tensor([1, 0]))
+    text = torch.tensor([3, 4])
+    (a, _), (b, _) = model.step(text, state), model.step(text.flip(0), swapped)
+    torch.testing.assert_close(a["logits"], b["logits"].flip(0))
+    assert set(states.detach(states.to(state, "cpu"))) == set(state)
+
+
+def test_an_input_that_a_stream_reads_as_it_is_is_kept() -> None:
+    model = built(NESTED)
+    whole, other = draw(2, 6, 4), draw(2, 4, 4)
+    state = model.init_state(2, other=other, whole=whole)
+    assert state["input"]["whole"] is whole
+    assert set(state["input"]) == {"whole"}
+
+
+def test_resets_begin_a_sequence_within_the_same_context() -> None:
+    model = built(CAPTIONER)
+    x, context = random_input(model, 2, 8), random_context(model, 2)
+    marks = torch.zeros(2, 8, dtype=torch.bool)
+    marks[:, 5] = True
+    found = model(x, resets=marks, **context)["logits"]
+    torch.testing.assert_close(found[:, 5:], model(x[:, 5:], **context)["logits"])
+
+
+def test_a_context_may_be_bidirectional_and_read_in_a_reverse_scan() -> None:
+    """The order of a scan is that of the stream: what it reads of the context keeps its own."""
+    text = """
+model:
+  inputs: {x: {features: 4}, m: {features: 4}}
+  steps:
+    - scan:
+        {from: m, order: [forward, reverse], own: all, merge: concat, as: seen, steps: [{causal_conv: {kernel: 2}}]}
+    - scan:
+        from: x
+        order: reverse
+        steps:
+          - causal_conv: {from: seen, kernel: 2, as: k}
+          - causal_conv: {from: input, kernel: 3}
+          - linear: {features: 8, as: q}
+          - cross_attention: {q: q, k: k, v: k, heads: 1}
+"""
+    model = built(text)
+    x, m = draw(2, 5, 4), draw(2, 3, 4, seed=2)
+    scan = dict(model.named_children())["scan"]
+    seen = model.seen(m, call=_plain_call())[0]
+    k = scan.k(seen, call=_plain_call())[0]
+    c = scan.causal_conv(x.flip(1), call=_plain_call())[0].flip(1)
+    q = linear(c, *scan.q.parameters())
+    torch.testing.assert_close(model(x, m=m), scaled_dot_product_attention(q, k, k))
+    with pytest.raises(RunError, match="reverse"):
+        model.init_state(2, m=m)
+
+
+def _plain_call() -> Any:
+    from seqblocks.runtime.call import Call
+
+    return Call(False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x, c: m(x), "the input image is missing: pass image=…, notes=…"),
+        (lambda m, x, c: m(x, image=c["image"]), "the input notes is missing"),
+        (lambda m, x, c: m(**c), "the model needs its input text: call model(text=…, image=…, notes=…)"),
+        (lambda m, x, c: m(x, imag=c["image"]), "the model has no input 'imag': did you mean 'image'?"),
+        (lambda m, x, c: m(x, text=x, **c), "the input text is given twice"),
+        (lambda m, x, c: m(x, **c | {"image": c["image"][:1]}), "the batches differ: image has 1 and text 2"),
+        (lambda m, x, c: m(x, **c | {"notes": c["notes"][0]}), "the input notes reads [batch, notes, 5], not [3, 5]"),
+        (lambda m, x, c: m(x, **c | {"image": c["notes"]}), "the input image reads images [batch, 3, height, width]"),
+        (lambda m, x, c: m(x, **c | {"image": None}), "the input image reads a tensor, not NoneType"),
+        (lambda m, x, c: m(x, state=m.init_state(2, **c), **c), "the state holds what depends on image"),
+        (lambda m, x, c: m.step(x[:, 0]), "state = model.init_state(batch, image=…, notes=…)"),
+        (lambda m, x, c: m.step(x[:1, 0], m.init_state(2, **c)), "holds 2 sequences and the input 1"),
+        (lambda m, x, c: m.init_state(2), "the input image is missing"),
+        (lambda m, x, c: m.init_state(3, **c), "the batches differ: image has 2 and the state 3"),
+        (lambda m, x, c: m.init_state(2, text=x, **c), "the input text streams"),
+        (lambda m, x, c: m.init_state(2, picture=x, **c), "the model has no input 'picture'"),
+        (lambda m, x, c: built(AGENT)(x, foo=x), "the model has no input 'foo': call model(x)"),
+        (lambda m, x, c: built(AGENT)(), "the model needs its input: call model(x)"),
+        (lambda m, x, c: built(AGENT).init_state(2, foo=x), "the model has no input 'foo'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call(call: Callable[[SequenceModel, Tensor, dict[str, Tensor]], Any], message: str) -> None:
+    model = built(CAPTIONER)
+    with pytest.raises(RunError, match=re.escape(message)):
+        call(model, random_input(model, 2, 4), random_context(model, 2))
+
+
+OBSTACLES = [
+    ("- pool: {mode: last, as: v}\n    - multiply: {from: x, by: v}", "v, made of the whole sequence, meets"),
+    ("- pool: {mode: last, as: v}\n    - linear: {from: [x, v], features: 2}", "v, made of the whole sequence"),
+    ("- linear: 4\n    - add: {with: fixed}", "it reads fixed token by token, which is context"),
+    ("- linear: {features: 4, as: h}\n    - linear: {from: [fixed, h], features: 2}", "it reads fixed token by token"),
+    ("- cross_attention: {q: x, k: x, v: x, heads: 1}", "it reads the whole sequence as its memory"),
+    ("- linear: 4\n    - residual: [{identity: {from: fixed}}]", "it reads identity token by token, which is context"),
+    ("- residual: {from: fixed, steps: [{add: {with: x}}]}", "it reads fixed token by token"),
+    ("- parallel: {branches: [{a: [{identity: {from: fixed}}]}, {b: [silu]}]}", "it reads identity token by token"),
+    ("- pool: {mode: last, as: v}\n    - gate: {from: fixed, by: v}", "it reads fixed token by token"),
+]
+
+
+@pytest.mark.parametrize(("steps", "reason"), OBSTACLES)
+def test_what_cannot_stream_with_a_context_says_why_and_runs_whole(steps: str, reason: str) -> None:
+    inputs = "{x: {features: 4, length: 5}, fixed: {features: 4, length: 5}}"
+    both = "    - multiply: {by: mean, name: last}\n" if "fixed" in steps else ""
+    head = "- pool: {from: fixed, as: mean}\n    - identity: {from: x}\n    "
+    last = both or "    - multiply: {by: mean, name: last}"
+    text = f"model:\n  inputs: {inputs}\n  steps:\n    {head}{steps}\n{last}"
+    if "features: 2" in text:
+        text = text.replace("{by: mean, name: last}", "{by: other, name: last}")
+        more = "- linear: {from: mean, features: 2, as: other}\n    - identity: {from: x, name: again}\n    "
+        text = text.replace(head, head + more)
+    model = built(text)
+    x, fixed = draw(2, 5, 4), draw(2, 5, 4, seed=2)
+    assert model(x, fixed=fixed).isfinite().all()
+    with pytest.raises(RunError, match=re.escape(reason)):
+        model.init_state(2, fixed=fixed)
+
+
+def test_the_lookahead_does_not_count_the_context() -> None:
+    from seqblocks.analysis import lookahead
+
+    assert (found := lookahead.find(built(CAPTIONER).spec))
+    assert found.tokens == 0
+    inputs = "{x: {features: 4}, m: {features: 4}}"
+    text = f"model:\n  inputs: {inputs}\n  steps: [{{pool: {{from: m, as: v}}}}, {{multiply: {{from: x, by: v}}}}]"
+    assert (found := lookahead.find(built(text).spec))
+    assert found.tokens == 0
+    text = text.replace("from: m, as: v", "from: x, as: v")
+    text = text.replace("from: x, by: v}}", "from: x, by: v}}, {add: {with: w}}")
+    text = text.replace("[{pool", "[{pool: {from: m, as: w, name: p}}, {pool")
+    found = lookahead.find(built(text).spec)
+    assert found
+    assert found.tokens == lookahead.WHOLE
+    assert found.first
+    assert found.first[0] == "multiply"
+
+
+def test_a_saved_model_and_a_copy(tmp_path: Any) -> None:
+    model = built(CAPTIONER)
+    x, context = random_input(model, 2, 4), random_context(model, 2)
+    expected = model(x, **context)["logits"]
+    save(model, tmp_path / "m")
+    torch.testing.assert_close(load(tmp_path / "m")(text=x, **context)["logits"], expected)
+    torch.testing.assert_close(copy.deepcopy(model)(x, **context)["logits"], expected)
+
+
+REVERSED = """
+model:
+  inputs: {x: {features: 4}, m: {features: 4}}
+  steps:
+    - scan:
+        order: reverse
+        steps:
+          - causal_conv: {kernel: 2, as: q}
+          - cross_attention: {q: q, k: m, v: m, heads: 1}
+"""
+
+
+def test_shapes_of_a_model_that_cannot_stream() -> None:
+    check_shapes(built(REVERSED))
+
+
+def test_the_parameters_of_a_layer_norm_of_a_context_get_gradients() -> None:
+    inputs, steps = "{x: {features: 4}, v: {vector: 4}}", "[{layer_norm: {from: v, as: n}}, {add: {from: x, with: n}}]"
+    model = built(f"model:\n  inputs: {inputs}\n  steps: {steps}")
+    x, v = draw(2, 5, 4), draw(2, 4)
+    y, _ = model(x, v=v, return_state=True)
+    torch.testing.assert_close(y, x + layer_norm(v, (4,))[:, None])
+    y.sum().backward()
+    assert model.get_parameter("n.bias").grad is not None
