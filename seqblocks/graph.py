@@ -27,6 +27,7 @@ class Entry(NamedTuple):
     span: Span
     theirs: tuple[recipes.Recipe, ...]
     node: tuple[Any, ...]  # of each alternative, in the document
+    layout: str = ""  # the one that it belongs to; empty for the map itself
 
 
 # A direction is a child module, and a torch module has a method `forward`.

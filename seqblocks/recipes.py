@@ -1,9 +1,9 @@
 """How a parameter is made of the tensors of an official release: the right-hand sides of a `checkpoint:` map.
 
 A name is a tensor as it is; the other recipes join, cut or rearrange tensors. Each kind is a class that checks itself
-against the shape of a parameter and makes the parameter. `seqblocks/analysis/maps.py` reads them from a spec, and
-`seqblocks/checkpoint/official.py` follows them. torch is imported when a recipe is followed: graphs hold recipes, so
-this file belongs to the declarations, and the checkpoint room, which needs the runtime, comes after the graphs.
+against the shape of a parameter, makes the parameter, and writes it back. `seqblocks/analysis/maps.py` reads them from
+a spec, and the checkpoint room follows them. torch is imported when a recipe is followed: graphs hold recipes, so this
+file belongs to the declarations, and the checkpoint room, which needs the runtime, comes after the graphs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from seqblocks.errors import Fault, RunError, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH
 
 Shape = tuple[int, ...]
 Tensor = Any  # torch's
+
+
+class Extent(NamedTuple):
+    """The shape of an official tensor, or the least one that it has: a slice does not say what follows it."""
+
+    shape: Shape
+    least: bool = False
+    complex: bool = False
 
 
 class Recipe(ABC):
@@ -43,9 +51,18 @@ class Recipe(ABC):
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         """Return our parameter `name` [shape] from the official tensors. Raise RunError where they do not fit."""
 
+    @abstractmethod
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        """Return what is known of the official tensors from our shape. Raise RunError where that is too little."""
+
+    @abstractmethod
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        """Write into `out`, the official tensor number `at`, what our parameter has of it."""
+
     def as_data(self) -> Any:
         """Return it as a map has it: a name, or a mapping such as {"concat": ["q", "k"], "axis": 0}."""
         values = {each: getattr(self, each) for each in own_fields(type(self))}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {self.kind: self._source(), **{key: value for key, value in values.items() if value is not None}}
 
     @abstractmethod
@@ -72,6 +89,9 @@ class FromOne(Recipe):
 
     def _source(self) -> str:
         return self.official
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        self.make(name, tuple(ours.shape), out).copy_(ours)  # what `make` returns shares its memory with `out`
 
     def _require(self, holds: bool, name: str, whole: Tensor, expected: str) -> None:
         if not holds:
@@ -115,16 +135,52 @@ class Name(FromOne):
         (whole,) = tensors
         return whole
 
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        return (Extent(shape),)
 
+
+@dataclass(repr=False, eq=False)
 class Concat(FromSeveral):
-    """Official tensors joined along an axis of ours."""
+    """Official tensors joined along an axis of ours: equal parts, or of these `sizes`."""
 
     kind = "concat"
+    sizes: Shape | None = None
+
+    def misfit(self, name: str, shape: Shape) -> Fault | None:
+        fault = super().misfit(name, shape)
+        if fault or self.sizes is None or not shape:
+            return fault
+        if len(self.sizes) == len(self.officials) and sum(self.sizes) == shape[self.axis or 0]:
+            return None
+        found = f"{len(self.officials)} tensors; {_described(name, shape)}"
+        expected = f"one size for each, and their sum {shape[self.axis or 0]}"
+        return Fault("E209", "the sizes do not fit", at="sizes", expected=expected, found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         import torch
 
-        return torch.cat(tensors, self.axis or 0)
+        joined = torch.cat(tensors, self.axis or 0)
+        axis = self.axis or 0
+        found = [tensor.shape[axis] for tensor in tensors]
+        if tuple(joined.shape) == shape and found != self._sizes(name, shape):
+            hint = f"sizes: [{', '.join(map(str, found))}]"
+            raise RunError(f"for {name} the parts along axis {axis} are {found}; add `{hint}` to the recipe")
+        return joined
+
+    def _sizes(self, name: str, shape: Shape) -> list[int]:
+        if self.sizes is not None:
+            return list(self.sizes)
+        count, whole = len(self.officials), shape[self.axis or 0]
+        if whole % count:
+            raise RunError(f"{name} {list(shape)} is not {count} equal parts: add `sizes: [...]` to its recipe")
+        return [whole // count] * count
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        axis = (self.axis or 0) % len(shape)
+        return tuple(Extent((*shape[:axis], size, *shape[axis + 1 :])) for size in self._sizes(name, shape))
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        out.copy_(ours.split(self._sizes(name, tuple(ours.shape)), self.axis or 0)[at])
 
 
 class Stack(FromSeveral):
@@ -137,72 +193,151 @@ class Stack(FromSeveral):
 
         return torch.stack(tensors, self.axis or 0)
 
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        axis = (self.axis or 0) % len(shape)
+        return (Extent((*shape[:axis], *shape[axis + 1 :])),) * len(self.officials)
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        out.copy_(ours.select(self.axis or 0, at))
+
 
 @dataclass(repr=False, eq=False)
 class Split(FromOne):
-    """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat."""
+    """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat.
+
+    `shape`: that of the official tensor. Without it all three are read, and joined parts are written.
+    """
 
     kind = "split"
     parts: int
     part: int
     axis: int | None = None
+    shape: Shape | None = None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
-        return _no_axis(self.axis, name, shape, 0, len(shape))  # parts may lie along an axis after ours
+        fault = _no_axis(self.axis, name, shape, 0, len(shape))  # parts may lie along an axis after ours
+        return fault or _other_shape(self.shape, name, shape, self._shapes(shape))
 
-    def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
-        (whole,) = tensors
+    def _shapes(self, shape: Shape) -> tuple[Shape, ...]:
         axis = self.axis or 0
         stacked = (*shape[:axis], self.parts, *shape[axis:])
         joined = (*shape[:axis], self.parts * shape[axis], *shape[axis + 1 :]) if axis < len(shape) else stacked
-        self._require_shape(name, whole, joined, stacked, (math.prod(stacked),))
-        return whole.reshape(stacked).select(axis, self.part)
+        return joined, stacked, (math.prod(stacked),)
+
+    def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
+        (whole,) = tensors
+        shapes = self._shapes(shape)
+        self._require_shape(name, whole, *((self.shape,) if self.shape else shapes))
+        return whole.reshape(shapes[1]).select(self.axis or 0, self.part)
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        return (Extent(self.shape or self._shapes(shape)[0]),)
 
 
 @dataclass(repr=False, eq=False)
 class Slice(FromOne):
-    """As much of an official tensor as ours holds, from `start` on along `axis`."""
+    """As much of an official tensor as ours holds, from `start` on along `axis`.
+
+    `groups`: the axis is so many groups, such as heads, and a slice of each group is taken.
+    """
 
     kind = "slice"
     start: int | None = None
     axis: int | None = None
+    groups: int | None = None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
-        return _no_axis(self.axis, name, shape, -len(shape), len(shape) - 1)
+        fault = _no_axis(self.axis, name, shape, -len(shape), len(shape) - 1)
+        if fault or not shape[self.axis or 0] % (self.groups or 1):
+            return fault
+        expected = f"a divisor of {shape[self.axis or 0]}"
+        found = f"{self.groups}; {_described(name, shape)}"
+        return Fault("E209", "the groups do not divide the axis", at="groups", expected=expected, found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
-        (whole,) = tensors
-        axis, start = self.axis or 0, self.start or 0
-        length = shape[axis]
-        self._require(start + length <= whole.shape[axis], name, whole, f"have {length} from {start}")
-        return whole.narrow(axis, start, length)
+        return self._cut(name, shape, *tensors).reshape(shape)
+
+    def _cut(self, name: str, shape: Shape, whole: Tensor) -> Tensor:
+        """Return our part of the official tensor, its groups on an axis of their own."""
+        axis, start, groups = (self.axis or 0) % len(shape), self.start or 0, self.groups or 1
+        length, rest = shape[axis] // groups, divmod(whole.shape[axis], groups)
+        if groups > 1:
+            self._require(not rest[1], name, whole, f"have {groups} equal groups along axis {axis}")
+        of_groups = f" in each of {groups} groups" if groups > 1 else ""
+        self._require(start + length <= rest[0], name, whole, f"have {length} from {start}{of_groups}")
+        return whole.unflatten(axis, (groups, rest[0])).narrow(axis + 1, start, length)
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        axis, groups = (self.axis or 0) % len(shape), self.groups or 1
+        end = ((self.start or 0) + shape[axis] // groups) * groups
+        return (Extent((*shape[:axis], end, *shape[axis + 1 :]), least=True),)
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        part = self._cut(name, tuple(ours.shape), out)
+        part.copy_(ours.reshape(part.shape))
 
 
+@dataclass(repr=False, eq=False)
 class Transpose(FromOne):
-    """The last two axes swapped."""
+    """The last two axes swapped. `shape`: that of the official tensor, where the last of our axes are one there."""
 
     kind = "transpose"
+    shape: Shape | None = None
+
+    def misfit(self, name: str, shape: Shape) -> Fault | None:
+        if self.shape is None or len(shape) < 2:
+            return None
+        return _other_shape(self.shape, name, shape, [self._swapped(shape, axes) for axes in range(2, len(shape) + 1)])
+
+    def _swapped(self, shape: Shape, axes: int) -> Shape:
+        """Return the official shape of so many axes: from the last of them on, our axes are one."""
+        *before, a, b = (*shape[: axes - 1], math.prod(shape[axes - 1 :]))
+        return (*before, b, a)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
         swapped = whole.transpose(-1, -2)
         self._require(len(shape) > 1, name, whole, "have one axis, which needs no transpose")
-        last = min(swapped.ndim, len(shape)) - 1  # from there on our axes may be one in the release
-        *before, a, b = (*shape[:last], math.prod(shape[last:]))
-        self._require_shape(name, whole, (*before, b, a))
+        self._require_shape(name, whole, self.shape or self._swapped(shape, min(swapped.ndim, len(shape))))
         return swapped.reshape(shape)
 
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        return (Extent(self.shape or self._swapped(shape, len(shape))),)
 
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        swapped = out.transpose(-1, -2)
+        swapped.copy_(ours.reshape(swapped.shape))
+
+
+@dataclass(repr=False, eq=False)
 class Reshape(FromOne):
-    """The same numbers in our shape."""
+    """The same numbers in our shape. `shape`: that of the official tensor."""
 
     kind = "reshape"
+    shape: Shape | None = None
+
+    def misfit(self, name: str, shape: Shape) -> Fault | None:
+        if self.shape is None or math.prod(self.shape) == math.prod(shape):
+            return None
+        found = f"{list(self.shape)}; {_described(name, shape)}"
+        return Fault("E209", "the shape has another number of elements", at="shape", found=found)
 
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
         (whole,) = tensors
         sizes = " x ".join(map(str, shape))
         self._require(whole.numel() == math.prod(shape), name, whole, f"hold {sizes} numbers")
+        if self.shape:
+            self._require_shape(name, whole, self.shape)
         return whole.reshape(shape)
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        if self.shape is None:
+            what = f"{name} is a reshape of {self.official}, whose shape is not known"
+            raise RunError(f"{what}: add `shape: [...]` to the recipe")
+        return (Extent(self.shape),)
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        out.copy_(ours.reshape(out.shape))
 
 
 class _ComplexPart(FromOne):
@@ -216,6 +351,9 @@ class _ComplexPart(FromOne):
         (whole,) = tensors
         self._require(whole.is_complex(), name, whole, "be complex")
         return torch.view_as_real(whole).select(-1, self.part)
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        return (Extent(shape, complex=True),)
 
 
 class Real(_ComplexPart):
@@ -256,6 +394,16 @@ class Rearrange(FromOne):
         self._require_shape(name, whole, before)
         return rearrange(whole, self.pattern, **sizes)
 
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        return (Extent(rearranged(self.pattern, self.sizes, shape)[0]),)
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        from einops import rearrange
+
+        before, after = self.pattern.split("->")
+        _, sizes = rearranged(self.pattern, self.sizes, tuple(ours.shape))
+        out.copy_(rearrange(ours, f"{after} -> {before}", **sizes))
+
 
 RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
     cls.kind: cls for cls in (Concat, Stack, Split, Slice, Transpose, Reshape, Real, Imag, Rearrange)
@@ -265,7 +413,11 @@ RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
 def words_of(kind: str) -> dict[str, bool]:
     """Return the keys that go with a recipe's kind, and whether each is required."""
     required = {"parts", "part", "pattern"}
-    return {each: each in required for each in own_fields(RECIPES[kind]) if each != "sizes"}
+    own = own_fields(RECIPES[kind])
+    return {each: each in required for each in own if not (RECIPES[kind] is Rearrange and each == "sizes")}
+
+
+LISTS = ("sizes", "shape")  # words that take a list of whole numbers; the others take one
 
 
 def own_fields(cls: Any) -> tuple[str, ...]:
@@ -279,6 +431,16 @@ def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> 
         return None
     found = f"{axis}; {_described(name, shape)}"
     return Fault("E209", "there is no such axis", at="axis", expected=f"from {low} to {high}", found=found)
+
+
+def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[Shape]) -> Fault | None:
+    """Return the fault of a `shape` that a recipe cannot have."""
+    if given is None or given in known:
+        return None
+    expected = " or ".join(dict.fromkeys(str(list(each)) for each in known))
+    found = f"{list(given)}; {_described(name, shape)}"
+    what = "an official tensor of this shape does not make ours"
+    return Fault("E209", what, at="shape", expected=expected, found=found)
 
 
 def _described(name: str, shape: Shape) -> str:

@@ -62,16 +62,19 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
                 composed.add(id(entry))
             if parted and places.shapes:
                 sound &= _check_owner(ctx, entry, owners)
-    if sound:
-        _check_use(ctx, table, body, open, composed)
+    for layout in dict.fromkeys(entry.layout for entry in table) if sound else ():
+        _check_use(ctx, table, layout, body, open, composed)
 
 
-def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, composed: set[int]) -> None:
+def _check_use(
+    ctx: Context, table: tuple[Entry, ...], layout: str, body: Graph, open: bool, composed: set[int]
+) -> None:
     """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes.
 
-    `composed`: the entries whose recipes or alternatives meet the map of a block.
+    layout: the one whose entries are checked. composed: the entries whose recipes or alternatives meet the map of a
+    block.
     """
-    translator = Translator()
+    translator = Translator(layout)
     tree = translator.tree(table)
     if not composed and (open or not tree.overlaps()):
         return
@@ -86,7 +89,7 @@ def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, 
         used.add(id(first.entry))
         for other in found[1:]:
             instead[id(other.entry)][id(first.entry)] = first.entry
-        if first.length < len(parts) and id(first.entry) in composed:
+        if first.length < len(parts) and id(first.entry) in composed and first.entry.layout == layout:
             try:
                 after = translator.after(body, parts, first.length)
             except Fault:  # of a block's own map, where it is reported
@@ -98,7 +101,7 @@ def _check_use(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool, 
                 ctx.report(fault, first.entry.span)
     for entry in () if open else table:
         others = instead[id(entry)]
-        if id(entry) not in used and others:
+        if id(entry) not in used and others and entry.layout == layout:
             what = f"{quote(entry.ours)} never applies: other keys of this map cover everything that it matches"
             notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
             ctx.report(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)

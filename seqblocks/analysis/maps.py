@@ -18,7 +18,17 @@ through. A key of the enclosing map that reaches into a block takes precedence o
     w: {reshape: v}                              the same numbers in our shape
     w: {rearrange: v, pattern: "(head part d) gate -> gate (part head d)", head: heads, part: 3}
                                                  axes split, permuted and joined, in einops' notation
+    q.weight: {slice: qkv, start: 0, groups: heads}   the same of each head, where the rows of heads alternate
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
+
+Numbers may be expressions over the block's arguments. `shape: [...]` (split, transpose, reshape) is that of the
+official tensor and `sizes: [...]` (concat) are those of the parts, where our shape does not imply them: writing needs
+them.
+
+`layouts:` names further layouts and what differs in each; the map itself is the layout `official`.
+
+    embed: backbone.embedding
+    layouts: {hub: {embed: backbone.embeddings}}
 """
 
 from __future__ import annotations
@@ -29,29 +39,49 @@ from itertools import chain
 from typing import Any
 
 from seqblocks.analysis.context import Context
-from seqblocks.analysis.translation import HOLE, MAX_ALTERNATIVES
+from seqblocks.analysis.translation import HOLE, LAYOUTS, MAX_ALTERNATIVES, OFFICIAL
 from seqblocks.analysis.values import number
 from seqblocks.errors import Fault, Note, Span, listing, quote
 from seqblocks.graph import Entry
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys, required
-from seqblocks.recipes import RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
+from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
 
 
 def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
     """Return the entries of a map; those at fault in themselves are reported and left out."""
-    found = [_entry(ctx, key, span, value) for key, span, value in node or ()]
+    entries = _entries(ctx, node, "")
+    layouts = node.get(LAYOUTS) if node else None
+    for layout, span, inside in layouts if isinstance(layouts, Mapping) else ():
+        if layout == OFFICIAL:
+            what = f"the map itself is the layout {quote(OFFICIAL)}"
+            ctx.report(Fault("E210", what, hint="move its keys there"), span)
+        elif is_name(ctx.run.report, layout, span) and isinstance(inside, Mapping):
+            entries += _entries(ctx, inside, layout)
+        elif not isinstance(inside, Mapping):
+            hint = f"layouts: {{{layout}: {{embed: backbone.embeddings}}}}"
+            ctx.report(Fault("E203", "a layout is a mapping", found=kind_of(inside), hint=hint), inside.span)
+    return tuple(entries)
+
+
+def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
+    """Return the entries of one layout: what the map itself has, or what is below the layout's name."""
+    own = ((key, span, value) for key, span, value in node or () if not _has_layouts(key, value, layout))
     entries: dict[str, Entry] = {}
-    for entry in filter(None, found):
+    for entry in filter(None, [_entry(ctx, *each, layout) for each in own]):
         first = entries.setdefault(HOLE.sub("{}", entry.ours), entry)
         if first is not entry:
             what = f"{quote(first.ours)} and {quote(entry.ours)} are one key: an index matches by any name"
             ctx.report(Fault("E210", what, notes=[Note("the first is here", first.span)]), entry.span)
-    return tuple(entries.values())
+    return list(entries.values())
 
 
-def _entry(ctx: Context, key: str, span: Span, node: Node) -> Entry | None:
+def _has_layouts(key: str, value: Node, layout: str) -> bool:
+    return key == LAYOUTS and isinstance(value, Mapping) and not layout
+
+
+def _entry(ctx: Context, key: str, span: Span, node: Node, layout: str) -> Entry | None:
     indices = HOLE.findall(key)
     if not all(is_name(ctx.run.report, index, span) for index in indices):
         return None
@@ -65,7 +95,7 @@ def _entry(ctx: Context, key: str, span: Span, node: Node) -> Entry | None:
         return None
     theirs = [_alternative(ctx, item, indices) for item in nodes]
     found = tuple(each for each in theirs if each is not None)
-    return Entry(key, span, found, tuple(nodes)) if len(found) == len(nodes) else None
+    return Entry(key, span, found, tuple(nodes), layout) if len(found) == len(nodes) else None
 
 
 def _alternative(ctx: Context, node: Node, indices: list[str]) -> Recipe | None:
@@ -76,8 +106,14 @@ def _alternative(ctx: Context, node: Node, indices: list[str]) -> Recipe | None:
 
 
 def has_sizes(table: Iterable[Entry]) -> bool:
-    """Return whether a map depends on the arguments of its block: the sizes of a `rearrange` may."""
-    return any(isinstance(theirs, Rearrange) for entry in table for theirs in entry.theirs)
+    """Return whether a map depends on the arguments of its block: the numbers of a recipe may."""
+    return any(isinstance(node, Mapping) and _has_expressions(node) for entry in table for node in entry.node)
+
+
+def _has_expressions(node: Mapping) -> bool:
+    values = (value for key, _, value in node if key not in (*RECIPES, "pattern"))
+    flat = chain.from_iterable(value.items if isinstance(value, Sequence) else [value] for value in values)
+    return any(isinstance(value, Scalar) and isinstance(value.value, str) for value in flat)
 
 
 def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
@@ -94,7 +130,7 @@ def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
         return None
     tensors = _tensors(ctx, kinds[0], node.entries[kinds[0]][1], indices)
     numbers = _numbers(ctx, kinds[0], node)
-    return None if tensors is None or numbers is None else RECIPES[kinds[0]](tensors, **numbers)
+    return None if tensors is None or numbers is None else RECIPES[kinds[0]](tensors, **numbers)  # type: ignore[arg-type]
 
 
 def _check_words(ctx: Context, node: Mapping, words: tuple[str, ...]) -> None:
@@ -137,16 +173,15 @@ def _size(ctx: Context, axis: str, node: Node) -> Any:
     return size
 
 
-def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, int] | None:
-    """Return the numbers that go with a recipe's kind; None after a fault."""
-    out: dict[str, int] = {}
+def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, Any] | None:
+    """Return the numbers that go with a recipe's kind; None after a fault, or where one is not known."""
+    out: dict[str, Any] = {}
     for key, needed in words_of(kind).items():
-        number = node.get(key)
-        if isinstance(number, Scalar) and type(number.value) is int:
-            out[key] = number.value
-        elif number is not None:
-            ctx.report(Fault("E203", f"{key} is a whole number", found=kind_of(number)), number.span)
-            return None
+        value = node.get(key)
+        if value is not None:
+            out[key] = _list(ctx, key, value) if key in LISTS else _whole(ctx, key, value)
+            if out[key] is None:
+                return None
         elif needed:
             missing = Fault("E202", f"{kind} needs {quote(key)}", hint="{split: qkv, parts: 3, part: 0}")
             required(ctx.report, node, key, missing, node.span)
@@ -154,8 +189,30 @@ def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, int] | None:
     return out if _in_range(ctx, kind, node, out) else None
 
 
-def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, int]) -> bool:
-    for key, low, high in (("parts", 1, 10**9), ("part", 0, numbers.get("parts", 1) - 1), ("start", 0, 10**9)):
+def _whole(ctx: Context, key: str, node: Node) -> int | None:
+    if not isinstance(node, Scalar) or isinstance(node.value, bool) or not isinstance(node.value, int | str):
+        ctx.report(Fault("E203", f"{key} is a whole number", found=kind_of(node)), node.span)
+        return None
+    value = number(ctx, node, whole=True)
+    return value if isinstance(value, int) else None
+
+
+def _list(ctx: Context, key: str, node: Node) -> tuple[int, ...] | None:
+    if not isinstance(node, Sequence) or not node.items:
+        fault = Fault("E203", f"{key} is a list of whole numbers", found=kind_of(node), hint=f"{key}: [768, 64]")
+        ctx.report(fault, node.span)
+        return None
+    values = [_whole(ctx, key, item) for item in node.items]
+    for item, value in zip(node.items, values, strict=True):
+        if value is not None and value < 1:
+            ctx.report(Fault("E209", f"a size in {key} is out of range", expected="1 or more"), item)
+            return None
+    return None if None in values else tuple(filter(None, values))
+
+
+def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, Any]) -> bool:
+    last = numbers.get("parts", 1) - 1
+    for key, low, high in (("parts", 1, 10**9), ("part", 0, last), ("start", 0, 10**9), ("groups", 1, 10**9)):
         value = numbers.get(key, low)
         if not low <= value <= high:
             expected = f"from {low} to {high}" if key == "part" else f"{low} or more"

@@ -9,12 +9,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from seqblocks import graph
-from seqblocks.errors import Fault, RunError
+from seqblocks.errors import Fault, RunError, UsageError, listing
 from seqblocks.graph import Entry, Graph, ModelSpec
 from seqblocks.language.expressions import parse
 from seqblocks.recipes import Name, Recipe
 
 MAX_ALTERNATIVES = 16
+LAYOUTS = "layouts"  # the key of a map that holds its further layouts
+OFFICIAL = "official"  # the layout that a map is without them
 HOLE = re.compile(r"\{([^}]*)\}")  # an index in a name, {layer}
 
 
@@ -24,12 +26,21 @@ def index_pattern(ours: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
 
 
-def official_name(model: ModelSpec, name: str) -> Any:
+def official_name(model: ModelSpec, name: str, layout: str = OFFICIAL) -> Any:
     """Return what a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
 
-    Where the map gives alternatives, the first. Raises RunError where an index has no name.
+    Where the map gives alternatives, the first. Raises RunError where an index has no name, UsageError where the spec
+    has no such layout.
     """
-    return Translator().official(model, name)[0].as_data()
+    if layout not in (known := layouts(model)):
+        raise UsageError(f"the spec has no layout '{layout}', only {listing(known)}")
+    return Translator(layout).official(model, name)[0].as_data()
+
+
+def layouts(model: ModelSpec) -> list[str]:
+    """Return the names of all layouts that the maps of a model and its blocks have, `official` first."""
+    tables = [model.checkpoint, *(node.checkpoint for node in graph.walk(model.graph))]
+    return list(dict.fromkeys([OFFICIAL, *(entry.layout for table in tables for entry in table if entry.layout)]))
 
 
 class _Match(NamedTuple):
@@ -57,9 +68,10 @@ class _Tree:
         self.entry: Entry | None = None
 
     @classmethod
-    def of(cls, table: Iterable[Entry]) -> _Tree:
+    def of(cls, table: Iterable[Entry], layout: str) -> _Tree:
+        """Return the entries of a layout: its own, which count first, and those of the map itself."""
         root = cls()
-        for entry in table:
+        for entry in sorted((each for each in table if each.layout in ("", layout)), key=lambda each: each.layout):
             at = root
             for part in entry.ours.split("."):
                 at = (at.patterns if "{" in part else at.fixed).setdefault(part, cls())
@@ -75,11 +87,11 @@ class _Tree:
     def matches(self, parts: list[str]) -> list[_Match]:
         """Return the entries that match the beginning of a name, the one that counts first.
 
-        That is the longest; of two, the one with a fixed part where the other has an index.
+        That is the longest; of two, the one with a fixed part where the other has an index, then that of a layout.
         """
         found: list[_Match] = []
         self._match(parts, 0, (), {}, found)
-        return sorted(found, key=lambda match: (match.length, match.fixed, match.entry.ours), reverse=True)
+        return sorted(found, key=lambda at: (at.length, at.fixed, at.entry.layout, at.entry.ours), reverse=True)
 
     def _match(
         self, parts: list[str], at: int, fixed: tuple[bool, ...], values: dict[str, int], found: list[_Match]
@@ -97,9 +109,10 @@ class _Tree:
 
 
 class Translator:
-    """Translates our names. It caches maps and bodies, so one serves all names of a model."""
+    """Translates our names to those of one layout. It caches maps and bodies, so one serves all names of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: str = OFFICIAL) -> None:
+        self._layout = layout
         self._trees: dict[int, _Tree] = {}
         self._nodes: dict[int, dict[str, graph.Node]] = {}
 
@@ -112,7 +125,7 @@ class Translator:
 
     def tree(self, table: tuple[Entry, ...]) -> _Tree:
         if id(table) not in self._trees:
-            self._trees[id(table)] = _Tree.of(table)
+            self._trees[id(table)] = _Tree.of(table, self._layout)
         return self._trees[id(table)]
 
     def _translated(self, body: Graph, parts: list[str], table: tuple[Entry, ...]) -> list[Recipe]:

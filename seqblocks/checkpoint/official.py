@@ -1,28 +1,47 @@
-"""Loading official weights through the `checkpoint:` maps of a spec."""
+"""Weights of others, through the `checkpoint:` maps of a spec: which layout they have, and reading them as ours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from seqblocks import graph
-from seqblocks.analysis.translation import Translator
-from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, unusable
+from seqblocks.analysis.translation import Translator, layouts
+from seqblocks.checkpoint.reading import Weights
+from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.recipes import Name, Recipe
 from seqblocks.runtime.model import SequenceModel
 
-Tensors = Mapping[str, Tensor]
+MOST = 20  # lines of one error
+Pairs = list[tuple[Named, Recipe]]
 
 
-def load_official(model: SequenceModel, tensors: Any) -> None:
-    """Load an official state dict through the spec's `checkpoint:` maps. All of its tensors must be used.
+class LeftOut(NamedTuple):
+    """What did not fit where weights are loaded with `partial=True`."""
 
-    Raises RunError naming what is missing, left over, of another shape or of another kind (integers, 8-bit floats,
+    missing: dict[str, str]  # parameters that keep their initial values, and why
+    left_over: list[str]  # official tensors that were not read
+
+    def __str__(self) -> str:
+        kept = [f"{name} keeps its initial values: {why}" for name, why in self.missing.items()]
+        spare = [f"not read: {listing(self.left_over, MOST)}"] if self.left_over else []
+        return "\n".join([*kept[:MOST], *([f"and {len(kept) - MOST} more"] if len(kept) > MOST else []), *spare])
+
+
+def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
+    """Load an official state dict through the spec's `checkpoint:` maps; its layout is found by its names.
+
+    All of its tensors must be used. With `partial`, what does not fit is left out: parameters keep the values that they
+    have. Returns what was left out.
+
+    Raises RunError naming all that is missing, left over, of another shape or of another kind (integers, 8-bit floats,
     sparse, quantised), and then nothing is loaded; also where the model is on meta, in pieces, or no longer what its
     spec says. UsageError where the arguments are at fault.
     """
@@ -30,7 +49,9 @@ def load_official(model: SequenceModel, tensors: Any) -> None:
         raise UsageError(f"load_official fills what build made, not {type(model).__name__}")
     _check_argument(tensors)
     check_writable(model)
-    copy_weights(model, parameters_from(model.spec, tensors))
+    ours, left_out = translated(model.spec, Weights(tensors, tensors.__getitem__), partial)
+    copy_weights(model, ours)
+    return left_out
 
 
 def _check_argument(tensors: Any) -> None:
@@ -43,44 +64,56 @@ def _check_argument(tensors: Any) -> None:
                 raise UsageError(f"the weights are one level down: load_official(model, tensors[{key!r}])")
 
 
-def parameters_from(spec: ModelSpec, tensors: Tensors) -> dict[str, Tensor]:
-    """Return our parameters, made from official tensors. Raise RunError for missing ones and for unused ones."""
-    made: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for name, pairs in _recipes(spec, tensors).items():
-        for item, recipe in pairs:  # a file may hold a tied or shared parameter once, under any of its names, or often
-            tensor = _follow(recipe, item, tensors)
-            used.update(recipe.names)
-            if not are_equal(tensor, made.setdefault(name, tensor)):
-                how = "shares the parameter" if item.shared else "is tied to"
-                raise RunError(f"{item.name} {how} {name}, and the official weights have another for it")
-    spare = [name for name in tensors if name not in used]
-    if spare:
-        raise RunError(f"the official weights hold more than the spec maps: {listing(spare)}")
-    return made
+def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tuple[Weights, LeftOut]:
+    """Return official weights as ours, made when they are read, and what is left out.
 
-
-def _recipes(spec: ModelSpec, tensors: Tensors) -> dict[str, list[tuple[Named, Recipe]]]:
-    """Return what each parameter is made from: the first of its alternatives that the file holds.
-
-    By the name of the parameter, those tied to it included where the file has them. Raise RunError if there is none.
+    Names, shapes and kinds are compared before anything is read. RunError names all that does not fit; with `partial`
+    it is left out. Reading raises RunError where two tensors of one tied parameter differ.
     """
-    found: dict[str, list[tuple[Named, Recipe]]] = {}
+    choice = min((_choice(spec, layout, weights.headers) for layout in layouts(spec)), key=_distance)
+    headers: dict[str, Tensor] = {}
+    unfit: dict[str, str] = {}
+    for name, pairs in choice.found.items():
+        try:
+            headers[name] = _header(pairs, weights)
+        except RunError as error:
+            unfit[name] = str(error)
+    left_out = LeftOut({**_missing(choice, weights, partial), **unfit}, choice.spare)
+    if not partial:
+        _raise_if_any(left_out)
+    return Weights(headers, lambda name: _read(name, choice.found[name], weights), True, weights.source), left_out
+
+
+class _Choice(NamedTuple):
+    """What each parameter is made from in one layout, by its name; those tied to it where the file has them."""
+
+    found: dict[str, Pairs]
+    missing: list[tuple[Named, list[Recipe]]]
+    spare: list[str]
+
+
+def _distance(choice: _Choice) -> tuple[int, int]:
+    return len(choice.missing), len(choice.spare)
+
+
+def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice:
+    """Return the first alternative of each parameter that the file holds, in one layout."""
+    found: dict[str, Pairs] = {}
     missing: list[tuple[Named, list[Recipe]]] = []
-    translator = Translator()
-    for name, items in _tied_together(spec).items():
+    translator = Translator(layout)
+    for name, items in tied_together(spec).items():
         alternatives = [(item, translator.official(spec, item.name)) for item in items]
-        chosen = [(item, next((each for each in some if _is_held(each, tensors)), None)) for item, some in alternatives]
-        found[name] = [(item, recipe) for item, recipe in chosen if recipe is not None]
-        if not found[name]:
+        chosen = [(item, next((each for each in some if _is_held(each, headers)), None)) for item, some in alternatives]
+        pairs = [(item, recipe) for item, recipe in chosen if recipe is not None]
+        if pairs:
+            found[name] = pairs
+        else:
             missing.append(alternatives[0])
-    if missing:
-        used = {official for pairs in found.values() for _, recipe in pairs for official in recipe.names}
-        raise RunError(_missing_message(*missing[0], tensors, used, len(missing) - 1))
-    return found
+    used = {official for pairs in found.values() for _, recipe in pairs for official in recipe.names}
+    return _Choice(found, missing, [name for name in headers if name not in used])
 
 
-def _tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
+def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
     """Return all parameters by the name of the one that they are tied to or shared with, or their own."""
     groups: dict[str, list[Named]] = {}
     for item in graph.parameters(spec.graph, shared=True):
@@ -88,16 +121,27 @@ def _tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
     return groups
 
 
-def _is_held(recipe: Recipe, tensors: Tensors) -> bool:
-    return all(official in tensors for official in recipe.names)
+def _is_held(recipe: Recipe, headers: Mapping[str, Any]) -> bool:
+    return all(official in headers for official in recipe.names)
 
 
-def _follow(recipe: Recipe, item: Named, tensors: Tensors) -> Tensor:
+def _header(pairs: Pairs, weights: Weights) -> Tensor:
+    """Return the shape and dtype (on meta) of a parameter that is made of official tensors. Raise RunError."""
+    made, headers = [], weights.headers
+    for item, recipe in pairs:
+        for official in recipe.names:
+            if reason := unusable(headers[official], complex_too=True, on_meta=weights.lazy):
+                raise RunError(f"{official} of the official weights {reason}")
+        known = [headers[official] for official in recipe.names]
+        parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in known]
+        made.append(_follow(recipe, item, parts))
+        if reason := misfit(item, made[-1]):
+            raise RunError(reason)
+    return made[0]
+
+
+def _follow(recipe: Recipe, item: Named, parts: list[Tensor]) -> Tensor:
     """Return a parameter, made as its recipe says. Raise RunError where the official tensors do not fit."""
-    parts = [tensors[official] for official in recipe.names]
-    for official, part in zip(recipe.names, parts, strict=True):
-        if reason := unusable(part, complex_too=True):
-            raise RunError(f"{official} of the official weights {reason}")
     try:
         made: Tensor = recipe.make(item.name, item.parameter.shape, *parts)
     except (RuntimeError, IndexError) as error:
@@ -107,23 +151,79 @@ def _follow(recipe: Recipe, item: Named, tensors: Tensors) -> Tensor:
     return made
 
 
-# --- hints for missing tensors --------------------------------------------------------------------------------------
+def _read(name: str, pairs: Pairs, weights: Weights) -> Tensor:
+    """Return a parameter. A file may hold a tied or shared one once, under any of its names, or several times."""
+    (first, recipe), *others = pairs
+    made = _follow(recipe, first, [weights.read(official) for official in recipe.names])
+    for item, recipe in others:
+        if not are_equal(_follow(recipe, item, [weights.read(official) for official in recipe.names]), made):
+            how = "shares the parameter" if item.shared else "is tied to"
+            raise RunError(f"{item.name} {how} {name}, and the official weights have another for it")
+    return made
 
 
-def _missing_message(item: Named, recipes: list[Recipe], tensors: Tensors, used: set[str], more: int) -> str:
-    """What to report about a parameter whose official tensors are absent, with a hint to the likely ones."""
-    absent = [next(name for name in recipe.names if name not in tensors) for recipe in recipes]
-    text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, which {item.name} is made from"
-    if more:
-        text += f" ({more} more {'parameter misses its' if more == 1 else 'parameters miss their'} tensors)"
-    names = [name for name in tensors if isinstance(name, str)]
-    hint = next(filter(None, (_prefix_hint(official, names) for official in absent)), None)
-    if hint is None:
+# --- everything that does not fit, in one error ----------------------------------------------------------------------
+
+
+def _missing(choice: _Choice, weights: Weights, partial: bool) -> dict[str, str]:
+    """Return the parameters without official tensors, with a message for each."""
+    headers = weights.headers
+    names = [name for name in headers if isinstance(name, str)]
+    spare = [name for name in choice.spare if isinstance(name, str)]
+    free = {name: None if unusable(headers[name], on_meta=True) else headers[name].shape for name in spare}
+    out: dict[str, str] = {}
+    for item, recipes in choice.missing:
+        absent = [next(name for name in recipe.names if name not in headers) for recipe in recipes]
+        text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, which {item.name} is made from"
+        prefix = next(filter(None, (_prefix_hint(official, names) for official in absent)), None)
+        if prefix and not partial:
+            more = _more(len(choice.missing) - 1)
+            raise RunError(f"{text}{more}. {prefix}")
         shape = item.parameter.shape if isinstance(recipes[0], Name) else None
-        free = {name: None if unusable(tensors[name]) else tensors[name].shape for name in names if name not in used}
         likely = next(filter(None, (_likely(official, shape, free) for official in absent)), None)
-        hint = f"Did you mean {likely}?{_entry_hint(item.name, likely)}" if likely else ""
-    return f"{text}. {hint}".strip()
+        hint = f" Did you mean {likely}?{_entry_hint(item.name, likely)}" if likely else ""
+        out[item.tied or item.name] = f"{text}.{hint}"
+    return out
+
+
+def _more(count: int) -> str:
+    if not count:
+        return ""
+    return f" ({count} more {'parameter misses its' if count == 1 else 'parameters miss their'} tensors)"
+
+
+def _raise_if_any(left_out: LeftOut) -> None:
+    """Raise one RunError of all that does not fit. What a hint names already is not listed again."""
+    texts = list(left_out.missing.values())
+    hints = {match[1] for text in texts if (match := re.search(r"Did you mean (\S+)\?", text))}
+    spare = [name for name in left_out.left_over if name not in hints]
+    lines = list(_grouped(texts))
+    if spare:
+        lines.append(f"the official weights hold more than the spec maps: {listing(_patterns(spare))}")
+    if len(lines) > MOST:
+        lines[MOST - 1 : -1] = [f"and {len(lines) - MOST} more of this kind"]
+    if lines:
+        raise RunError("\n".join(lines))
+
+
+def _grouped(texts: list[str]) -> Iterator[str]:
+    """Yield messages, those that differ in numbers alone once."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(re.sub(r"\.\d+(?=\.)", ".#", text), []).append(text)
+    for first, *others in groups.values():
+        yield first + (f" (and {len(others)} more like it in other layers)" if others else "")
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """Return names, those that differ in the number of their layer once: `layers.{0-23}.norm`."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        match = re.search(r"(?<=\.)\d+(?=\.)", str(name))
+        key = f"{name[: match.start()]}\0{name[match.end() :]}" if match else str(name)
+        groups.setdefault(key, []).append(int(match[0]) if match else 0)
+    shown = {key: f"{{{min(at)}-{max(at)}}}" if len(at) > 1 else str(at[0]) for key, at in groups.items()}
+    return [key.replace("\0", shown[key]) for key in groups]
 
 
 def _likely(official: str, shape: tuple[int, ...] | None, free: Mapping[str, Any]) -> str | None:

@@ -27,10 +27,14 @@ DTYPES = {
 
 
 class Weights(NamedTuple):
-    """Tensors by name. `headers` have shapes and dtypes (on meta, or they are the tensors); `read` reads one."""
+    """Tensors by name. `read` reads one.
+
+    `headers` have their shapes and dtypes: they are on meta where `lazy`, else the tensors themselves.
+    """
 
     headers: Mapping[str, Any]
     read: Callable[[str], Tensor]
+    lazy: bool = False
     source: str = ""  # a path, for messages
 
 
@@ -74,7 +78,8 @@ def _shards(path: Path) -> Weights:
         if names:
             raise UsageError(f"{path} does not describe its files: {listing(names, 4)} {what}")
     headers = {name: found[file].headers[name] for name, file in table.items()}
-    return Weights(headers, lambda name: found[table[name]].read(name), str(path.parent))
+    lazy = any(weights.lazy for weights in found.values())
+    return Weights(headers, lambda name: found[table[name]].read(name), lazy, str(path.parent))
 
 
 def _file(path: Path) -> Weights:
@@ -102,7 +107,7 @@ def _safetensors(path: Path) -> Weights:
         if part.get_dtype() not in DTYPES:
             raise UsageError(f"{path} holds {name} of {part.get_dtype()}, which torch or seqblocks does not read")
         headers[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-    return Weights(headers, file.get_tensor, str(path))
+    return Weights(headers, file.get_tensor, True, str(path))
 
 
 def _torch(path: Path, size: int) -> Weights:
@@ -118,7 +123,7 @@ def _torch(path: Path, size: int) -> Weights:
     tensors = _unwrapped(data)
     if tensors is None:
         raise UsageError(f"{path} holds no tensors by name")
-    return Weights(tensors, tensors.__getitem__, str(path))
+    return Weights(tensors, tensors.__getitem__, False, str(path))
 
 
 def _unwrapped(data: Any) -> Mapping[str, Tensor] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks import graph
+from seqblocks.checkpoint.reading import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.runtime.model import SequenceModel
@@ -109,12 +110,19 @@ def check_fit(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     if differences:
         raise RunError(f"the weights are not this model's: {differences}")
     for name, item in declared.items():
-        found, shape = tensors[name], item.parameter.shape
-        if tuple(found.shape) != tuple(shape):
-            sizes = f"{name} is {list(found.shape)}, and {list(shape)} here"
-            raise RunError(f"the weights are not this model's: {sizes}{_origin_of_shape(item, tuple(found.shape))}")
-        if found.is_complex():
-            raise RunError(f"the weights for {name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part")
+        if reason := misfit(item, tensors[name]):
+            raise RunError(reason)
+
+
+def misfit(item: Named, found: Tensor) -> str | None:
+    """Return why a tensor cannot be a parameter: its shape is another, or it is complex. None if it can."""
+    shape = item.parameter.shape
+    if tuple(found.shape) != tuple(shape):
+        sizes = f"{item.name} is {list(found.shape)}, and {list(shape)} here"
+        return f"the weights are not this model's: {sizes}{_origin_of_shape(item, tuple(found.shape))}"
+    if found.is_complex():
+        return f"the weights for {item.name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part"
+    return None
 
 
 def _origin_of_shape(item: Named, found: tuple[int, ...]) -> str:
@@ -128,13 +136,12 @@ def _origin_of_shape(item: Named, found: tuple[int, ...]) -> str:
     return f"{step}. There are {found[1]} positions: another size, patch or stride of the image, or another length"
 
 
-def copy_weights(model: SequenceModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy all weights into a model. Raise RunError, and copy none, where they do not fit."""
-    check_fit(model.spec, tensors)
+def copy_weights(model: SequenceModel, weights: Weights) -> None:
+    """Copy weights into a model. Raise RunError, and copy none, where a tensor cannot be read or does not fit."""
     own = model.state_dict(keep_vars=True)  # its names are the spec's, also where a wrapper is in between
-    for name, tensor in tensors.items():
-        _check_range(name, tensor, own[name].dtype)
-    fill(model, tensors, tensors.__getitem__)
+    for name in weights.headers:
+        _check_range(name, weights.read(name), own[name].dtype)
+    fill(model, weights.headers, weights.read)
 
 
 @torch.no_grad()

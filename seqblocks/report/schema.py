@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.analysis import check
+from seqblocks.analysis.translation import LAYOUTS
 from seqblocks.combinators import Combinator
 from seqblocks.language.spec import (
     ARGUMENT_TYPES,
@@ -27,7 +28,7 @@ from seqblocks.language.spec import (
     bundled,
 )
 from seqblocks.op import Op
-from seqblocks.recipes import RECIPES, FromSeveral, words_of
+from seqblocks.recipes import LISTS, RECIPES, FromSeveral, words_of
 from seqblocks.report.reference import Argument as Declared
 from seqblocks.report.reference import Verb, about, arguments, is_required, ports, verbs
 
@@ -170,25 +171,32 @@ def _expect() -> Schema:
 
 def _checkpoint() -> Schema:
     one = [{"type": "string"}, *map(_recipe, RECIPES)]
+    names = {"anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]}
+    layout = {"type": "object", "additionalProperties": names}
+    layouts = {
+        "description": "further layouts, and what differs in each: {hub: {embed: backbone.embeddings}}",
+        "anyOf": [{"type": "object", "additionalProperties": layout}, *names["anyOf"]],
+    }
     return {
         "description": "our names -> those of an official release",
         "type": "object",
-        "additionalProperties": {
-            "anyOf": [*one, {"description": "alternatives", "type": "array", "items": {"anyOf": one}}]
-        },
+        "properties": {LAYOUTS: layouts},
+        "additionalProperties": names,
     }
 
 
 def _recipe(kind: str) -> Schema:
     """An official tensor, or several, made into ours."""
-    string, integer = {"type": "string"}, {"type": "integer"}
+    string, number = {"type": "string"}, {"type": ["integer", "string"]}
     if kind == "rearrange":
         sizes = {"type": ["number", "string"], "description": "the size of an axis of the pattern"}
         return {**_object({kind: string, "pattern": string}, [kind, "pattern"]), "additionalProperties": sizes}
     several = issubclass(RECIPES[kind], FromSeveral)
     source: Schema = {"type": "array", "items": string, "minItems": 1} if several else string
     words = words_of(kind)
-    return _object({kind: source, **dict.fromkeys(words, integer)}, [kind, *filter(words.get, words)])
+    several_numbers = {"type": "array", "items": number, "minItems": 1}
+    numbers = {word: several_numbers if word in LISTS else number for word in words}
+    return _object({kind: source, **numbers}, [kind, *filter(words.get, words)])
 
 
 def _object(properties: dict[str, Schema], required: list[str]) -> Schema:
