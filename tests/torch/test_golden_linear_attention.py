@@ -46,10 +46,10 @@ CASES = {
         "simple_gla_mixer: {dim: 16, heads: 2}", "gla", "linear_attention", value_first
     ),
     "linear_attention/layer_hgrn_T17": Case(
-        "hgrn_mixer: {dim: 16, lower: lower}", "hgrn", "gated_recurrence", state="h", wire="zeros"
+        "hgrn_mixer: {dim: 16, lower: wired}", "hgrn", "gated_recurrence", state="h", wire="zeros"
     ),
     "linear_attention/layer_hgrn2_T17": Case(
-        "hgrn2_mixer: {dim: 16, key: 8, lower: lower}", "hgrn", "linear_attention", value_first, wire="lower_bound"
+        "hgrn2_mixer: {dim: 16, key: 8, lower: wired}", "hgrn", "linear_attention", value_first, wire="lower_bound"
     ),
     "linear_attention/layer_deltanet_T33": Case(
         "deltanet_mixer: {dim: 16, heads: 2}", "deltanet", "linear_attention"
@@ -75,6 +75,17 @@ CASES = {
         "mingru_mixer: {dim: 12, expand: 1.5}", "mingru", "gated_recurrence", state="h"
     ),
     "linear_attention/layer_minlstm_T17": Case("minlstm_mixer: {dim: 12}", "mingru", "gated_recurrence", state="h"),
+    "linear_attention/layer_rwkv6_T17": Case(
+        "rwkv6_mixer: {dim: 16, heads: 2, mix_rank: 4, decay_rank: 6}", "rwkv6", "linear_attention"
+    ),
+    "linear_attention/layer_rwkv7_T17_first": Case(
+        "rwkv7_mixer: {dim: 16, head: 8, decay_rank: 4, gate_rank: 6, erase_rank: 4, layers: 4, values: wired}", "rwkv7",
+        "memory.linear_attention", wire="zeros",
+    ),
+    "linear_attention/layer_rwkv7_T33_later": Case(
+        "rwkv7_mixer: {dim: 16, head: 8, decay_rank: 4, gate_rank: 6, erase_rank: 4, value_rank: 3, layer: 2, "
+        "layers: 4, values: wired}", "rwkv7", "memory.linear_attention", wire="v_first",
+    ),
     "mamba/mamba2_L1_d16_h4_N4": Case(
         "mamba2_mixer: {dim: 16, state: 4, head: 8}", "mamba2", "linear_attention", value_first
     ),
@@ -122,7 +133,7 @@ model:
   input: {{features: {width + more}}}
   steps:
     - select: {{features: {width}, name: x, as: x}}
-    {f'- select: {{from: input, first: {width}, features: {more}, as: lower}}' if more else ''}
+    {f'- select: {{from: input, first: {width}, features: {more}, as: wired}}' if more else ''}
     - {verb}: {{from: x, name: it, {arguments}
 checkpoint: {{it: ""}}
 """, dtype=dtype)
@@ -153,15 +164,17 @@ def run(name: str, dtype: torch.dtype) -> tuple[Read, dict[str, Tensor]]:
     leaves = {"x": found.tensor("in/x", dtype).requires_grad_()}
     x = leaves["x"]
     if case.wire:
-        lower = found.tensor("in/lower_bound", dtype) if case.wire == "lower_bound" else torch.zeros_like(x[0, 0])
-        leaves |= {"lower_bound": lower.requires_grad_()} if case.wire == "lower_bound" else {}
-        x = torch.cat([x, lower.expand_as(x)], -1)
+        wired = torch.zeros_like(x)
+        if case.wire != "zeros":
+            leaves[case.wire] = wired = found.tensor(f"in/{case.wire}", dtype).requires_grad_()
+        x = torch.cat([x, wired.expand_as(x)], -1)
     state, first = given_state(found, case, model, dtype)
     leaves |= {} if first is None else {"initial_state": first}
     resets = found.tensor("in/position_ids", dtype) == 0 if "in/position_ids" in found.data else None
     y, last = model(x, state=state, return_state=True, resets=resets)
     recurrent = case.layout(at(last["it"], case.step)[case.state])
-    results = {"y": y}
+    width = found.data["out/y"].shape[-1]
+    results = {"y": y[..., :width]} | ({"v_first": y[..., width:]} if "out/v_first" in found.data else {})
     for key in ("recurrent_state", "final_state", "ssm_state"):
         if f"out/{key}" in found.data:
             results[key] = recurrent.reshape(found.data[f"out/{key}"].shape)
@@ -172,20 +185,23 @@ def run(name: str, dtype: torch.dtype) -> tuple[Read, dict[str, Tensor]]:
     grads = torch.autograd.grad(loss, [*(leaves[key] for key in names), *parameters.values()])
     out = {f"out/{key}": each.detach() for key, each in results.items()}
     out |= {f"grad/{key}": g for key, g in zip(names, grads, strict=False)}
+    parts: dict[str, list[tuple[Any, Tensor]]] = {}
     for key, g in zip(parameters, grads[len(names) :], strict=True):
-        official, gradient = to_official(official_name(model.spec, key), g, found)
-        out[f"grad/{official}"] = gradient
-    return found, out
+        recipe = official_name(model.spec, key)
+        official = recipe if isinstance(recipe, str) else next(iter(recipe.values()))
+        parts.setdefault(official, []).append((recipe, g))
+    weights = {name: joined(each, found.data[f"w/{name}"]) for name, each in parts.items()}
+    return found, out | {f"grad/{name}": g for name, g in weights.items()}
 
 
-def to_official(recipe: Any, gradient: Tensor, found: Read) -> tuple[str, Tensor]:
-    """The name and the layout of a gradient in the release."""
-    if isinstance(recipe, str):
-        return recipe, gradient
-    kind = next(iter(recipe))
-    name = recipe[kind]
-    gradient = gradient.transpose(-1, -2) if kind == "transpose" else gradient
-    return name, gradient.reshape(found.data[f"w/{name}"].shape)
+def joined(parts: list[tuple[Any, Tensor]], like: Any) -> Tensor:
+    """The gradient of a tensor of the release, from those of the parameters that are made of it."""
+    (recipe, gradient), *others = parts
+    if not isinstance(recipe, str) and "split" in recipe:
+        return torch.cat([g for _, g in parts], recipe.get("axis", 0)).reshape(like.shape)
+    assert not others
+    transposed = not isinstance(recipe, str) and "transpose" in recipe
+    return (gradient.transpose(-1, -2) if transposed else gradient).reshape(like.shape)
 
 
 @pytest.mark.filterwarnings("ignore:.*may be above 0")  # the lower decays of HGRN are an input here
