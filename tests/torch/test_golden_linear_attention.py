@@ -79,8 +79,8 @@ CASES = {
         "rwkv6_mixer: {dim: 16, heads: 2, mix_rank: 4, decay_rank: 6}", "rwkv6", "linear_attention"
     ),
     "linear_attention/layer_rwkv7_T17_first": Case(
-        "rwkv7_mixer: {dim: 16, head: 8, decay_rank: 4, gate_rank: 6, erase_rank: 4, layers: 4, values: wired}", "rwkv7",
-        "memory.linear_attention", wire="zeros",
+        "rwkv7_mixer: {dim: 16, head: 8, decay_rank: 4, gate_rank: 6, erase_rank: 4, layers: 4, values: wired}",
+        "rwkv7", "memory.linear_attention", wire="zeros",
     ),
     "linear_attention/layer_rwkv7_T33_later": Case(
         "rwkv7_mixer: {dim: 16, head: 8, decay_rank: 4, gate_rank: 6, erase_rank: 4, value_rank: 3, layer: 2, "
