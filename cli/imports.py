@@ -1,4 +1,4 @@
-"""`--import`: modules of the user that define primitives, and where one of them failed."""
+"""Modules of the user that define primitives, by `--import`, SEQBLOCKS_IMPORT and pyproject.toml; where one failed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,75 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqblocks import op
 from seqblocks.cli import output
 from seqblocks.errors import SeqblocksError, UnavailableError, UsageError, visible
 from seqblocks.language.vocabulary import did_you_mean
 
+VARIABLE = "SEQBLOCKS_IMPORT"
+PROJECT = "pyproject.toml"
 
-def run(options: argparse.Namespace) -> None:
-    """Import what `--import` names, in that order. Raises UsageError that says what failed, where, and what to do."""
+
+class Request(NamedTuple):
+    """A module that the user wants imported, and where they said so."""
+
+    name: str
+    place: str = "--import"
+
+    def __str__(self) -> str:
+        return f"{self.place} {visible(self.name)}"
+
+
+def run(options: argparse.Namespace, table: bytes) -> None:
+    """Import what pyproject.toml, SEQBLOCKS_IMPORT and `--import` name, in that order.
+
+    table: the text of pyproject.toml where it has a table for seqblocks. Raises UsageError that says what failed,
+    where, and what to do.
+    """
     try:
         os.getcwd()
     except OSError:
         raise UsageError(
             "--import looks in the working directory, which has been removed: change to another one"
         ) from None
-    for name in options.imports:
-        shown = visible(name)
+    names = (name.strip() for name in os.environ.get(VARIABLE, "").split(","))
+    requests = [Request(name, f"{PROJECT}: import") for name in _configured(table)] if table else []
+    requests += [Request(name, VARIABLE) for name in names if name]
+    for request in [*requests, *map(Request, options.imports)]:
         before = dict(op.PRIMITIVES)
-        module = _module(name)
+        module = _module(request)
         # a module that another one, or a plug-in, has imported before has registered its primitives already
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
-            output.notes([f'--import {shown} defines no primitive (with @primitive("verb"))'], options)
+            output.notes([f'{request} defines no primitive (with @primitive("verb"))'], options)
+
+
+def _configured(table: bytes) -> list[str]:
+    """Return the modules that `[tool.seqblocks]` of pyproject.toml names. Raises UsageError where it is malformed."""
+    found = _parsed(table).get("tool", {}).get("seqblocks", {})
+    if not isinstance(found, dict):
+        raise UsageError(f"{PROJECT}: tool.seqblocks is a table, for instance: [tool.seqblocks] import = [\"my_ops\"]")
+    for key in found.keys() - {"import"}:
+        hint = did_you_mean(key, ("import",)) or "it takes `import`"
+        raise UsageError(f"{PROJECT}: [tool.seqblocks] has no key '{visible(key)}': {hint}")
+    names = found.get("import", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{PROJECT}: import of [tool.seqblocks] is a list of modules, for instance [\"my_ops\"]")
+    return names
+
+
+def _parsed(table: bytes) -> dict[str, Any]:
+    try:
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise UsageError(f"{PROJECT}: reading [tool.seqblocks] needs Python 3.11, or pip install tomli") from None
+    try:
+        found: dict[str, Any] = toml.loads(table.decode())
+    except ValueError as error:  # of the decoder too
+        raise UsageError(f"{PROJECT} is not valid TOML: {visible(str(error))}") from None
+    return found
 
 
 def import_torch(why: str, otherwise: str = "") -> Any:
@@ -50,38 +95,40 @@ def import_torch(why: str, otherwise: str = "") -> Any:
         raise UnavailableError(f"{why}, which does not load: {op.one_line(error)}{otherwise}") from error
 
 
-def _module(name: str) -> ModuleType:
+def _module(request: Request) -> ModuleType:
+    name = request.name
     is_file = name.endswith(".py")
     folder = Path(name).parent if is_file else Path()
     sys.path.append(str(folder.resolve()))  # last, so that installed modules take precedence
     try:
-        return _from_file(name) if is_file else importlib.import_module(name)
+        return _from_file(request) if is_file else importlib.import_module(name)
     except SeqblocksError:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and op.interrupts_raise():
             raise
         if not is_file and _not_found(error, name):
-            raise UsageError(f"--import {visible(name)}: there is no such module; {_instead(name)}") from None
+            raise UsageError(f"{request}: there is no such module; {_instead(request)}") from None
         at = f" at {where}" if (where := place(error)) else ""
         hint = "fix it there; --traceback shows the calls that led to it"
         if isinstance(error, ModuleNotFoundError):
             hint = "the modules that it imports must be installed, or be in the same folder"
         elif is_file and "relative import" in str(error):
-            hint = f"name a module of a package with dots: --import {'.'.join(Path(name).with_suffix('').parts)}"
-        raise UsageError(f"--import {visible(name)} failed{at}: {op.one_line(error)}\n{hint}") from error
+            dotted = request._replace(name=".".join(Path(name).with_suffix("").parts))
+            hint = f"name a module of a package with dots: {dotted}"
+        raise UsageError(f"{request} failed{at}: {op.one_line(error)}\n{hint}") from error
 
 
-def _from_file(name: str) -> ModuleType:
-    path = Path(name).resolve()
+def _from_file(request: Request) -> ModuleType:
+    path = Path(request.name).resolve()
     if not path.is_file():
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py") if p.is_file()])
         where = near or f"looked at {visible(str(path))}"
-        raise UsageError(f"--import {visible(name)}: there is no such file; {where}")
+        raise UsageError(f"{request}: there is no such file; {where}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
     if found and Path(found.origin or "").resolve() != path:  # another module has this name, and must not be replaced
-        name += "_of_yours"
+        name += op.RENAMED
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -104,9 +151,9 @@ def _not_found(error: BaseException, name: str) -> bool:
     return isinstance(error, (ValueError, TypeError)) and not place(error)
 
 
-def _instead(name: str) -> str:
-    if Path(f"{name}.py").is_file():
-        return f"write a file with its ending: --import {name}.py"
+def _instead(request: Request) -> str:
+    if Path(f"{request.name}.py").is_file():
+        return f"write a file with its ending: {request}.py"
     return "looked in the current folder and among installed modules; write a file as its path, my_ops.py"
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -52,10 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if getattr(options, "imports", None):
-        from seqblocks.cli import imports
+    if hasattr(options, "imports"):
+        table = _project()
+        if table or options.imports or os.environ.get("SEQBLOCKS_IMPORT"):
+            from seqblocks.cli import imports
 
-        imports.run(options)
+            imports.run(options, table)
     # a verb's module is imported when the verb runs: `check` must pay neither for tables nor for torch
     if options.verb in ("build", "check", "explain"):
         run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
@@ -63,6 +66,16 @@ def _run(options: argparse.Namespace) -> int:
         run = getattr(importlib.import_module("seqblocks.cli.info"), options.verb)
     status: int = run(options)
     return status
+
+
+def _project() -> bytes:
+    """Return the text of the working directory's pyproject.toml, if it has a table `[tool.seqblocks]`."""
+    try:
+        with open("pyproject.toml", "rb") as file:
+            text = file.read()
+    except OSError:
+        return b""
+    return text if re.search(rb"\btool\b\W*\bseqblocks\b", text) else b""
 
 
 def _report(error: SeqblocksError, options: Any) -> int:

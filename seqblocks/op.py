@@ -19,6 +19,7 @@ import math
 import os
 import re
 import signal
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +36,7 @@ Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
 BUILTIN_PACKAGE = "seqblocks.ops"
 PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
+RENAMED = "_of_yours"  # what `--import` adds to the name of a file that an installed module has too
 
 
 class Port(NamedTuple):
@@ -247,6 +249,16 @@ def load_plugins() -> tuple[str, ...]:
                 raise
             failed.append(f"plug-in '{entry.name}' ({entry.value}) did not load: {one_line(error)}")
     return tuple(failed)
+
+
+def has_plugin(name: str) -> bool:
+    """Return whether a module of this name was imported, or an installed package offers it as a plug-in."""
+    if name in sys.modules or f"{name}{RENAMED}" in sys.modules:
+        return True
+    from importlib.metadata import entry_points  # only a spec that names a plug-in needs it
+
+    offered = (each for entry in entry_points(group=PLUGIN_GROUP) for each in (entry.name, entry.module))
+    return any(each == name or each.startswith(f"{name}.") for each in offered)
 
 
 def interrupts_raise() -> bool:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(tmp_path))
     if page.name == "README.md":
         _write_official_weights(tmp_path / "vil_tiny_official.pt")
-    space: dict[str, Any] = {"__name__": "page"}
+    space: dict[str, Any] = {}
     for kind, code, line in blocks(page):
         if kind == "yaml" and code.startswith("seqblocks:"):
             space["spec"] = code
@@ -95,9 +96,14 @@ def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if kind != "python":
             continue
         named = re.match(r"# (\w+)\.py\n", code)
+        module = ModuleType(named[1] if named else "page")
         if named:
-            (tmp_path / f"{named[1]}.py").write_text(code, encoding="utf-8")
-        exec(compile(code, f"{ids(page)}:{line}", "exec"), space)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        else:
+            module.__dict__.update(space)
+        module.__dict__["spec"] = space.get("spec")
+        exec(compile(code, f"{ids(page)}:{line}", "exec"), module.__dict__)
+        space.update((name, value) for name, value in vars(module).items() if not name.startswith("__"))
 
 
 def _write_official_weights(path: Path) -> None:

@@ -24,6 +24,7 @@ from seqblocks.errors import (
 from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.language.document import Node
 from seqblocks.language.spec import Reader, SpecFile, locate, read_file
+from seqblocks.op import has_plugin
 
 if TYPE_CHECKING:
     from seqblocks.language.overrides import Override  # only specs with overrides need it
@@ -89,7 +90,7 @@ def check_text(
     checked_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
-    reader = Reader(report, is_builtin, base, files, _allowed(allow_use))
+    reader = Reader(report, is_builtin, has_plugin, base, files, _allowed(allow_use))
     file = read_file(reader, Source.of(name, text, kind), changes.apply)
     if file is not None and file.model is None and not file.blocks and not report:
         message = "the file defines nothing"

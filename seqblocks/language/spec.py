@@ -25,7 +25,7 @@ from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hi
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
 MAX_USES = 32  # files that use one another: each is read while the one before is open
-FILE_KEYS = ("seqblocks", "about", "use", "let", "blocks", "model", "expect", "checkpoint")
+FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
 EXPECT_KEYS = ("params", "state_bytes", "flops_per_token", "output", "lookahead", "tolerance")
@@ -35,6 +35,7 @@ _LIKE = {  # what the mappings look like
     "expect": "{params: 1_000}", "let": "{dim: 64}",
     "model": "{input: {tokens: 256}, steps: […]}",
 }  # fmt: skip
+_MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -190,12 +191,14 @@ class Reader:
         self,
         report: Report,
         is_builtin: Callable[[str], bool],
+        has_plugin: Callable[[str], bool],
         base: Path | None = None,
         provided: dict[str, str] | None = None,
         allowed: Iterable[Path] = (),
     ) -> None:
         self.report = report
         self.is_builtin = is_builtin  # whether a verb is built in, so that no block may have its name
+        self.has_plugin = has_plugin  # whether a plug-in that a spec needs is there
         self.base = base or Path()
         self.provided = provided  # texts of used files, in place of the disk
         self.allowed = tuple(allowed)  # folders whose files may be used, besides the base
@@ -233,6 +236,7 @@ class Reader:
             file.model_span = root.entries["model"][0] if "model" in root.entries else None
             known_keys(self.report, file.model, MODEL_KEYS, "model")
         self._use(file, folder)
+        self._needs(file)
         blocks = self._mapping(root, "blocks")
         for name, span, node in blocks or ():
             self._block(file, name, span, node)
@@ -301,6 +305,27 @@ class Reader:
                         )
                     )
                 file.visible[name] = block
+
+    def _needs(self, file: SpecFile) -> None:
+        """Report plug-ins that are not there. Their verbs are unknown then, which is no further fault."""
+        node = file.root.get("needs")
+        if node is None:
+            return
+        if not isinstance(node, Sequence):
+            self.fault("E203", "needs must be a list", node.span, found=kind_of(node), hint="needs: [my_ops]")
+            file.incomplete = True
+            return
+        for item in node.items:
+            name = item.value if isinstance(item, Scalar) else None
+            if not isinstance(name, str) or name.endswith(".py") or not re.fullmatch(_MODULE, name):
+                hint = f"needs: [{Path(name).stem}]" if isinstance(name, str) and name.endswith(".py") else None
+                message = "needs takes names of modules"
+                self.fault("E203", message, item.span, "a name such as my_ops", kind_of(item), hint)
+                file.incomplete = True
+            elif not self.has_plugin(name):
+                message = f"the spec needs the plug-in {quote(name)}, and no such module was imported"
+                self.fault("E329", message, item.span, hint=partial(_how_to_import, name))
+                file.incomplete = True
 
     def _used(self, name: str, span: Span, folder: str) -> SpecFile | None:
         own = looks_like_path(name)
@@ -488,6 +513,14 @@ def verbs_in(steps: Node | None) -> set[str]:
             found.update(next(iter(item.entries)) for item in node.items if isinstance(item, Mapping) and item.entries)
             waiting += node.items
     return found
+
+
+def _how_to_import(name: str) -> str:
+    """Return how the user lets a plug-in in. Looks for a file of the name in the working directory, and runs none."""
+    file = f"{name.replace('.', os.sep)}.py"
+    if os.path.isfile(file):
+        return f"if you trust it: `--import {file}`, in Python `import {name}`"
+    return f"install the package that has it, and import it: `--import {name}`, in Python `import {name}`"
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")

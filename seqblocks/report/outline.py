@@ -13,7 +13,8 @@ PARTS = ("expect", "checkpoint")
 
 def data(file: SpecFile) -> dict[str, Any]:
     """The typed spec as plain data. An argument without a `default` is required."""
-    found: dict[str, Any] = {"about": file.about, "use": _plain(file.root.get("use")) or [], "let": _plain(file.let)}
+    lists = {key: _plain(file.root.get(key)) or [] for key in ("needs", "use")}
+    found: dict[str, Any] = {"about": file.about, **lists, "let": _plain(file.let)}
     found["blocks"] = {
         block.name: {
             "about": block.about,
@@ -33,9 +34,9 @@ def data(file: SpecFile) -> dict[str, Any]:
 def text(file: SpecFile, name: str) -> str:
     """The typed spec, one line a name, argument and step: what `seqblocks show --stage spec` prints."""
     lines = [f"{name}: {file.about}" if file.about else name]
-    used = file.root.get("use")
-    if used is not None:
-        lines.append(f"uses {_inline(used)}")
+    for key in ("needs", "use"):
+        names = file.root.get(key)
+        lines += [f"{key.removesuffix('s')}s {_inline(names)}"] if names is not None else []
     lines += _table("let", file.let, "")
     for block in file.blocks.values():
         lines += ["", *_block(block)]

@@ -100,6 +100,11 @@ def _top() -> dict[str, Schema]:
     top: dict[str, Schema] = {
         "seqblocks": {"const": VERSION, "description": "the version of the language"},
         "about": {"type": "string"},
+        "needs": {
+            "description": "plug-ins that the spec relies on, by the names of their modules",
+            "type": "array",
+            "items": {"type": "string"},
+        },
         "use": {
             "description": "blocks of other files: bundled ones by name, your own by path",
             "type": "array",

@@ -288,6 +288,99 @@ def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: P
     assert told in done.stderr
 
 
+# --- needs: and the two other ways to import
+
+NEEDY = TEXT.replace("seqblocks: 1\n", "seqblocks: 1\nneeds: [mine]\n")
+
+
+def test_a_plugin_that_is_not_there_is_one_error(run_cli: Run, folder: Path) -> None:
+    (folder / "spec.yaml").write_text(NEEDY)
+    done = run_cli("check", "spec.yaml", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error[E329]: the spec needs the plug-in 'mine', and no such module was imported\n")
+    assert "= hint: if you trust it: `--import mine.py`, in Python `import mine`\n" in done.stderr
+    assert done.stderr.endswith("\n\n1 error\n"), "nothing is said of its verb"
+    (folder / "mine.py").rename(folder / "other.py")
+    done = run_cli("check", "spec.yaml", cwd=folder)
+    assert "= hint: install the package that has it, and import it: `--import mine`" in done.stderr
+
+
+TABLE = '[tool.seqblocks]\nimport = ["mine"]\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "project"),
+    [
+        (["--import", "mine.py"], {}, ""),
+        (["--import", "mine"], {}, "[tool.other]\n"),
+        ([], {"SEQBLOCKS_IMPORT": "mine"}, "not TOML, and not ours"),
+        ([], {"SEQBLOCKS_IMPORT": " mine.py ,"}, ""),
+        ([], {}, TABLE),
+        ([], {}, '[tool]\nseqblocks = {import = ["mine.py"]}\n'),
+        (["--import", "mine"], {"SEQBLOCKS_IMPORT": "mine"}, TABLE),
+    ],
+)
+def test_the_user_imports(words: list[str], env: dict[str, str], project: str, run_cli: Run, folder: Path) -> None:
+    (folder / "spec.yaml").write_text(NEEDY)
+    (folder / "pyproject.toml").write_text(project)
+    done = run_cli("check", "spec.yaml", *words, cwd=folder, env=env)
+    assert (done.returncode, done.stderr) == (0, "hello\n")
+    (folder / "sub" / "spec.yaml").write_text(NEEDY)
+    beside = run_cli("check", "sub/spec.yaml", *words, cwd=folder, env=env)
+    assert beside.returncode == 0, "the working directory counts, not the folder of the spec"
+
+
+@pytest.mark.parametrize(
+    ("project", "message"),
+    [
+        ("[tool.seqblocks]\nimport = [", "pyproject.toml is not valid TOML: "),
+        ("[tool.seqblocks]\nimports = []\n", "[tool.seqblocks] has no key 'imports': did you mean 'import'?"),
+        ("[tool.seqblocks]\nimport = 'mine'\n", 'import of [tool.seqblocks] is a list of modules, for'),
+        ("[tool.seqblocks]\nimport = [1]\n", "is a list of modules"),
+        ("[tool]\nseqblocks = 1\n", "tool.seqblocks is a table"),
+        ("[tool.seqblocks]\nimport = ['nonesuch']\n", "pyproject.toml: import nonesuch: there is no such module"),
+        ("[tool.seqblocks]\nimport = ['sub/helper']\n", "a file with its ending: pyproject.toml: import sub/helper.py"),
+    ],
+)
+def test_a_malformed_table(project: str, message: str, run_cli: Run, folder: Path) -> None:
+    (folder / "pyproject.toml").write_text(project)
+    done = run_cli("check", "spec.yaml", cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    record = run_cli("check", "spec.yaml", "--format", "json", cwd=folder)
+    assert message in json.loads(record.stdout)["error"]
+
+
+def test_a_variable_that_names_no_module(run_cli: Run, folder: Path) -> None:
+    done = run_cli("check", "spec.yaml", cwd=folder, env={"SEQBLOCKS_IMPORT": "mnie.py"})
+    assert done.returncode == 2
+    assert done.stderr == "error: SEQBLOCKS_IMPORT mnie.py: there is no such file; did you mean 'mine.py'?\n"
+
+
+def test_toml_is_read_only_where_there_is_a_table(run_cli: Run, folder: Path) -> None:
+    (folder / "pyproject.toml").write_text('[project]\nname = "seqblocks"\n[tool.ruff]\n')
+    run = "import sys; from seqblocks.cli.main import main; main(['check', '-q', 'mlstm_small'])"
+    code = f"{run}; print('tomllib' in sys.modules or 'tomli' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for project, read in (("", "False"), (TABLE, "True")):
+        with (folder / "pyproject.toml").open("a") as file:
+            file.write(project)
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+        assert done.stdout.split()[-1] == read, done.stderr
+
+
+def test_an_installed_package_is_there_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "seqblocks: 1\nneeds: [installed_ops]\nmodel: {input: {features: 5}, steps: [silu]}"
+    with pytest.raises(check.SpecError, match="E329"):
+        check.load_text(text)
+    entry = EntryPoint("their_ops", "installed_ops.impl", op.PLUGIN_GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    for name in ("their_ops", "installed_ops.impl", "installed_ops"):
+        check.load_text(text.replace("installed_ops", name))
+    assert "installed_ops.impl" not in sys.modules
+
+
 def test_built_in_verbs_are_found_without_sources(tmp_path: Path) -> None:
     """In an archive, where no folder can be listed: all of them are imported."""
     archive = tmp_path / "seqblocks.zip"
