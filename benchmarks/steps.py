@@ -1,0 +1,272 @@
+"""How long a streaming step of a whole model takes, against the same arithmetic written by hand in torch.
+
+    python benchmarks/steps.py [rounds]
+
+Both sides have the same weights, one thread, and no gradients; their outputs are compared first. Printed is the median
+of the ratios of interleaved runs, by model and batch. The hand-written steps know their model: they check nothing,
+carry their state in a list, and prepare weights once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import seqblocks
+
+SLSTM = """
+seqblocks: 1
+use: [xlstm]
+let: {dim: 128, depth: 3, vocabulary: 256}
+model:
+  input: {tokens: vocabulary}
+  steps:
+    - embed: {features: dim}
+    - repeat: {name: layers, times: depth, steps: [slstm_block: {dim: dim, heads: 4}]}
+    - rms_norm: {name: norm}
+    - unembed: {bias: false, tie: embed}
+"""
+Weights = dict[str, Tensor]
+Layer = Callable[[Tensor, list[Any]], Tensor]  # of a token x [batch, dim]; replaces its parts of the state
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def convolved(window: Tensor, x: Tensor, w: Weights, name: str) -> tuple[Tensor, Tensor]:
+    """A causal convolution of one token, before it the window [batch, taps - 1, width]; then the next window."""
+    window = torch.cat([window, x[:, None]], 1)
+    return F.silu((window * w[f"{name}.taps"]).sum(1) + w[f"{name}.bias"]), window[:, 1:]
+
+
+def mamba(w: Weights, batch: int, state: list[Any]) -> Layer:
+    width, size = w["mixer.ssm.A_log"].shape
+    rank = w["mixer.dt_proj.weight"].shape[1]
+    at = len(state)
+    state += [torch.zeros(batch, 3, width), torch.zeros(batch, width, size)]
+    A = -torch.exp(w["mixer.ssm.A_log"])
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        u, z = F.linear(rms_norm(x, w["norm.weight"], 1e-5), w["mixer.in_proj.weight"]).chunk(2, -1)
+        u, state[at] = convolved(state[at], u, w, "mixer.conv1d")
+        low, B, C = F.linear(u, w["mixer.x_proj.weight"]).split([rank, size, size], -1)
+        dt = F.softplus(F.linear(low, w["mixer.dt_proj.weight"], w["mixer.dt_proj.bias"]))
+        h = torch.exp(dt[..., None] * A) * state[at + 1] + (dt * u)[..., None] * B[:, None]
+        state[at + 1] = h
+        y = (torch.matmul(h, C[..., None]).squeeze(-1) + w["mixer.ssm.D"] * u) * F.silu(z)
+        return x + F.linear(y, w["mixer.out_proj.weight"])
+
+    return step
+
+
+def mlstm(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
+    p = "mlstm_layer."
+    width = w[p + "proj_down.weight"].shape[1]
+    D = width // heads
+    at = len(state)
+    state += [torch.zeros(batch, 3, width), torch.zeros(batch, heads, D, D), torch.zeros(batch, heads, D)]
+    state += [torch.zeros(batch, heads)]
+    gates = torch.cat([w[p + "cell.i.weight"], w[p + "cell.f.weight"]])
+    biases = torch.cat([w[p + "cell.i.bias"], w[p + "cell.f.bias"]])
+    gain, out_gain = 1 + w["layer_norm.weight"], 1 + w[p + "cell.head_norm.weight"]
+    # small blocks on the diagonal: one matrix is faster than a product for each block
+    q_map, k_map, v_map = (torch.block_diag(*w[f"{p}{name}.weight"]) for name in "qkv")
+    qk_map = torch.cat([q_map, k_map])
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:], gain, None, 1e-5)
+        u, z = F.linear(y, w[p + "proj_up.weight"]).chunk(2, -1)
+        c, state[at] = convolved(state[at], u, w, p + "c")
+        q, k = F.linear(c, qk_map).chunk(2, -1)
+        v = F.linear(u, v_map)
+        i, f = F.linear(torch.cat([q, k, v], -1), gates, biases).chunk(2, -1)
+        q, k, v = (t.view(-1, heads, D) for t in (q * D**-0.5, k, v))
+        C, n, m = state[at + 1 : at + 4]
+        decay = F.logsigmoid(f) + m
+        m = torch.maximum(decay, i)
+        keep, write = torch.exp(decay - m)[..., None], torch.exp(i - m)[..., None] * k
+        C = torch.addcmul(keep[..., None] * C, write[..., None], v[..., None, :])
+        n = keep * n + write
+        state[at + 1 : at + 4] = C, n, m
+        h = torch.matmul(q[..., None, :], C).squeeze(-2)
+        h = h / (torch.maximum((q * n).sum(-1, keepdim=True).abs(), torch.exp(-m)[..., None]) + 1e-6)
+        h = F.layer_norm(h, (D,), eps=1e-5).flatten(1) * out_gain + w[p + "learnable_skip.weight"] * c
+        return x + F.linear(h * F.silu(z), w[p + "proj_down.weight"])
+
+    return step
+
+
+def slstm(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
+    p, dim = "mixer.layer.", w["mixer.x.weight"].shape[0]
+    D = dim // heads
+    at = len(state)
+    state += [torch.zeros(batch, 3, dim), *(torch.zeros(batch, heads, D) for _ in range(4))]
+    gain, out_gain, ffn_gain = (1 + w[name] for name in ("mixer.x.weight", p + "head_norm.weight", "ffn.layer_norm.weight"))
+    # [heads, D, gates * D]: of the convolved input, of the input, and of the last output
+    if_map = torch.cat([w[f"{p}{gate}.weight"].transpose(1, 2) for gate in "if"], -1)
+    zo_map = torch.cat([w[f"{p}{gate}.weight"].transpose(1, 2) for gate in "zo"], -1)
+    recurrent = w[p + "cell.recurrent"].flatten(2)
+    bias = torch.cat([w[f"{p}cell.{gate}_bias"] for gate in "ifzo"], -1)
+
+    def by_head(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(x.view(-1, heads, 1, D), weight).squeeze(2)
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        normed = F.layer_norm(x, (dim,), gain, None, 1e-5)
+        c, state[at] = convolved(state[at], normed, w, "mixer.c")
+        y, cell, n, m = state[at + 1 : at + 5]
+        gates = torch.cat([by_head(c, if_map), by_head(normed, zo_map)], -1) + by_head(y, recurrent) + bias
+        i, f, z, o = gates.chunk(4, -1)
+        through = m + F.logsigmoid(f)
+        m = torch.where(n == 0, i, torch.maximum(i, through))
+        write, keep = torch.exp(i - m).clamp(max=1.0), torch.exp((through - m).clamp(max=0.0))
+        cell = keep * cell + write * torch.tanh(z)
+        n = keep * n + write
+        y = torch.sigmoid(o) * cell / n
+        state[at + 1 : at + 5] = y, cell, n, m
+        x = x + F.layer_norm(y, (D,), eps=1e-5).flatten(1) * out_gain
+        g, u = F.linear(F.layer_norm(x, (dim,), ffn_gain, None, 1e-5), w["ffn.net.proj_up.weight"]).chunk(2, -1)
+        return x + F.linear(u * F.gelu(g), w["ffn.net.proj_down.weight"])
+
+    return step
+
+
+def attention(w: Weights, batch: int, state: list[Any], heads: int = 4, window: int = 64, base: float = 1e4) -> Layer:
+    D = w["out.weight"].shape[1] // heads
+    at = len(state)
+    state += [torch.zeros(batch, window - 1, D), torch.zeros(batch, window - 1, D), 0]
+    frequency = base ** (-torch.arange(0, D // 2) * 2 / D)
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        q, k, v = F.linear(rms_norm(x, w["norm.weight"], 1e-5), w["qkv.weight"]).split([heads * D, D, D], -1)
+        angle = state[at + 2] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        keys = torch.cat([state[at], turned(k, cos, sin)[:, None]], 1)
+        values = torch.cat([state[at + 1], v[:, None]], 1)
+        state[at + 2] += 1
+        seen = min(state[at + 2], window)
+        q = turned(q.view(-1, heads, D), cos, sin)
+        y = F.scaled_dot_product_attention(q, keys[:, -seen:], values[:, -seen:])
+        state[at], state[at + 1] = keys[:, 1:], values[:, 1:]
+        return x + F.linear(y.flatten(1), w["out.weight"])
+
+    return step
+
+
+def swiglu(w: Weights, batch: int, state: list[Any]) -> Layer:
+    both = torch.cat([w["swiglu.gate_weight"], w["swiglu.up_weight"]])
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        g, u = F.linear(rms_norm(x, w["norm.weight"], 1e-5), both).chunk(2, -1)
+        return x + F.linear(F.silu(g) * u, w["swiglu.down_weight"])
+
+    return step
+
+
+LAYERS: dict[str, Callable[..., Layer]] = {
+    "mamba_block.residual.": mamba, "mlstm_block.residual.": mlstm, "slstm_block.": slstm,
+    "attention_layer.residual.": attention, "swiglu_layer.residual.": swiglu,
+}  # fmt: skip
+
+
+def by_hand(model: seqblocks.SequenceModel, batch: int) -> tuple[Callable[[Tensor, list[Any]], Tensor], list[Any]]:
+    """Return the model's step, token numbers [batch] -> logits [batch, vocabulary], and its first state."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    state: list[Any] = []
+    layers = [
+        make(_inside(weights, f"layers.{index}.{prefix}"), batch, state)
+        for index in range(len(model.layers))  # type: ignore[arg-type]
+        for prefix, make in LAYERS.items()
+        if any(name.startswith(f"layers.{index}.{prefix}") for name in weights)
+    ]
+
+    def step(tokens: Tensor, state: list[Any]) -> Tensor:
+        x = F.embedding(tokens, weights["embed.weight"])
+        for layer in layers:
+            x = layer(x, state)
+        return F.linear(rms_norm(x, weights["norm.weight"], 1e-6), weights["embed.weight"])
+
+    return step, state
+
+
+def _inside(weights: Weights, prefix: str) -> Weights:
+    """The weights of a layer by their names in it, and those of convolutions as [taps, width]."""
+    found = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    taps = {name.replace("weight", "taps"): x[:, 0].t().contiguous() for name, x in found.items() if x.dim() == 3}
+    return found | {name: x for name, x in taps.items() if x.dim() == 2}
+
+
+MODELS = {"mamba_small": "", "mlstm_small": "", "hybrid_small": "", "slstm": SLSTM}
+
+
+def build(name: str) -> seqblocks.SequenceModel:
+    """Return a model with weights that no initialiser leaves at zero."""
+    spec = seqblocks.load_model(name) if not MODELS[name] else seqblocks.load_text(MODELS[name])[1]
+    model = seqblocks.build_model(spec, device="cpu", seed=0).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def largest_difference(name: str, batch: int = 2, tokens: int = 70) -> float:
+    """Return the largest difference of the two sides over some tokens, relative to the largest output."""
+    model = build(name)
+    step, state = by_hand(model, batch)
+    ours = model.init_state(batch)
+    worst = scale = 0.0
+    generator = torch.Generator().manual_seed(2)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            token = torch.randint(0, 256, (batch,), generator=generator)
+            y, ours = model.step(token, ours)
+            expected = step(token, state)
+            worst, scale = max(worst, (y - expected).abs().max().item()), max(scale, expected.abs().max().item())
+    return worst / scale
+
+
+def compare(name: str, batch: int, rounds: int) -> tuple[float, float]:
+    """Return milliseconds of our step, and the median ratio to the step by hand."""
+    model = build(name)
+    step, state = by_hand(model, batch)
+    ours, token = model.init_state(batch), torch.zeros(batch, dtype=torch.long)
+    times, ratios = [], []
+    with torch.inference_mode():
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(5):
+                _, ours = model.step(token, ours)
+            middle = time.perf_counter()
+            for _ in range(5):
+                step(token, state)
+            end = time.perf_counter()
+            times.append((middle - start) / 5)
+            ratios.append((middle - start) / (end - middle))
+    return 1e3 * statistics.median(times), statistics.median(ratios)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    for name in MODELS:
+        print(f"{name}: largest difference {largest_difference(name):.1e}")
+        for batch in (1, 64):
+            milliseconds, ratio = compare(name, batch, rounds)
+            print(f"  batch {batch}: {milliseconds:.2f} ms, {ratio:.2f} of the step by hand", flush=True)
+
+
+if __name__ == "__main__":
+    main()
