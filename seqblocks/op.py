@@ -142,6 +142,23 @@ class Op(BaseModel):
         """
         raise TypeError(f"{type(self).__name__} does not compute")
 
+    def matrix(self, p: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """Return W [O, I] and b [O], or None, where a token's output is W x + b, so that several may be one product.
+
+        What it derives from `p` holds as long as for `prepare_step`.
+        """
+        return None
+
+    def prepare_step(self, p: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Return a function that computes one token of a stream without gradients, or None where `forward` will do.
+
+        It is called with the parts of the op's state, in the order of `state`, and then the inputs [batch, features],
+        an absent one as None; all are of one dtype (float32 or float64) and on a CPU. It returns y [batch, features],
+        or where there is a state (y, *its new parts), each in memory of its own. What it derives from the parameters
+        `p` holds until one of them changes: it is then prepared anew.
+        """
+        return None
+
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
         """Return why it cannot run token by token on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None

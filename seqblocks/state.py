@@ -38,7 +38,7 @@ def new_state(
     """
 
     def fresh(state: State) -> Tensor:
-        kind = _dtype_of(state, dtype)
+        kind = dtype_of(state, dtype)
         return torch.full((batch, *state.shape), state.fill, dtype=kind, device=device)
 
     try:
@@ -48,7 +48,8 @@ def new_state(
         raise RunError(f"{device} has no room for the state of {batch:,} sequences, {numbers:,} numbers") from error
 
 
-def _dtype_of(state: State, model: torch.dtype) -> torch.dtype:
+def dtype_of(state: State, model: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a model of dtype `model` holds a part of its state."""
     if state.dtype == "int64":
         return torch.int64
     if state.dtype == "model":

@@ -110,6 +110,20 @@ class Attention(_Heads):
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": self.window or None}
 
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.attention.step import prepare
+
+        run = prepare(self.heads, self.shared, self.rotary or None, self.scale or None)
+        if self.window:
+            return run
+
+        def step(*inputs: Any) -> Any:
+            y, k, v, length = run(*inputs)
+            self.must_hold(length, compiling=False)
+            return y, k, v, length
+
+        return step
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
         from seqblocks.kernels import AttentionState, attention
 

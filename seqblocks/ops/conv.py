@@ -43,6 +43,13 @@ class CausalConv(Op):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
 
+    def prepare_step(self, p: Any) -> Any:
+        if self.mixing or self.kernel == 1:
+            return None
+        from seqblocks.kernels.causal_conv.step import prepare
+
+        return prepare(p["weight"], p.get("bias"), None if self.activation == "none" else self.activation)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import causal_conv
 

@@ -57,6 +57,9 @@ class Unembed(Op):
     def macs(self, x: Wire) -> int:
         return x.features * (self.vocabulary or 0)
 
+    def matrix(self, p: Any) -> Any:
+        return p["weight"], p.get("bias")
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import linear
 

@@ -38,6 +38,19 @@ class HeadNorm(Norm):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "head_norm", {"heads": self.heads, "width": x.features}
 
+    def prepare_step(self, p: Any) -> Any:
+        from torch.nn.functional import layer_norm
+
+        gain, bias, heads, eps = self.effective_gain(p), self.effective_bias(p), self.heads, self.eps
+
+        def step(x: Any) -> Any:
+            y = x.unflatten(-1, (heads, -1))
+            y = layer_norm(y, y.shape[-1:], eps=eps).flatten(-2)
+            y = y if gain is None else y * gain
+            return y if bias is None else y + bias
+
+        return step
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import head_norm
 

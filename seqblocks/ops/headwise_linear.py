@@ -46,6 +46,17 @@ class HeadwiseLinear(Op):
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "headwise_linear", {"block": self.sizes(x)}
 
+    def matrix(self, p: Any) -> Any:
+        from seqblocks.kernels.headwise_linear.step import matrix
+
+        whole = matrix(p["weight"])
+        return None if whole is None else (whole, p.get("bias"))
+
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.headwise_linear.step import prepare
+
+        return prepare(p["weight"], p.get("bias"))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import headwise_linear
 

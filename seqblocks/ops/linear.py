@@ -37,6 +37,9 @@ class Affine(Op):
     def macs(self, x: Wire) -> int:
         return x.features * self.width()
 
+    def matrix(self, p: Any) -> Any:
+        return p["weight"], p.get("bias")
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import linear
 

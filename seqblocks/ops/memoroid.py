@@ -31,6 +31,9 @@ class MLSTMMemoroid(MLSTM):
     def calls(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> tuple[str, dict[str, Any]]:
         return "associative_scan", {}
 
+    def prepare_step(self, p: Any) -> Any:
+        return None
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import mlstm_memoroid
 

@@ -58,6 +58,11 @@ class MLSTM(Op):
         dims = (q.features // self.heads, v.features // self.heads)
         return "mlstm", {"head_dims": dims, "input_gate": self.input_gate}
 
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.mlstm.step import prepare
+
+        return prepare(self.heads, self.eps, self.input_gate, self.normalize)
+
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import MLSTMState, mlstm
 

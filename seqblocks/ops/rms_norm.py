@@ -44,6 +44,23 @@ class RMSNorm(Norm):
     def macs(self, x: Wire, z: Wire | None = None) -> int:
         return super().macs(x) + (x.features if z else 0)
 
+    def prepare_step(self, p: Any) -> Any:
+        if self.groups > 1:
+            return None
+        from torch.nn.functional import rms_norm
+
+        gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
+
+        def step(x: Any, z: Any) -> Any:
+            opening = None if z is None else activate(self.activation, z)
+            if opening is not None and self.gate == "before":
+                x = x * opening
+            y = rms_norm(x, x.shape[-1:], gain, eps)
+            y = y if bias is None else y + bias
+            return y if opening is None or self.gate == "before" else y * opening
+
+        return step
+
     def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
         import torch
 

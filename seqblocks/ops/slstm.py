@@ -52,6 +52,11 @@ class SLSTM(Op):
     def calls(self, i: Wire, f: Wire, z: Wire, o: Wire) -> tuple[str, dict[str, Any]]:
         return "slstm", {"heads": self.heads, "head_dim": i.features // self.heads}
 
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.slstm.step import prepare
+
+        return prepare(p["recurrent"], [p[f"{gate}_bias"] for gate in "ifzo"])
+
     def forward(self, p: Any, call: Any, i: Any, f: Any, z: Any, o: Any) -> Any:
         import torch
 

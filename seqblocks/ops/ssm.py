@@ -70,6 +70,13 @@ class SSM(Op):
     ) -> tuple[str, dict[str, Any]]:
         return "selective_scan", {"states": self.state_size, "width": x.features // self.groups, "complex": False}
 
+    def prepare_step(self, p: Any) -> Any:
+        if self.groups > 1 or "B" in p or "C" in p:
+            return None
+        from seqblocks.kernels.selective_scan.step import prepare
+
+        return prepare(p["A_log"], p.get("D"), self.softplus)
+
     def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
         import torch
 

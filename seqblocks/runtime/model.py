@@ -12,6 +12,7 @@ from seqblocks import graph
 from seqblocks.cost import dtype_named
 from seqblocks.errors import RunError, UsageError
 from seqblocks.graph import ModelSpec
+from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
 from seqblocks.runtime.body import Body
@@ -19,6 +20,7 @@ from seqblocks.runtime.call import Call, Grid
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
+from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.state import States, check_state, declared, new_state
 from seqblocks.types import Wire
 
@@ -50,6 +52,7 @@ class SequenceModel(Body):
         if next(self.parameters(), None) is None:  # a buffer then has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
+        self._stepper: Stepper | None = None
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -169,6 +172,8 @@ class SequenceModel(Body):
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
+        if (stepper := self._stepper_for(x)) and (planned := self._run_planned(stepper, x, state, resets)):
+            return planned
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         if self._token_outputs or not self._has_tokens:
@@ -180,6 +185,39 @@ class SequenceModel(Body):
         if not isinstance(y, dict):
             return y
         return {name: x.squeeze(1) if name in self._token_outputs else x for name, x in y.items()}
+
+    def _run_planned(
+        self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
+    ) -> tuple[Tensor, States] | None:
+        """Return the result of a step, or None where the state is not quite what the stepper was made for."""
+        if state is None:
+            state = new_state(self._declared_state, x.shape[0], x.device, stepper.dtype)
+        if resets is not None:
+            check_state(self._declared_state, state, x.shape[0], x.device)
+            state = reset(self._declared_state, state, resets)
+        try:
+            return stepper.run(state, x)
+        except (KeyError, TypeError, AttributeError):
+            check_state(self._declared_state, state, x.shape[0], x.device)
+            raise
+
+    def _stepper_for(self, x: Tensor) -> Stepper | None:
+        """Return what runs a token of this kind without gradients, planned anew where the model has changed."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
+            return None
+        if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
+            return None
+        if self._has_context or self.training or nn.modules.module._has_any_global_hook():
+            return None
+        if self._stepper is None or not self._stepper.holds():
+            self._stepper = stepper(self, self._declared_state)
+        if self._stepper is None or (x.is_floating_point() and x.dtype != self._stepper.dtype):
+            return None
+        return self._stepper
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is planned for the next token: functions cannot be copied or pickled."""
+        return {**self.__dict__, "_stepper": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
@@ -195,6 +233,7 @@ class SequenceModel(Body):
         count = _count(batch_size)
         device = self._some_tensor().device if device is None else arguments.checked_device(device)
         kind = self._own_dtype() if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+        self._stepper = None
         if not (self._has_context or inputs):
             return new_state(self._declared_state, count, device, kind)
         arguments.check_names_of_context(self.spec.inputs, inputs, count)

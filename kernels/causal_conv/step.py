@@ -1,0 +1,31 @@
+"""One token of a depthwise causal convolution, with its taps in the layout that one token wants.
+
+B batch, D channels, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return f(window [B, K - 1, D], x [B, D]) -> (y [B, D], the next window), without gradients.
+
+    weight [D, 1, K], bias [D]; activation None or "silu".
+    """
+    *earlier, now = weight[:, 0].t().contiguous()
+    before = torch.stack(earlier)
+
+    def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (window * before).sum(1).addcmul_(x, now)
+        if bias is not None:
+            y += bias
+        if activation == "silu":
+            y = F.silu(y, inplace=True)
+        return y, torch.cat([window[:, 1:], x[:, None]], 1)
+
+    return step

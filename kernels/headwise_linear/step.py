@@ -1,0 +1,35 @@
+"""The block-diagonal map of one token, with its blocks in the layout that few tokens want.
+
+G blocks, I features in and O out of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DENSE = 1 << 18  # numbers of a matrix that stays in cache: one product with it takes less time than many small ones
+
+
+def matrix(weight: Tensor) -> Tensor | None:
+    """Return the blocks [G, O, I] as one matrix [G * O, G * I] with zeros around them, unless it would be large."""
+    G, O, I = weight.shape
+    return torch.block_diag(*weight) if G * O * G * I <= DENSE else None
+
+
+def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return f(x [B, G * I]) -> [B, G * O], without gradients. weight [G, O, I], bias [G * O]."""
+    G, O, I = weight.shape
+    whole = matrix(weight)
+    if whole is not None:
+        return lambda x: F.linear(x, whole, bias)
+    blocks = weight.transpose(1, 2).contiguous()
+
+    def step(x: Tensor) -> Tensor:
+        y = torch.matmul(x.view(-1, G, 1, I), blocks).view(-1, G * O)
+        return y if bias is None else y + bias
+
+    return step

@@ -1,0 +1,33 @@
+"""One token of the selective scan, with what does not depend on the token computed beforehand.
+
+B batch, E channels, N states of a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return f(h [B, E, N], x, dt [B, E], B, C [B, N], z [B, E] or None) -> (y [B, E], the next h).
+
+    A_log [E, N], D [E]. The same numbers as `selective_scan` for one token, without gradients.
+    """
+    A = -torch.exp(A_log)
+
+    def step(
+        h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if softplus:
+            dt = F.softplus(dt)
+        h = (dt[..., None] * A).exp_().mul_(h).addcmul_((dt * x)[..., None], B[:, None])
+        y = torch.matmul(h, C[..., None]).squeeze(-1)
+        if D is not None:
+            y.addcmul_(D, x)
+        return (y if z is None else y.mul_(F.silu(z))), h
+
+    return step

@@ -1,0 +1,38 @@
+"""One token of the sLSTM, with its recurrent weights as one matrix for each head.
+
+B batch, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return f(y, c, n, m [B, H, D], i, f, z, o [B, H * D]) -> (y [B, H * D], the next y, c, n, m).
+
+    recurrent [H, D, 4, D] from y, biases [H, D] of i, f, z, o. The same numbers as `slstm` for one token, without
+    gradients.
+    """
+    H, D = recurrent.shape[:2]
+    matrix, bias = recurrent.flatten(2), torch.stack([*biases], 1)  # [H, D, 4 D], [H, 4, D]
+
+    def step(
+        y: Tensor, c: Tensor, n: Tensor, m: Tensor, i: Tensor, f: Tensor, z: Tensor, o: Tensor
+    ) -> tuple[Tensor, ...]:
+        gates = torch.matmul(y[..., None, :], matrix).view(-1, H, 4, D).add_(bias)
+        gates += torch.stack([x.view(-1, H, D) for x in (i, f, z, o)], 2)
+        i, f, z, o = gates.unbind(2)
+        through = F.logsigmoid(f).add_(m)
+        m = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
+        write, keep = (i - m).exp_().clamp_(max=1.0), (through - m).clamp_(max=0.0).exp_()
+        c = torch.addcmul(write * z.tanh(), keep, c)
+        n = torch.addcmul(write, keep, n)
+        y = o.sigmoid().mul_(c).div_(n)
+        return y.flatten(1), y, c, n, m
+
+    return step

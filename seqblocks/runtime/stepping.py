@@ -1,0 +1,367 @@
+"""One token of a stream, planned once and run many times.
+
+A token of a small model takes less time than looking up how to run it. So the first step without gradients makes a
+`Stepper`: one function that runs all steps of the model in a row, with their parameters at hand in the layout that one
+token wants, and checks the state as it goes. Its source is written from the graph and holds nothing of the user's but
+names in quotes. Ops may provide a function of their own for it (`Op.prepare_step`); for all others their `forward`
+runs. A stepper is used as long as modules, hooks and parameters are those that it was made of, and is made anew for
+each stream (`init_state`), since a change through `parameter.data` leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from seqblocks.graph import Graph, Node
+from seqblocks.op import Op
+from seqblocks.parameters import State
+from seqblocks.runtime.body import Block, Body
+from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.parallel import Parallel, merged
+from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.repeat import Repeat
+from seqblocks.runtime.residual import Residual
+from seqblocks.runtime.step import call_child, is_hooked
+from seqblocks.state import States, dtype_of
+from seqblocks.types import Wire
+
+if TYPE_CHECKING:
+    from seqblocks.runtime.model import SequenceModel
+
+POINTWISE = ("vector", "tokens")  # a port that takes one of these takes a token without an axis of time
+DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes, which `forward` sorts out
+
+Path = tuple[str, ...]
+
+
+def stepper(model: SequenceModel, declared: States) -> Stepper | None:
+    """Return the stepper of a model, or None where its steps depend on more than a stepper knows."""
+    parameters = list(model.parameters())
+    kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
+    alike = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
+    if model.training or is_hooked(model) or not alike or any(x.is_inference() for x in parameters):
+        return None
+    return Stepper(model, declared)
+
+
+class Stepper:
+    """Runs one token, x [batch, features] or token numbers [batch], through a model.
+
+    run(state, x) returns (y, state), or None where the state is not as declared.
+    """
+
+    def __init__(self, model: SequenceModel, declared: States) -> None:
+        self.dtype = next(model.parameters()).dtype
+        self._types = model.spec.types
+        self._grid = Grid(model.spec.input.grid)
+        self._call = Call(False, None, True, None, False, True, self._grid)
+        self._modules = _Watched()
+        self._parameters = _Watched()
+        self._derived: list[tuple[Tensor, int, int]] = []  # what numbers are derived from: version and place in memory
+        self._hooks: list[Any] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._observe(model)
+        self._source = _Source()
+        self._source.unpack(declared, (), self.dtype)
+        y = self._body(model, model.graph, ["x"], ())
+        self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
+
+    def holds(self) -> bool:
+        """Return whether the model is still the one that this was made of."""
+        if any(self._hooks) or not self._modules.are_as_noted() or not self._parameters.are_as_noted():
+            return False
+        if [own for own in self._attributes if "forward" in own]:
+            return False
+        return not [x for x, version, pointer in self._derived if x._version != version or x.data_ptr() != pointer]
+
+    def _observe(self, module: nn.Module) -> None:
+        """Note a module that is not called, so that its hooks would not run."""
+        self._attributes.append(module.__dict__)
+        self._hooks += [
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        ]  # fmt: skip
+
+    def _child(self, parent: nn.Module, name: str) -> nn.Module:
+        child = parent._modules[name]
+        assert child is not None
+        self._modules.note(parent._modules, name)
+        return child
+
+    # --- bodies and nodes: each returns the variable of its result ----------------------------------------------------
+
+    def _body(self, module: nn.Module, body: Graph, inputs: Sequence[str], path: Path) -> str:
+        values = dict(zip(body.reads, inputs, strict=True))
+        for at, node in enumerate(body.nodes):
+            if node.outputs[0] in values:  # a product with a step before it
+                continue
+            read = [values[value] for value in node.reads]
+            alike = [other for other in body.nodes[at:] if other.reads == node.reads and not other.split]
+            if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read)):
+                values |= made
+                continue
+            y = self._node(self._child(module, node.name), node, read, (*path, node.name))
+            if node.split:
+                values |= zip(node.outputs, self._source.split(y, node.split), strict=True)
+            else:
+                values[node.outputs[0]] = y
+        if body.outputs:
+            named = (f"{name!r}: {values[value]}" for name, value in body.outputs.items())
+            return self._source.assign("{" + ", ".join(named) + "}")
+        return values[body.result]
+
+    def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
+        """Compute linear maps that read the same together. Returns the variables of their outputs, by number."""
+        found = [(node, matrix) for node in nodes if (matrix := self._matrix(module._modules[node.name], node))]
+        if len(found) < 2 or found[0][0] is not nodes[0]:
+            return None
+        for node, _ in found:
+            child = self._child(module, node.name)
+            self._observe(child)
+            self._note_parameters(child, derived=True)
+        run = _joined([matrix for _, matrix in found])
+        y = self._source.call(run, self._source.at_ports(nodes[0], inputs), (), [])
+        widths = tuple(weight.shape[0] for _, (weight, _) in found)
+        parts = self._source.split(y, widths)
+        return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
+
+    def _matrix(self, module: nn.Module | None, node: Node) -> tuple[Tensor, Tensor | None] | None:
+        if type(module) is not Primitive or is_hooked(module) or not _as_declared(module, node):
+            return None
+        return module.op.matrix(module.parameters_by_name(self._call))
+
+    def _note_parameters(self, module: nn.Module, derived: bool) -> None:
+        for table, name in _holders(module).values():
+            self._parameters.note(table, name)
+            if derived:
+                x = table[name]
+                self._derived.append((x, x._version, x.data_ptr()))
+
+    def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
+        make = None if is_hooked(module) else _MAKERS.get(type(module))
+        y = None if make is None else make(self, module, node, inputs, path)
+        if y is not None:
+            self._observe(module)
+            return y
+        timed = [_is_sequence(self._types[value]) for value in node.reads]
+        return self._call_module(module, node, timed, _is_sequence(node.type), inputs, path)
+
+    def _call_module(
+        self, module: nn.Module, node: Node | None, timed: list[bool], made: bool, inputs: Sequence[str], path: Path
+    ) -> str:
+        """Call a module with sequences of one token."""
+
+        def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
+            tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
+            y, states = call_child(module, tensors, Call(False, state, True, None, False, True, self._grid), path[-1], node)
+            return (y.squeeze(1) if made else y), states
+
+        return self._source.call_with_all_state(run, inputs, path)
+
+    def _primitive(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        """Call the op's own function, or its `forward` where a token without an axis of time will do."""
+        if not _as_declared(module, node):
+            return None
+        op, parameters = module.op, module.parameters_by_name(self._call)
+        run, derived = op.prepare_step(parameters), True
+        if run is None:
+            run, derived = _undivided(op, parameters, self._call), False
+        if run is None:
+            return None
+        self._note_parameters(module, derived)
+        return self._source.call(run, self._source.at_ports(node, inputs), path, list(node.state))
+
+    def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:
+        return self._body(module, node.bodies[""], inputs, path)
+
+    def _residual(self, module: Residual, node: Node, inputs: Sequence[str], path: Path) -> str:
+        y = self._body(module, node.bodies[""], inputs, path)
+        return self._source.assign(f"{inputs[0]} + {y}")
+
+    def _repeat(self, module: Repeat, node: Node, inputs: Sequence[str], path: Path) -> str:
+        x = inputs[0]
+        for label, body in node.bodies.items():
+            x = self._layer(module, node, label, body, x, inputs, path)
+        return x
+
+    def _parallel(self, module: Parallel, node: Node, inputs: Sequence[str], path: Path) -> str:
+        made = [self._layer(module, node, *item, inputs[0], inputs, path) for item in node.bodies.items()]
+        return self._source.call(lambda *results: merged([*results], node.arguments.merge), made, path, [])
+
+    def _layer(
+        self, module: nn.Module, node: Node, label: str, body: Graph, x: str, inputs: Sequence[str], path: Path
+    ) -> str:
+        values = dict(zip(node.reads, inputs, strict=True))
+        layer, read = self._child(module, label), [x, *(values[value] for value in body.captures)]
+        if type(layer) is Body and not is_hooked(layer):
+            self._observe(layer)
+            return self._body(layer, body, read, (*path, label))
+        timed = [_is_sequence(self._types[value]) for value in body.reads]
+        return self._call_module(layer, None, timed, timed[0], read, (*path, label))
+
+
+_MAKERS: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
+    Primitive: Stepper._primitive, Block: Stepper._block, Residual: Stepper._residual, Repeat: Stepper._repeat,
+    Parallel: Stepper._parallel,
+}  # fmt: skip
+
+
+def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., Any] | None:
+    """Return what computes a token of an op that has no function for it, if an axis of time is not needed."""
+    matrix = op.matrix(parameters)
+    if matrix is not None:
+        weight, bias = matrix
+        return lambda x: linear(x, weight, bias)
+    return partial(op.forward, parameters, call) if _is_pointwise(op) else None
+
+
+def _joined(matrices: list[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes several linear maps of one input, their outputs side by side."""
+    weight, bias = torch.cat([weight for weight, _ in matrices]), None
+    if any(bias is not None for _, bias in matrices):
+        bias = torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in matrices])
+    return lambda x: linear(x, weight, bias)
+
+
+def _as_declared(module: Primitive, node: Node) -> bool:
+    """Whether a module has the op of its node, and plain parameters as declared, its own or those of another step."""
+    holders = _holders(module)
+    plain = all(isinstance(table.get(name), nn.Parameter) for table, name in holders.values())
+    return type(module.op) is type(node.op) and holders.keys() == node.parameters.keys() and plain
+
+
+def _holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return the table that holds each parameter, and its name there."""
+    shared = {name: (owner._parameters, there) for name, (owner, there) in module._owners.items()}
+    return {name: (module._parameters, name) for name in module._parameters} | shared
+
+
+def _is_sequence(wire: Wire | None) -> bool:
+    return wire is not None and wire.kind in ("sequence", "tokens")
+
+
+def _is_pointwise(op: Op) -> bool:
+    """Whether `forward` computes a token without an axis of time: it takes vectors too, or token numbers."""
+    pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
+    return pointwise and op.reads == "token" and type(op).state is Op.state
+
+
+class _Watched:
+    """Entries of tables, and what they were when they were noted."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[dict[str, Any], str]] = []
+        self._noted: list[int] = []  # compared by identity: tensors that are alike are not the same
+        self._alive: list[Any] = []
+
+    def note(self, table: dict[str, Any], name: str) -> None:
+        self._entries.append((table, name))
+        self._noted.append(id(table[name]))
+        self._alive.append(table[name])
+
+    def are_as_noted(self) -> bool:
+        return [id(table.get(name)) for table, name in self._entries] == self._noted
+
+
+class _Source:
+    """The source of a stepper's function, in the making. Variables are numbered; states are found by their path."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {"cat": torch.cat}
+        self._count = 0
+        self._given: dict[Path, str] = {(): "state"}  # the variables of the state that comes in, by path
+        self._made: dict[Path, str] = {}  # and of the one that is returned
+
+    def variable(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+
+    def assign(self, expression: str) -> str:
+        name = self.variable()
+        self.add(f"{name} = {expression}")
+        return name
+
+    def split(self, y: str, widths: tuple[int, ...]) -> list[str]:
+        parts = [self.variable() for _ in widths]
+        self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, -1)")
+        return parts
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
+        """Give each part of the state a variable, and check it."""
+        own = self._given[path]
+        self.add(f"if len({own}) != {len(declared)}: return None")
+        for key, item in declared.items():
+            found = self._given[*path, key] = self.assign(f"{own}[{key!r}]")
+            if isinstance(item, State):
+                kind = self.constant(dtype_of(item, dtype))
+                sizes = "".join(f" {size}," for size in item.shape)
+                self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
+                self.add(f"if {found}.device != device: return None")
+            else:
+                self.unpack(item, (*path, key), dtype)
+
+    def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
+        """Return an argument for each port: joined where it reads several wires, None where it reads none."""
+        assert node.op is not None
+        arguments = []
+        at = 0
+        for port in node.op.ports:
+            part = inputs[at : at + len(node.inputs.get(port.name, ()))]
+            at += len(part)
+            joined = self.assign(f"cat(({', '.join(part)}), -1)") if len(part) > 1 else None
+            arguments.append(joined or (part[0] if part else "None"))
+        return arguments
+
+    def call(self, run: Callable[..., Any], inputs: Sequence[str], path: Path, state: list[str]) -> str:
+        """Call a function with the parts of a step's state and inputs; return the variable of its output."""
+        y, given = self.variable(), [self._given[*path, part] for part in state]
+        made = [self.variable() for _ in state]
+        self._made |= {(*path, part): name for part, name in zip(state, made, strict=True)}
+        self.add(f"{', '.join([y, *made])} = {self.constant(run)}({', '.join([*given, *inputs])})")
+        return y
+
+    def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
+        """Call a function with the state of everything at a path, a dict, or None where there is none."""
+        y, made = self.variable(), self.variable()
+        self._made[path] = made
+        self.add(f"{y}, {made} = {self.constant(run)}({', '.join([self._given.get(path, 'None'), *inputs])})")
+        return y
+
+    def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
+        """Return the function whose result is the variable `y`."""
+        body = [*self._lines, f"return {y}, {self._packed(declared, ())}"]
+        lines = ["def run(state, x):", "batch, device = x.shape[0], x.device", *body]
+        exec("\n    ".join(lines), self._names)  # noqa: S102
+        run: Callable[[States, Tensor], Any] = self._names["run"]
+        return run
+
+    def _packed(self, declared: States | State, path: Path) -> str:
+        if path in self._made:
+            return self._made[path]
+        assert isinstance(declared, dict)
+        return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
+
+
+def reset(declared: States, state: States, resets: Tensor) -> States:
+    """Return the state where sequences of which `resets` [batch] is True start anew."""
+
+    def fresh(item: Any, given: Any) -> Any:
+        if isinstance(item, State):
+            return given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
+        return {key: fresh(inner, given[key]) for key, inner in item.items()}
+
+    return {key: fresh(item, state[key]) for key, item in declared.items()}
