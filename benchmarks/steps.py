@@ -4,7 +4,7 @@
 
 Both sides have the same weights, one thread, and no gradients; their outputs are compared first. Printed is the median
 of the ratios of interleaved runs, by model and batch. The hand-written steps know their model: they check nothing,
-carry their state in a list, and prepare weights once.
+carry their state in a list, and prepare weights once. Times are those of the process: other programs do not count.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def slstm(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
     D = dim // heads
     at = len(state)
     state += [torch.zeros(batch, 3, dim), *(torch.zeros(batch, heads, D) for _ in range(4))]
-    gain, out_gain, ffn_gain = (1 + w[name] for name in ("mixer.x.weight", p + "head_norm.weight", "ffn.layer_norm.weight"))
+    gain, out_gain = 1 + w["mixer.x.weight"], 1 + w[p + "head_norm.weight"]
+    ffn_gain = 1 + w["ffn.layer_norm.weight"]
     # [heads, D, gates * D]: of the convolved input, of the input, and of the last output
     if_map = torch.cat([w[f"{p}{gate}.weight"].transpose(1, 2) for gate in "if"], -1)
     zo_map = torch.cat([w[f"{p}{gate}.weight"].transpose(1, 2) for gate in "zo"], -1)
@@ -246,13 +247,13 @@ def compare(name: str, batch: int, rounds: int) -> tuple[float, float]:
     times, ratios = [], []
     with torch.inference_mode():
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(5):
                 _, ours = model.step(token, ours)
-            middle = time.perf_counter()
+            middle = time.process_time()
             for _ in range(5):
                 step(token, state)
-            end = time.perf_counter()
+            end = time.process_time()
             times.append((middle - start) / 5)
             ratios.append((middle - start) / (end - middle))
     return 1e3 * statistics.median(times), statistics.median(ratios)

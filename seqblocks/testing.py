@@ -69,6 +69,11 @@ def check_law(
         _assert_tree_close(f"{name}: output", found, whole, tolerance)
         _assert_tree_close(f"{name}: state", state, last, tolerance)
         _assert_gradients_close(name, _gradients(found, leaves), gradients, tolerance)
+    if marks is None or model.frame_size == 1:
+        with torch.no_grad():  # such steps are planned, and run other code
+            found, state = _steps(model, x, context, marks)
+        _assert_tree_close("steps without gradients: output", found, whole, tolerance)
+        _assert_tree_close("steps without gradients: state", state, last, tolerance)
     if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
         _assert_tree_close("resets: pieces on their own", _pieces(model, x, context, marks), whole, tolerance)
 
@@ -268,12 +273,15 @@ def _chunks(
     return _joined(model, parts), state
 
 
-def _steps(model: SequenceModel, x: Tensor, context: Context) -> tuple[Output, Any]:
+def _steps(
+    model: SequenceModel, x: Tensor, context: Context, marks: Tensor | None = None
+) -> tuple[Output, Any]:
     parts, state = [], model.init_state(x.shape[0], **context)
     one = model.frame_size == 1
     types = _output_types(model)
     for t in range(0, x.shape[1], model.frame_size):
-        y, state = model.step(x[:, t] if one else x[:, t : t + model.frame_size], state)
+        resets = None if marks is None else marks[:, t]
+        y, state = model.step(x[:, t] if one else x[:, t : t + model.frame_size], state, resets=resets)
         named = _by_name(y).items()
         parts.append({name: y.unsqueeze(1) if one and has_tokens(types[name]) else y for name, y in named})
     return _joined(model, parts), state

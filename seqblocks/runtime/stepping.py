@@ -122,6 +122,7 @@ class Stepper:
             return None
         for node, _ in found:
             child = self._child(module, node.name)
+            assert isinstance(child, Primitive)
             self._observe(child)
             self._note_parameters(child, derived=True)
         run = _joined([matrix for _, matrix in found])
@@ -135,7 +136,7 @@ class Stepper:
             return None
         return module.op.matrix(module.parameters_by_name(self._call))
 
-    def _note_parameters(self, module: nn.Module, derived: bool) -> None:
+    def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in _holders(module).values():
             self._parameters.note(table, name)
             if derived:
@@ -158,7 +159,8 @@ class Stepper:
 
         def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
             tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
-            y, states = call_child(module, tensors, Call(False, state, True, None, False, True, self._grid), path[-1], node)
+            call = Call(False, state, True, None, False, True, self._grid)
+            y, states = call_child(module, tensors, call, path[-1], node)
             return (y.squeeze(1) if made else y), states
 
         return self._source.call_with_all_state(run, inputs, path)
@@ -305,14 +307,15 @@ class _Source:
         own = self._given[path]
         self.add(f"if len({own}) != {len(declared)}: return None")
         for key, item in declared.items():
-            found = self._given[*path, key] = self.assign(f"{own}[{key!r}]")
+            inside, found = (*path, key), self.assign(f"{own}[{key!r}]")
+            self._given[inside] = found
             if isinstance(item, State):
                 kind = self.constant(dtype_of(item, dtype))
                 sizes = "".join(f" {size}," for size in item.shape)
                 self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
                 self.add(f"if {found}.device != device: return None")
             else:
-                self.unpack(item, (*path, key), dtype)
+                self.unpack(item, inside, dtype)
 
     def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port: joined where it reads several wires, None where it reads none."""
@@ -328,9 +331,9 @@ class _Source:
 
     def call(self, run: Callable[..., Any], inputs: Sequence[str], path: Path, state: list[str]) -> str:
         """Call a function with the parts of a step's state and inputs; return the variable of its output."""
-        y, given = self.variable(), [self._given[*path, part] for part in state]
-        made = [self.variable() for _ in state]
-        self._made |= {(*path, part): name for part, name in zip(state, made, strict=True)}
+        y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
+        given = [self._given[each] for each in paths]
+        self._made |= zip(paths, made, strict=True)
         self.add(f"{', '.join([y, *made])} = {self.constant(run)}({', '.join([*given, *inputs])})")
         return y
 

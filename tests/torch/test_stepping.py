@@ -1,0 +1,251 @@
+"""Steps that are planned once (seqblocks/runtime/stepping.py): the same numbers as `forward`, and no stale plan."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import seqblocks
+from seqblocks.errors import RunError
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.stepping import Stepper
+
+SPEC = """
+seqblocks: 1
+use: [xlstm, mamba, transformer, memoroid]
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 16}
+    - mlstm_block: {dim: 16, heads: 2}
+    - slstm_block: {dim: 16, heads: 2}
+    - mamba_block: {dim: 16}
+    - attention_layer: {dim: 16, heads: 2, window: 3}
+    - swiglu_layer: {dim: 16}
+    - parallel:
+        merge: concat
+        branches:
+          - a: [rms_norm, token_shift]
+          - b: [{repeat: {times: 2, steps: [layer_norm, {causal_conv: {kernel: 3}}]}}]
+    - headwise_linear: {block: 8, features: 16}
+    - unembed
+"""
+
+
+def build(**options: Any) -> SequenceModel:
+    model = seqblocks.build_model(seqblocks.load_text(SPEC)[1], **({"dtype": torch.float64} | options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(4))
+
+
+def steps(model: SequenceModel, resets: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Outputs token by token without gradients, and the last state."""
+    outputs, state, x = [], None, tokens()
+    with torch.no_grad():
+        for t in range(x.shape[1]):
+            y, state = model.step(x[:, t], state, resets=None if resets is None else resets[:, t])
+            outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def assert_follows(model: SequenceModel, resets: Tensor | None = None) -> None:
+    found, state = steps(model, resets)
+    with torch.no_grad():
+        expected, last = model(tokens(), return_state=True, resets=resets)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(torch.utils._pytree.tree_leaves(state), torch.utils._pytree.tree_leaves(last), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_the_same_numbers_as_the_whole_sequence() -> None:
+    model = build()
+    assert_follows(model)
+    assert isinstance(model._stepper, Stepper)
+
+
+def test_resets() -> None:
+    resets = torch.zeros(2, 7, dtype=torch.bool)
+    resets[0, 3] = resets[1, 0] = resets[1, 5] = True
+    assert_follows(build(), resets)
+
+
+def test_a_state_of_the_past_is_not_changed() -> None:
+    model = build()
+    with torch.no_grad():
+        _, state = model.step(tokens()[:, 0])
+        before = copy.deepcopy(state)
+        model.step(tokens()[:, 1], state)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+def _add(model: SequenceModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+
+
+def _load(model: SequenceModel) -> None:
+    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()})
+
+
+def _assign(model: SequenceModel) -> None:
+    model.load_state_dict({name: x + 0.1 for name, x in model.state_dict().items()}, assign=True)
+
+
+def _replace(model: SequenceModel) -> None:
+    model.headwise_linear = nn.Linear(32, 16, bias=False, dtype=torch.float64)
+
+
+def _parametrize(model: SequenceModel) -> None:
+    nn.utils.parametrizations.weight_norm(model.headwise_linear, "weight")
+    with torch.no_grad():
+        model.headwise_linear.parametrizations.weight.original0.mul_(1.5)
+
+
+def _hook(model: SequenceModel) -> None:
+    model.mlstm_block.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+def _hook_inside(model: SequenceModel) -> None:
+    layer = model.mlstm_block.residual.mlstm_layer
+    layer.q.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+def _set_data(model: SequenceModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.1
+
+
+CHANGES = [_add, _load, _assign, _replace, _parametrize, _hook, _hook_inside, _set_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_planned_anew(change: Any) -> None:
+    model = build()
+    before, _ = steps(model)
+    change(model)
+    after, _ = steps(model)
+    assert (after - before).abs().max() > 1e-3
+    assert_follows(model)
+
+
+def test_a_change_that_leaves_no_trace_holds_from_the_next_stream_on() -> None:
+    model = build()
+    steps(model)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1)
+    model.init_state(2)
+    assert_follows(model)
+
+
+def test_copies_and_pickles() -> None:
+    model = build()
+    steps(model)
+    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    _add(model)
+    assert_follows(twin)
+    assert_follows(again)
+    assert_follows(model)
+    assert (steps(model)[0] - steps(twin)[0]).abs().max() > 1e-3
+
+
+def test_training_and_gradients_take_the_other_way() -> None:
+    model = build()
+    steps(model)
+    state = model.init_state(2)
+    y, _ = model.step(tokens()[:, 0], state)
+    assert y.requires_grad
+    model.train()
+    with torch.no_grad():
+        assert model._stepper_for(tokens()[:, 0]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = build(dtype=dtype)
+    found, _ = steps(model)
+    with torch.no_grad():
+        expected = model(tokens())
+    bar = 40 * torch.finfo(dtype).eps  # some forty roundings of numbers below 1 in a row
+    torch.testing.assert_close(found, expected, rtol=0, atol=bar * expected.abs().max().item())
+
+
+def test_autocast_is_obeyed() -> None:
+    model = build(dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = model.step(tokens()[:, 0])
+    assert y.dtype == torch.bfloat16
+
+
+def test_a_state_that_does_not_fit_is_an_error() -> None:
+    model = build()
+    _, state = steps(model)
+    with torch.no_grad():
+        for broken in ({}, {**state, "more": 1}, {**state, "mlstm_block": {}}, {**state, "mlstm_block": 3}, 3):
+            with pytest.raises(RunError, match="state"):
+                model.step(tokens()[:, 0], broken)  # type: ignore[arg-type]
+        with pytest.raises(RunError, match="holds 2 sequences and the input 1"):
+            model.step(tokens()[:1, 0], state)
+        with pytest.raises(RunError, match="outside the vocabulary"):
+            model.step(tokens()[:, 0] + 11, state)
+
+
+def test_a_state_of_another_dtype_is_used_as_before() -> None:
+    model = build(dtype=torch.float32)
+    _, state = steps(model)
+    double = seqblocks.state.map_state(lambda x: x.double() if x.is_floating_point() else x, state)
+    with torch.no_grad():
+        y, _ = model.step(tokens()[:, 0], double)
+        expected, _ = model.step(tokens()[:, 0], state)
+    torch.testing.assert_close(y, expected)
+
+
+def test_states_have_memory_of_their_own() -> None:
+    for part in torch.utils._pytree.tree_leaves(steps(build())[1]):
+        assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / "steps.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_steps", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
+def test_as_many_operations_as_by_hand(name: str, by_hand: Any) -> None:
+    """Operations of torch for one token, against those of the step that the benchmark writes out by hand."""
+    assert by_hand.largest_difference(name, tokens=10) < 2e-6
+    model = by_hand.build(name)
+    step, state = by_hand.by_hand(model, 1)
+    token, ours = torch.zeros(1, dtype=torch.long), model.init_state(1)
+    with torch.inference_mode():
+        _, ours = model.step(token, ours)
+        found = _operations(lambda: model.step(token, ours))
+        expected = _operations(lambda: step(token, state))
+    assert found <= 1.05 * expected
+
+
+def _operations(function: Any) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        function()
+    return sum(event.count for event in recorded.key_averages() if event.key.startswith("aten::"))
