@@ -210,7 +210,7 @@ class SequenceModel(Body):
         if self._has_context or self.training or nn.modules.module._has_any_global_hook():
             return None
         if self._stepper is None or not self._stepper.holds():
-            self._stepper = stepper(self, self._declared_state)
+            self._stepper = stepper(self, self.spec, self._declared_state)
         if self._stepper is None or (x.is_floating_point() and x.dtype != self._stepper.dtype):
             return None
         return self._stepper

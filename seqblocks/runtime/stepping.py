@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from seqblocks.graph import Graph, Node
+from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
@@ -31,23 +31,23 @@ from seqblocks.runtime.step import call_child, is_hooked
 from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
 
-if TYPE_CHECKING:
-    from seqblocks.runtime.model import SequenceModel
-
 POINTWISE = ("vector", "tokens")  # a port that takes one of these takes a token without an axis of time
 DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes, which `forward` sorts out
 
 Path = tuple[str, ...]
 
 
-def stepper(model: SequenceModel, declared: States) -> Stepper | None:
-    """Return the stepper of a model, or None where its steps depend on more than a stepper knows."""
+def stepper(model: Body, spec: ModelSpec, declared: States) -> Stepper | None:
+    """Return the stepper of a model, or None where its steps depend on more than a stepper knows.
+
+    declared: the states of its steps, nested as they are.
+    """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
     alike = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
     if model.training or is_hooked(model) or not alike or any(x.is_inference() for x in parameters):
         return None
-    return Stepper(model, declared)
+    return Stepper(model, spec, declared)
 
 
 class Stepper:
@@ -56,10 +56,10 @@ class Stepper:
     run(state, x) returns (y, state), or None where the state is not as declared.
     """
 
-    def __init__(self, model: SequenceModel, declared: States) -> None:
+    def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
         self.dtype = next(model.parameters()).dtype
-        self._types = model.spec.types
-        self._grid = Grid(model.spec.input.grid)
+        self._types = spec.types
+        self._grid = Grid(spec.input.grid)
         self._call = Call(False, None, True, None, False, True, self._grid)
         self._modules = _Watched()
         self._parameters = _Watched()
@@ -69,7 +69,7 @@ class Stepper:
         self._observe(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
-        y = self._body(model, model.graph, ["x"], ())
+        y = self._body(model, spec.graph, ["x"], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
 
     def holds(self) -> bool:
