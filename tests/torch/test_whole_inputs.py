@@ -11,9 +11,12 @@ from torch import Tensor
 import seqblocks
 from seqblocks.runtime.model import SequenceModel
 
-SMALL: dict[str, dict[str, Any]] = {"vil_segmenter": {"input.image.size": [16, 32], "dim": 8, "classes": 3}}
-INPUTS = {"vil_segmenter": (2, 3, 16, 32)}
-OUTPUTS = {"vil_segmenter": (2, 3, 16, 32)}
+SMALL: dict[str, dict[str, Any]] = {
+    "vil_segmenter": {"input.image.size": [16, 32], "dim": 8, "classes": 3},
+    "slstm_forecaster": {"series": 3, "window": 20, "horizon": 5, "dim": 8},
+}
+INPUTS = {"vil_segmenter": (2, 3, 16, 32), "slstm_forecaster": (2, 20, 3)}
+OUTPUTS = {"vil_segmenter": (2, 3, 16, 32), "slstm_forecaster": (2, 5, 3)}
 
 
 def small(name: str) -> SequenceModel:
@@ -62,3 +65,32 @@ def test_a_pixel_keeps_its_place() -> None:
     for row, column, channel in ((0, 0, 0), (5, 30, 2), (15, 31, 1)):
         of_patch = features[:, row // 4, column // 4]
         torch.testing.assert_close(y[:, channel, row, column], of_patch[:, row % 4, column % 4, channel])
+
+
+def perturbed(name: str) -> SequenceModel:
+    """A small model none of whose parameters is at its start."""
+    model, generator = small(name), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def test_the_forecast_follows_scale_and_level_of_each_series() -> None:
+    """The norm is reversible. The variance is near 1e6, so the 1e-5 that is added to it is 1e-11 of it."""
+    model, x = perturbed("slstm_forecaster"), 1000 * draw(2, 20, 3)
+    factor, level = torch.tensor([[0.5, 2.0, 3.0], [-1e4, 0, 1e3]], dtype=torch.float64)
+    torch.testing.assert_close(model(factor * x + level), factor * model(x) + level, rtol=1e-8, atol=1e-5)
+
+
+def test_the_norm_is_that_of_the_paper() -> None:
+    model, x = perturbed("slstm_forecaster"), draw(2, 20, 3)
+    seen: list[Tensor] = []
+    model.get_submodule("embed").register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    made: list[Tensor] = []
+    model.get_submodule("forecast").register_forward_hook(lambda _m, _i, out: made.append(out[0]))
+    y = model(x)
+    mean, deviation = x.mean(1, keepdim=True), (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    gain, offset = model.get_parameter("gain.weight"), model.get_parameter("offset.weight")
+    torch.testing.assert_close(seen[0], (x - mean) / deviation * gain + offset)
+    torch.testing.assert_close(y, (made[0].unflatten(1, (5, 3)) - offset) / gain * deviation + mean)
