@@ -26,7 +26,7 @@ from seqblocks.runtime.step import StepModule
 from seqblocks.state import States, declared
 from seqblocks.types import UNBOUNDED, Facts, Wire
 
-Context = dict[str, Tensor]  # inputs that do not stream, by name
+Context = dict[str, Any]  # tensors: inputs that do not stream, by name
 Output = Any  # a tensor, or a dict of them where the spec names its outputs
 
 
@@ -178,7 +178,7 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
     def watch(name: str, step: StepModule, wire: Wire) -> Any:
         def check(_module: Any, _inputs: Any, result: tuple[Any, Any]) -> None:
             y, state = result
-            if y is None:  # the step runs at each token, and this call computed what a stream keeps
+            if y is None and context:  # the step runs at each token, and this call computed what a stream keeps
                 return
             axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
             _assert_shape(f"{name}: output", y, [batch, *axes])

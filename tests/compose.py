@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.compose_context import Contexts
 from tests.compose_mixers import Mixers
 from tests.compose_rates import Rates
 from tests.compose_tokens import INITS
 from tests.composed import Body, Call, Kind, Step, has_own
 
 
-class Composer(Mixers, Rates):
+class Composer(Mixers, Rates, Contexts):
     """One random spec."""
 
     def conv2d(self, body: Body) -> None:
@@ -241,7 +242,8 @@ class Composer(Mixers, Rates):
             case "tokens":
                 return self.chance.choice([self.embed] * 4 + ([self.same_tokens] if not deep else []))
             case "vector":
-                return self.chance.choice([self.pointwise, self.linear, self.split, self.join, *nested])
+                reads = [self.context] * 2 if self.has_context(body) else []
+                return self.chance.choice([self.pointwise, self.linear, self.split, self.join, *nested, *reads])
             case "image":
                 if body.fixed:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
@@ -252,6 +254,7 @@ class Composer(Mixers, Rates):
             self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
+        moves += [self.context] * 4 if self.has_context(body) else []
         moves += [self.down, self.up] if body.now.rate < 12 else [self.up]
         if not deep:
             moves += [self.scan] * (1 if self.streams else 3)
@@ -316,7 +319,8 @@ class Composer(Mixers, Rates):
         for _ in range(self.chance.randint(0, 2)):
             self.numbers[self.fresh("l")] = self.chance.choice([1, 2, 3, 4])
         self.let = let = dict(self.numbers)
-        body = Body(kind, {})
+        wires, others = self.contexts() if self.maybe(0.3) and kind.name in ("tokens", "sequence") else ({}, {})
+        body = Body(kind, wires)
         while self.budget > 0:
             self.fill(body, 1)
         match body.now.name:
@@ -331,7 +335,10 @@ class Composer(Mixers, Rates):
                 self.pointwise(body)
             case "sequence" if kind.name == "tokens" and self.maybe(0.6):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
-        model = {"input": written, "steps": body.steps}
+        text = json.dumps([body.steps, self.blocks])
+        others = {name: each for name, each in others.items() if f'"{name}"' in text}
+        inputs = {"inputs": {"stream": written, **others}} if others else {"input": written}
+        model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}
         spec |= {"let": let} if let else {}
         spec |= {"blocks": self.blocks} if self.blocks else {}

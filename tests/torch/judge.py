@@ -27,7 +27,7 @@ from seqblocks.report import listing
 from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.testing import check_law, check_lookahead, check_shapes, random_input
+from seqblocks.testing import check_law, check_lookahead, check_shapes, random_context, random_input
 
 
 def judge(text: str, seed: int, length: int | None = None) -> bool:
@@ -102,7 +102,7 @@ def moderate(model: SequenceModel, seed: int) -> None:
     for _ in range(8):
         largest[0] = 0.0
         with torch.no_grad():
-            model(x)
+            model(x, **random_context(model, 2, seed))
             if largest[0] < 1e4:
                 break
             for parameter in model.parameters():
@@ -114,9 +114,10 @@ def moderate(model: SequenceModel, seed: int) -> None:
 def check_pieces(model: SequenceModel, length: int, seed: int) -> None:
     """Assert that a model that cannot stream, as it goes both ways, gives of two packed sequences what each gives."""
     x, cut = random_input(model, 1, length, seed), 1 + seed % (length - 1)
+    context = random_context(model, 1, seed)
     with torch.no_grad():
-        packed = model(x, cu_seqlens=torch.tensor([0, cut, length]))
-        alone = torch.cat([model(x[:, :cut]), model(x[:, cut:])], 1)
+        packed = model(x, cu_seqlens=torch.tensor([0, cut, length]), **context)
+        alone = torch.cat([model(x[:, :cut], **context), model(x[:, cut:], **context)], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9 * max(1.0, alone.abs().max().item()))
 
 
@@ -124,7 +125,7 @@ def check_state_is_kept(model: SequenceModel, length: int, seed: int) -> None:
     """Assert that a call changes no number of the state that it is given."""
     x = random_input(model, 2, length * model.frame_size, seed)
     with torch.no_grad():
-        _, state = model(x, return_state=True)
+        _, state = model(x, return_state=True, **random_context(model, 2, seed))
         before = tree_map(lambda part: part.clone(), state)
         model(x, state=state, return_state=True)
     torch.testing.assert_close(state, before, rtol=0, atol=0, equal_nan=True)

@@ -308,10 +308,12 @@ class Doubled(nn.Module):
         return 2 * w
 
 
-def test_a_vector_is_no_gate_of_tokens() -> None:
+def test_a_vector_that_gates_tokens_is_not_fused() -> None:
     text = (
         "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n    - linear: {features: 8, as: a}\n"
         "    - pool: {as: v}\n    - head_norm: {from: a, heads: 2}\n    - gate: {by: v}\n"
     )
-    with pytest.raises(seqblocks.SpecError, match="by must be a sequence"):
-        seqblocks.load_text(text)
+    model, x = seqblocks.build_text(text), torch.randn(2, 6, 8)
+    a = model.linear(x) if "linear" in model._modules else model.a(x, call=Call(False))[0]
+    expected = model.head_norm(a, call=Call(False))[0] * torch.nn.functional.silu(a.mean(1, keepdim=True))
+    torch.testing.assert_close(model(x), expected)
