@@ -39,17 +39,16 @@ def direction_name(order: str) -> str:
     return DIRECTION_NAMES.get(order, order)
 
 
-class Source(NamedTuple):
-    """Where the parameter is that a step uses as its own: `up` parts off the end of that name, then `name`."""
+Source = tuple[int, str]
+"""Where the parameter is that a step uses as its own: so many parts off the end of that name, then this one."""
 
-    up: int
-    name: str
 
-    def full_name(self, own: str) -> str:
-        """Return the parameter's name, from that of the step's own. It begins with ^ where it is outside of both."""
-        parts = own.split(".")
-        outside = "^" * max(0, self.up - len(parts))
-        return join(*parts[: max(0, len(parts) - self.up)], outside + self.name)
+def owner_of(own: str, source: Source) -> str:
+    """Return a parameter's name, from that of the step's own. It begins with ^ where it is outside of both."""
+    up, name = source
+    parts = own.split(".")
+    outside = "^" * max(0, up - len(parts))
+    return join(*parts[: max(0, len(parts) - up)], outside + name)
 
 
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "unknown"]  # unknown: after a fault
@@ -275,9 +274,9 @@ def _in_direction(node: Node, name: str, direction: str, item: Named) -> Named:
 def _from_owner(node: Node, name: str, item: Named) -> Named:
     """Return a parameter of a node as the one that the node shares in its place, if it does."""
     if source := node.shared.get(_within(name, item.name)):
-        return item._replace(tied=source.full_name(item.name), shared=True)
+        return item._replace(tied=owner_of(item.name, source), shared=True)
     if item.tied and (source := node.shared.get(_within(name, item.tied))):
-        return item._replace(tied=source.full_name(item.tied))
+        return item._replace(tied=owner_of(item.tied, source))
     return item
 
 

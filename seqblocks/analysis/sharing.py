@@ -75,7 +75,7 @@ def _source(own: str, owned: Named) -> Source:
     """Return where a parameter is, from the name that the step's own would have."""
     ours, theirs = own.split("."), (owned.tied or owned.name).split(".")
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))))
-    return Source(len(ours) - same, ".".join(theirs[same:]))
+    return len(ours) - same, ".".join(theirs[same:])
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------

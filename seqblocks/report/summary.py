@@ -236,8 +236,8 @@ def _layer(table: _Table, node: Node, label: str, depth: int | None) -> Row:
 
 def _first_layer(node: Node, label: str) -> str:
     """Return the layer whose parameters another layer uses; empty where it has its own."""
-    own = ((key, source) for key, source in node.shared.items() if key.startswith(f"{label}.") and not node.owner)
-    return next((source.name.partition(".")[0] for key, source in own if source.up == key.count(".") + 1), "")
+    own = ((key, *source) for key, source in node.shared.items() if key.startswith(f"{label}.") and not node.owner)
+    return next((name.partition(".")[0] for key, up, name in own if up == key.count(".") + 1), "")
 
 
 def _collapsed(layers: Iterable[Row]) -> list[Row]:
