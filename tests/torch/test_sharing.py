@@ -17,8 +17,10 @@ from torch.nn.utils import parametrize
 
 import seqblocks
 from seqblocks.checkpoint import load, load_official, save
+from seqblocks.runtime import fusion
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
+from tests.unshared import check_unshared
 
 BLOCKS = """
   memory:
@@ -95,6 +97,10 @@ def test_values_and_gradients_are_those_of_modules_used_several_times() -> None:
     expected.square().sum().backward()
     for ours, theirs in zip(model.parameters(), (*a.parameters(), *layer.parameters()), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_values_and_gradients_are_those_of_a_copy_for_each_use(model: SequenceModel) -> None:
+    check_unshared(model, seq=7)
 
 
 def test_each_use_has_a_state_of_its_own(model: SequenceModel) -> None:
@@ -195,6 +201,33 @@ def test_replaced_parameters_are_used_by_all(model: SequenceModel) -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("change", ["in place", "replaced", "parametrised", "loaded"])
+def test_planned_steps_follow_the_owner(model: SequenceModel, change: str) -> None:
+    """Steps without gradients are planned once, with the parameters at hand."""
+
+    def streamed() -> Tensor:
+        state = model.init_state(2)
+        found = []
+        for t in range(X.shape[1]):
+            y, state = model.step(X[:, t], state)
+            found.append(y)
+        return torch.stack(found, 1)
+
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(streamed(), model(X), rtol=1e-12, atol=1e-12)
+        weight, expected = 2 * model.first.weight, doubled(model)
+        if change == "in place":
+            double(model)
+        elif change == "replaced":
+            model.first.register_parameter("weight", nn.Parameter(weight))
+        elif change == "loaded":
+            model.load_state_dict({**model.state_dict(), "first.weight": weight}, assign=True)
+        else:
+            parametrize.register_parametrization(model.first, "weight", Doubled())
+        torch.testing.assert_close(streamed(), expected, rtol=1e-12, atol=1e-12)
+
+
 class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -282,6 +315,27 @@ def test_official_weights_that_differ() -> None:
     weights["net.1.weight"] += 1
     with pytest.raises(seqblocks.RunError, match=r"b\.weight shares the parameter a\.weight, and the official weights"):
         load_official(seqblocks.build_text(OFFICIAL), weights)
+
+
+def test_steps_that_run_as_one() -> None:
+    """The kernel that computes several steps together reads the shared parameters of each."""
+    model = built(
+        """
+- identity: {as: z}
+- head_norm: {heads: 2, name: norm}
+- learnable_skip: {with: input, name: skip}
+- gate: {by: z, as: g}
+- head_norm: {heads: 2, name: norm_2, share: norm}
+- learnable_skip: {with: z, name: skip_2, share: skip}
+- gate: {by: g, name: gate_2}
+"""
+    )
+    assert [len(each.nodes) for each in fusion.find(model.graph, model.spec.types).values()] == [3, 3]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    assert set(model.state_dict()) == {"norm.weight", "skip.weight"}
+    check_unshared(model, seq=5)
 
 
 # --- directions ---------------------------------------------------------------------------------------------------
