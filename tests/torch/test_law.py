@@ -23,6 +23,14 @@ SMALL = {
     "xlstm_7b": {"dim": 16, "heads": 2, "depth": 2, "vocabulary": 11},
     "vil_small_block": {"dim": 8},
     "mamba_130m": {"dim": 16, "depth": 2, "vocabulary": 11},
+    "mamba2_130m": {"dim": 8, "depth": 2, "vocabulary": 11, "state": 4, "head": 4},
+    "gla_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
+    "retnet_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
+    "deltanet_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
+    "gated_deltanet_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2, "head": 4},
+    "kda_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2, "head": 4},
+    "hgrn2_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "key": 4},
+    "rwkv7_0_4b": {"dim": 16, "depth": 3, "vocabulary": 11, "head": 4},
     "memoroid_agent": {"dim": 8, "observation": 5},
     "hybrid_small": {"dim": 16, "depth": 1, "vocabulary": 11, "window": 5},
     "centaurus_mlstm": {"dim": 16, "depth": 1},
@@ -86,6 +94,7 @@ def test_every_streaming_spec_is_here() -> None:
         "xlstm_125m_7_1": ("mlstm_small", "xlstm_125m", "xlstm_125m_7_1", "xlstm_1_3b", "xlstm_1_3b_7_1"),
         "xlstm_7b": ("xlstm_7b",),
         "mamba_130m": ("mamba_small", "mamba_130m", "mamba_370m", "mamba_790m", "mamba_1_4b", "mamba_2_8b"),
+        "mamba2_130m": ("mamba2_130m", "mamba2_370m", "mamba2_780m", "mamba2_1_3b", "mamba2_2_7b"),
         "vil_small_block": ("vil_small_block",),
     }
     tested = {name for name in SMALL if name not in families} | {n for names in families.values() for n in names}
