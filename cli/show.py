@@ -127,6 +127,8 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
 def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     size = output.bytes_of(found.params_bytes)
     yield "parameters", f"{found.params:,}  ({output.short(found.params)}, {size} in {found.dtype})"
+    if found.active_params != found.params:
+        yield "active", f"{found.active_params:,} parameters per token  ({output.short(found.active_params)})"
     yield "cost", _cost(found, options)
     if len(found.inputs) > 1:
         macs = "depends on its length" if found.context_macs is None else output.short(found.context_macs, "MACs")

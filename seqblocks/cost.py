@@ -63,7 +63,7 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
     if _reads_open_context(node):
         return None
     if node.bodies:
-        return _inside(node, [macs(body, tokens) for body in node.bodies.values()])
+        return _inside(node, [macs(body, tokens) for body in node.active.values()])
     own = node.macs_at(tokens)
     if node.type and node.type.kind == "vector" and own:
         return own / tokens if tokens else None
@@ -94,7 +94,7 @@ def input_macs(body: Graph, tokens: int | None) -> float | None:
 def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
     """Return multiply-accumulates of one node for one whole input; None where the number of tokens is open."""
     if node.bodies:
-        return _inside(node, [input_macs(body, tokens) for body in node.bodies.values()])
+        return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
     if _reads_open_context(node) and not graph.is_context(node):
         return None
     own = node.macs_at(tokens)

@@ -51,7 +51,8 @@ def owner_of(own: str, source: Source) -> str:
     return join(*parts[: max(0, len(parts) - up)], outside + name)
 
 
-NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "unknown"]  # unknown: after a fault
+# unknown: after a fault
+NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "unknown"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -94,6 +95,13 @@ class Node:
         if self.kind != "scan" or len(self.arguments.orders) < 2:
             return ()
         return tuple(map(direction_name, self.arguments.orders))
+
+    @property
+    def active(self) -> dict[str, Graph]:
+        """The bodies that compute one token: of experts, the router and as many as a token is sent to."""
+        if self.kind != "experts":
+            return self.bodies
+        return dict(list(self.bodies.items())[: 1 + self.arguments.top])
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -212,32 +220,32 @@ def parameters(graph: Graph, prefix: str = "", shared: bool = False) -> Iterator
     return (item for item in _inside(graph, prefix) if shared or not item.shared)
 
 
-def node_parameters(node: Node, name: str, shared: bool = False) -> Iterator[Named]:
-    """Yield each parameter of a node whose namespace is `name`; see `parameters`."""
-    return (item for item in _of_node(node, name) if shared or not item.shared)
+def node_parameters(node: Node, name: str, shared: bool = False, active: bool = False) -> Iterator[Named]:
+    """Yield each parameter of a node whose namespace is `name`; see `parameters`. active: those that a token uses."""
+    return (item for item in _of_node(node, name, active) if shared or not item.shared)
 
 
-def _inside(graph: Graph, prefix: str) -> Iterator[Named]:
+def _inside(graph: Graph, prefix: str, active: bool = False) -> Iterator[Named]:
     for node in graph.nodes:
-        yield from _of_node(node, join(prefix, node.name))
+        yield from _of_node(node, join(prefix, node.name), active)
 
 
-def _of_node(node: Node, name: str) -> Iterator[Named]:
-    found = _by_direction(node, name) if node.directions else _declared(node, name)
+def _of_node(node: Node, name: str, active: bool) -> Iterator[Named]:
+    found = _by_direction(node, name, active) if node.directions else _declared(node, name, active)
     return map(partial(_from_owner, node, name), found) if node.shared else found
 
 
-def _declared(node: Node, name: str) -> Iterator[Named]:
+def _declared(node: Node, name: str, active: bool) -> Iterator[Named]:
     for own, parameter in node.parameters.items():
         yield Named(join(name, own), parameter, node, node.ties.get(own))
-    for label, body in node.bodies.items():
-        yield from _inside(body, join(name, label))
+    for label, body in (node.active if active else node.bodies).items():
+        yield from _inside(body, join(name, label), active)
 
 
-def _by_direction(node: Node, name: str) -> Iterator[Named]:
+def _by_direction(node: Node, name: str, active: bool) -> Iterator[Named]:
     """Yield the parameters of a scan that has several orders: those that all orders share, then those of each."""
     (body,) = node.bodies.values()
-    inside = list(_inside(body, name))
+    inside = list(_inside(body, name, active))
     of_each = set(directed(node, inside, name))
     for item in inside:
         if item.name not in of_each:
@@ -285,24 +293,24 @@ def _within(prefix: str, name: str) -> str:
     return name[len(prefix) + 1 :] if prefix and name.startswith(f"{prefix}.") else "" if prefix else name
 
 
-def count(graph: Graph, known: dict[int, int] | None = None) -> int:
+def count(graph: Graph, known: dict[int, int] | None = None, active: bool = False) -> int:
     """Return the number of parameters of a graph, tied and shared ones once.
 
-    known: counts of bodies that serve many layers.
+    known: counts of bodies that serve many layers. active: of experts only as many as a token is sent to.
     """
     known = {} if known is None else known
     if id(graph) not in known:
-        known[id(graph)] = sum(count_node(node, known) for node in graph.nodes)
+        known[id(graph)] = sum(count_node(node, known, active) for node in graph.nodes)
     return known[id(graph)]
 
 
-def count_node(node: Node, known: dict[int, int] | None = None) -> int:
+def count_node(node: Node, known: dict[int, int] | None = None, active: bool = False) -> int:
     """Return the number of parameters of a node, tied and shared ones once."""
     if node.owned or node.shared:
-        return sum(item.parameter.numel for item in node_parameters(node, "") if item.tied is None)
+        return sum(item.parameter.numel for item in node_parameters(node, "", active=active) if item.tied is None)
     known = {} if known is None else known
     own = sum(p.numel for name, p in node.parameters.items() if name not in node.ties)
-    return own + sum(count(body, known) for body in node.bodies.values())
+    return own + sum(count(body, known, active) for body in (node.active if active else node.bodies).values())
 
 
 def walk(graph: Graph) -> Iterator[Node]:

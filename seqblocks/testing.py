@@ -20,6 +20,7 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis import lookahead
 from seqblocks.errors import UsageError
+from seqblocks.runtime.experts import Experts
 from seqblocks.runtime.model import SequenceModel, has_tokens
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import StepModule
@@ -181,15 +182,20 @@ def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: i
             if y is None and context:  # the step runs at each token, and this call computed what a stream keeps
                 return
             axes = [lengths[a.partition("/")[0]] // wire.rate if isinstance(a, str) else a for a in wire.axes[1:]]
-            _assert_shape(f"{name}: output", y, [batch, *axes])
+            expected = [batch, *axes]
+            if name.startswith(experts):  # as many tokens as are sent to it
+                expected = [*y.shape[:-1], wire.features]
+            _assert_shape(f"{name}: output", y, expected)
             _assert_facts(f"{name}: output", y, wire.facts)
             if streams and isinstance(step, Primitive) and not wire.context:
-                expected = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
-                _assert_state(name, state, expected, batch)
+                carried = reduce(lambda tree, part: tree.get(part, {}), name.split("."), states)
+                _assert_state(name, state, carried, batch)
 
         return step.register_forward_hook(check)
 
     steps = [(name, step) for name, step in model.named_modules() if isinstance(step, StepModule)]
+    routers = [(name, step) for name, step in steps if isinstance(step, Experts)]
+    experts = tuple(f"{name}.{label}." for name, step in routers for label in step.labels)
     hooks = [watch(name, step, step._type) for name, step in steps if step._type]
     try:
         with torch.no_grad():

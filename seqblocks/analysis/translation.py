@@ -156,11 +156,11 @@ class Translator:
                 return node, at
             if parts[at] in node.directions:
                 at += 1
-            if "" in node.bodies:
-                body = node.bodies[""]
-            elif at < len(parts) and parts[at] in node.bodies:
+            if at < len(parts) and parts[at] in node.bodies:
                 body = node.bodies[parts[at]]
                 at += 1
+            elif "" in node.bodies:
+                body = node.bodies[""]
             else:
                 return None, at
         return None, at

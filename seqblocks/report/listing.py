@@ -46,9 +46,14 @@ def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
         for name, parameter in node.parameters.items():
             tie = f" = {node.ties[name]}" if name in node.ties else f" {parameter.init}"
             yield f"{pad}    {name} {list(parameter.shape)}{notes.get(graph.join(own, name), tie)}"
+        labels: dict[int, list[str]] = {}
         for label, inner in node.bodies.items():
+            labels.setdefault(id(inner), []).append(label)
+        for label, inner in node.bodies.items():
+            if label != labels[id(inner)][0]:  # one body serves several: experts
+                continue
             if label:
-                yield f"{pad}  {label}:"
+                yield f"{pad}  {', '.join(labels[id(inner)])}:"
             yield from _body(inner, notes, graph.join(own, label), pad + "  " * (2 if label else 1))
     named = (f"{name}=%{value}" for name, value in body.outputs.items())
     yield f"{pad}return {', '.join(named) or f'%{body.result}'}"

@@ -61,6 +61,7 @@ class Summary:
     input: str
     output: str
     params: int
+    active_params: int  # those that one token uses: of experts, some
     params_bytes: int
     macs_per_token: float | None
     tokens: int | None
@@ -107,6 +108,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         inputs={name: str(wire) for name, wire in spec.inputs.items()},
         outputs={name: str(wire) for name, wire in spec.outputs.items()},
         params=graph.count(spec.graph),
+        active_params=graph.count(spec.graph, active=True),
         params_bytes=params_bytes(spec.graph, dtype),
         macs_per_token=macs(spec.graph, tokens),
         tokens=tokens,
@@ -221,6 +223,10 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
         return _directions(table, node, depth)
     if list(node.bodies) == [""]:
         return list(_rows(table, node.bodies[""], depth))
+    if node.kind == "experts":
+        experts = ((label, body) for label, body in node.bodies.items() if label)
+        each = _collapsed(_whole(table, body, [label], "expert", depth) for label, body in experts)
+        return [*_rows(table, node.bodies[""], depth), *each]
     if node.kind != "repeat":
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
     return _collapsed(_layer(table.inside(label), node, label, depth) for label in node.bodies)
@@ -302,6 +308,9 @@ def _notes(node: Node) -> list[str]:
     notes: list[str] = []
     if node.kind == "scan":
         notes += _scan_notes(node)
+    if node.kind == "experts":
+        top, count = node.arguments.top, node.arguments.count
+        notes.append(f"{top} of {count} a token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
     if node.owner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Call:
     reverse: scan from right to left. streaming: the sequence may be a part, continued by another call.
     grid: of the tokens of an image. directed: where a scan's direction has parameters of its own, by step path.
     phase: of a stream with context, which steps run: those that depend on the context alone, or all others.
+    routed: while training, what each router chose, by step path.
     """
 
     training: bool
@@ -46,6 +47,7 @@ class Call:
     grid: Grid | None = None
     directed: dict[str, Holder] | None = None
     phase: Literal["context", "stream"] | None = None
+    routed: dict[str, list[Any]] | None = None
 
     @property
     def compiling(self) -> bool:
@@ -59,12 +61,12 @@ class Call:
         # dataclasses.replace takes four times as long, and a stream does this for each step and token
         return Call(
             self.training, state, self.return_state, self.resets, self.reverse, True, self.grid, self.directed,
-            self.phase,
-        )
+            self.phase, self.routed,
+        )  # fmt: skip
 
     def for_context(self) -> Call:
         """Return the call for a step that depends on the context alone: resets and direction are the stream's."""
-        return Call(self.training, grid=self.grid, directed=self.directed)
+        return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed)
 
     def set_grid(self, size: tuple[int, int]) -> None:
         """Note the rows and columns of an image that was cut into tokens."""

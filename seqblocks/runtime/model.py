@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.cost import dtype_named
-from seqblocks.errors import RunError, UsageError
+from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
@@ -35,6 +36,8 @@ class SequenceModel(Body):
     `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
+    _routed: dict[str, list[Routed]] | None = None  # what routers chose in the latest call, if it was in training
+
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
         place = Place(spec.types, "", frozenset(item.name for item in shared), streams=bool(spec.graph.ports))
@@ -51,6 +54,7 @@ class SequenceModel(Body):
         self._token_outputs = {name for name, wire in spec.outputs.items() if has_tokens(wire)}
         if next(self.parameters(), None) is None:  # a buffer then has the model's device and dtype
             self.register_buffer("_like", torch.empty(0), persistent=False)
+        self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self._stepper: Stepper | None = None
 
@@ -84,7 +88,9 @@ class SequenceModel(Body):
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
         if grid is None and self.spec.input.kind != "image":
             grid = self.spec.input.grid
-        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid))
+        if self._has_experts:
+            self._routed = {} if self.training else None
+        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid), routed=self._routed)
         if self._has_context:
             y, states = self._run_with_context(x, inputs, call)
         else:
@@ -110,7 +116,7 @@ class SequenceModel(Body):
 
     def _context_state(self, inputs: dict[str, Tensor]) -> States:
         """Run the steps that depend on the context alone, and return what a stream keeps of them."""
-        call = Call(self.training, grid=Grid(), phase="context")
+        call = Call(self.training, grid=Grid(), phase="context", routed=self._routed)
         for wire in self.spec.inputs.values():
             if wire.grid and wire.context and wire.kind != "image":
                 call.set_grid(wire.grid)
@@ -255,6 +261,22 @@ class SequenceModel(Body):
             {"params": groups[True], "weight_decay": weight_decay},
             {"params": groups[False], "weight_decay": 0.0},
         ]
+
+    def auxiliary_losses(self, kind: str = "balance") -> dict[str, Tensor]:
+        """Return a loss for each step `experts`, by its path, of the latest call, which was in training.
+
+        kind: `balance` (1 where all experts are used alike, more where some are preferred), or `router_z` (the mean
+        square of the router's log-sum-exp). Raises RunError where no call in training came last, UsageError.
+        """
+        if kind not in LOSSES:
+            raise UsageError(f"there is no auxiliary loss {kind!r}: it is one of {listing(LOSSES)}")
+        if self._has_experts and self._routed is None:
+            raise RunError("auxiliary losses are those of a call in training: call model.train(), then the model")
+        return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the tensors of the latest call out of copies and pickles."""
+        return {**self.__dict__, "_routed": None}
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:

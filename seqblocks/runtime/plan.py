@@ -82,5 +82,5 @@ def _walk(
         if node.calls:
             yield own_path, node, fused
         for label, inner in node.bodies.items():
-            inside = (*own_path, (label, node.kind == "repeat")) if label else own_path
+            inside = (*own_path, (label, node.kind in ("repeat", "experts"))) if label else own_path
             yield from _walk(inner, types, inside, fused if node.kind == "block" else None)

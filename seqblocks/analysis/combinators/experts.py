@@ -1,0 +1,111 @@
+"""experts: a router sends each token to some of several bodies with parameters of their own."""
+
+from __future__ import annotations
+
+from seqblocks import graph
+from seqblocks.analysis.combinators.common import combines
+from seqblocks.analysis.context import Context
+from seqblocks.analysis.nodes import make_node
+from seqblocks.analysis.parameters import with_initialisers
+from seqblocks.analysis.step import Step
+from seqblocks.analysis.steps import count_steps, lower_inside
+from seqblocks.combinators import Experts
+from seqblocks.errors import Fault, Note, quote
+from seqblocks.ops.router import Router
+from seqblocks.types import Wire
+
+
+@combines(Experts)
+def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
+    """Raise Fault where tokens cannot be routed (E209, E419); report steps that read other tokens (E417, E418)."""
+    _check_choice(arguments)
+    wire = ctx.run.types[x]
+    router = _router(ctx, step, arguments, x, wire)
+    bodies = _bodies(ctx, arguments, x)
+    if wire and _can_send(ctx, step, bodies["0"], wire):
+        _check_steps(ctx, step, bodies["0"], wire)
+    result = ctx.run.types[bodies["0"].result]
+    result = wire.with_features(result.features) if wire and result else None
+    return make_node(
+        ctx, step, "experts", {"x": (x,)}, result, bodies={"": router, **bodies}, arguments=arguments
+    )  # fmt: skip
+
+
+def _check_choice(arguments: Experts) -> None:
+    if arguments.top > arguments.count:
+        message, expected = "a token cannot go to more experts than there are", f"at most {arguments.count}, their count"
+        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+    if arguments.top == 1 and arguments.normalize:
+        hint = "normalize: false weighs the expert by its score, as Switch Transformers do"
+        message = "with one expert a token, the normalised weight is 1 and the router is never trained"
+        raise Fault("E419", message, at="normalize", hint=hint)
+
+
+def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
+    """Return a body of one step, the router."""
+    run, op = ctx.run, Router(count=arguments.count)
+    kind = op.shape(wire) if wire else None
+    value = run.value(kind, "scores")
+    parameters = op.parameters(wire) if wire else {}
+    if "init" in step.common:
+        named = {f"router.{name}": parameter for name, parameter in parameters.items()}
+        given = with_initialisers(ctx, step, named, known=wire is not None)
+        parameters = {name: given[f"router.{name}"] for name in parameters}
+    node = graph.Node(
+        "op", "router", "router", step.span, {"x": (x,)}, (value,), kind, op=op, parameters=parameters,
+        macs=op.macs(wire) if wire else 0, wires=(wire,),
+    )  # fmt: skip
+    return graph.Graph(x, [node], value)
+
+
+def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
+    """Return the experts by number. They share one body, unless it holds names of the model (ties do)."""
+    run = ctx.run
+    steps, ties = run.steps, run.ties
+    first = lower_inside(ctx, arguments.steps, x, "0")
+    others = [str(number) for number in range(1, arguments.count)]
+    if run.ties == ties:
+        count_steps(ctx, len(others) * (run.steps - steps))
+        return {"0": first, **dict.fromkeys(others, first)}
+    return {"0": first, **{name: lower_inside(ctx, arguments.steps, x, name) for name in others}}
+
+
+def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
+    """Report the first step of an expert that cannot run on tokens by themselves."""
+    for node in graph.walk(body):
+        if why := _mixes_tokens(node, x):
+            hint = "move it out of the experts, which compute single tokens"
+            note = Note("the experts are here", step.span)
+            ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=[note], hint=hint), node.span)
+            return
+
+
+def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
+    """Return why a step cannot run on tokens by themselves; None if it can."""
+    if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
+        return "reads the tokens before its own"
+    if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
+        return f"makes other tokens than those it reads: {x} becomes {node.type}"
+    if node.kind == "scan" and node.arguments.orders != ("forward",):
+        return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
+    if node.type and node.type.context and not x.context:
+        return "does not depend on the token"
+    if node.op is None or x.kind == "vector":
+        return None
+    op, wires = node.op, node.wires
+    if op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
+        return "reads other tokens than its own"
+    return None
+
+
+def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
+    """Return whether the wires from outside that an expert reads have the tokens of its input; report it if not."""
+    for value in body.captures:
+        wire, label = ctx.run.types[value], ctx.run.labels[value]
+        if wire and (wire.kind, wire.places) != (x.kind, x.places):
+            message = f"an expert reads the wire {quote(label)}, which does not have the tokens of its input"
+            notes = [note for note in (wire.whence(f"`{label}`"),) if note]
+            expected = str(x.with_features(wire.features))
+            ctx.report(Fault("E418", message, at="steps", expected=expected, found=str(wire), notes=notes), step)
+            return False
+    return True

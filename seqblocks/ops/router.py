@@ -1,0 +1,37 @@
+"""The router of `experts`: a score for each expert, per token.   I features in, C experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.op import ANY, Op, argument
+from seqblocks.parameters import Init, Parameter
+from seqblocks.types import Wire
+
+
+class Router(Op):
+    """Linear map to a score per expert, without bias, in float32 at least. It is no verb: `experts` makes it."""
+
+    verb = "router"
+    builtin = True
+    ports = (ANY,)
+    count: int = argument(..., "number of experts, C", ge=1)
+
+    def shape(self, x: Wire) -> Wire:
+        return x.with_features(self.count)
+
+    def parameters(self, x: Wire) -> dict[str, Parameter]:
+        return {"weight": Parameter((self.count, x.features), Init("fan_in_uniform"))}
+
+    def macs(self, x: Wire) -> int:
+        return x.features * self.count
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+        from torch.nn.functional import linear
+
+        from seqblocks.kernels.numerics import without_autocast
+
+        precise = torch.promote_types(x.dtype, torch.float32)
+        with without_autocast(x.device.type):
+            return linear(x.to(precise), p["weight"].to(precise))

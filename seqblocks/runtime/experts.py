@@ -1,0 +1,116 @@
+"""The module of experts: the router's choice, the tokens of each expert, and the losses that balance them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.graph import Node
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.step import Place, StepModule, call_child, make, makes
+from seqblocks.state import States
+
+TINY = 1e-20  # in the sum of scores, all of which may be 0 where they are sigmoids
+
+
+class Routed(NamedTuple):
+    """What a router chose for some tokens: its outputs and scores [tokens, experts], the experts [tokens, top]."""
+
+    logits: Tensor
+    scores: Tensor
+    chosen: Tensor
+
+
+@makes("experts")
+class Experts(StepModule):
+    """A router, and experts by number. Only the tokens that are sent to an expert are computed by it."""
+
+    def __init__(self, node: Node, place: Place) -> None:
+        super().__init__()
+        self._arguments, self._path, self._reads = node.arguments, place.path, node.reads
+        router, *_ = node.bodies[""].nodes
+        self._modules["router"] = make(router, place.at(router))
+        self.labels = [label for label in node.bodies if label]
+        self._captures = node.bodies["0"].captures
+        for label in self.labels:
+            self._modules[label] = Body(node.bodies[label], place.inside(label), "steps")
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
+        inner = Call(call.training, directed=call.directed, routed=call.routed)
+        logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
+        scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
+        best = scores.sort(dim=-1, descending=True, stable=True)  # equal scores: the first expert, on every device
+        weights, chosen = (each[:, : self._arguments.top] for each in best)
+        if self._arguments.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        if call.routed is not None:
+            call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
+        flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
+        run = self._on_all if x.is_meta else self._on_routed
+        y = run(flat, weights, chosen, inner, x.ndim)
+        return y.unflatten(0, x.shape[:-1]), {}
+
+    def _on_routed(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
+        """Compute each expert on its tokens, which are sorted by expert; no sum depends on the order of threads."""
+        top = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        sizes = torch.nn.functional.one_hot(chosen, len(self.labels)).sum((0, 1)).tolist()
+        sent = [each.repeat_interleave(top, 0)[order].split(sizes) for each in flat]
+        every = call.training or call.compiling or not order.numel()  # in training each gets a gradient, which may be 0
+        parts = [
+            self._expert(label, [each[at] for each in sent], call, axes)
+            for at, label in enumerate(self.labels)
+            if every or sizes[at]
+        ]
+        y = torch.cat(parts)[order.argsort()].unflatten(0, chosen.shape)
+        return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def _on_all(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
+        """Compute each expert on all tokens, which needs no sizes that depend on what the tokens hold."""
+        total: Any = 0
+        for at, label in enumerate(self.labels):
+            y = self._expert(label, flat, call, axes)
+            sent = chosen == at
+            total = total + torch.where(sent.any(-1, keepdim=True), y * (weights * sent).sum(-1, keepdim=True), 0)
+        return total.to(y.dtype)
+
+    def _expert(self, label: str, tokens: list[Tensor], call: Call, axes: int) -> Tensor:
+        """Return what an expert makes of tokens [count, features], as one sequence where the input is sequences."""
+        if axes == 2:
+            return call_child(self._modules[label], tokens, call, label)[0]
+        y, _ = call_child(self._modules[label], [each.unsqueeze(0) for each in tokens], call, label)
+        return y.squeeze(0)
+
+    def _get_name(self) -> str:
+        return "experts"
+
+    def extra_repr(self) -> str:
+        return f"count={self._arguments.count}, top={self._arguments.top}"
+
+
+def balance(routed: list[Routed]) -> Tensor:
+    """Return C sum_i f_i P_i over C experts: 1 where all are used alike, C where all tokens go to one.
+
+    f_i is the share of the choices that fell on expert i, P_i the mean of its scores, each as a share of its token's.
+    0 without tokens.
+    Source: Switch Transformers (arXiv:2101.03961), eq. 4-6, for several experts a token.
+    """
+    scores = torch.cat([each.scores for each in routed])
+    chosen = torch.cat([each.chosen for each in routed])
+    tokens, count = scores.shape
+    shares = scores / (scores.sum(-1, keepdim=True) + TINY)
+    used = torch.nn.functional.one_hot(chosen, count).sum((0, 1)) / max(chosen.numel(), 1)
+    return count * (used * shares.sum(0)).sum() / max(tokens, 1)
+
+
+def router_z(routed: list[Routed]) -> Tensor:
+    """Return the mean of log(sum_i exp(logit_i))^2, which keeps the router's outputs small (arXiv:2202.08906)."""
+    logits = torch.cat([each.logits for each in routed])
+    return logits.logsumexp(-1).square().sum() / max(len(logits), 1)
+
+
+LOSSES = {"balance": balance, "router_z": router_z}

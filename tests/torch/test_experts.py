@@ -1,0 +1,255 @@
+"""experts: values and gradients against a loop over all experts and tokens, the losses, and how they run."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqblocks
+from seqblocks import graph
+from seqblocks.report.summary import summarise
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import check_law
+
+ROUTES = [
+    "count: 5, top: 2",
+    "count: 5, top: 2, normalize: false",
+    "count: 4, top: 1",
+    "count: 3, top: 3",
+    "count: 1, top: 1",
+    "count: 6, top: 3, score: sigmoid",
+    "count: 6, top: 1, score: sigmoid",
+]
+STEPS = "[{linear: {features: 7, name: up}}, silu, {linear: {features: 6, name: down}}]"
+
+
+def build(route: str, dtype: Any = torch.float64, steps: str = STEPS, head: str = "{features: 4}") -> SequenceModel:
+    text = f"seqblocks: 1\nmodel: {{input: {head}, steps: [{{experts: {{{route}, steps: {steps}}}}}]}}\n"
+    return seqblocks.build_text(text, dtype=dtype)
+
+
+def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: bool) -> Tensor:
+    """Every expert on every token, by the definition."""
+    weights = dict(model.named_parameters())
+    rows = []
+    for token in x.flatten(0, -2):
+        logits = weights["experts.router.weight"] @ token
+        scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
+        chosen = sorted(range(len(scores)), key=lambda each, scores=scores: -float(scores[each].detach()))[:top]
+        total = sum(scores[each] for each in chosen) if normalize else 1.0
+        made: Any = 0
+        for each in range(len(scores)):
+            hidden = weights[f"experts.{each}.up.weight"] @ token + weights[f"experts.{each}.up.bias"]
+            hidden = nn.functional.silu(hidden)
+            y = weights[f"experts.{each}.down.weight"] @ hidden + weights[f"experts.{each}.down.bias"]
+            made = made + (scores[each] / total * y if each in chosen else 0 * y)
+        rows.append(made)
+    return torch.stack(rows).unflatten(0, x.shape[:-1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("route", ROUTES)
+def test_values_and_gradients(route: str, training: bool) -> None:
+    model = build(route).train(training)
+    arguments = model.graph.nodes[0].arguments
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    y, expected = model(x), by_loops(model, x, arguments.top, arguments.score, arguments.normalizes)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
+    weights = torch.randn_like(y)
+    found = torch.autograd.grad((y * weights).sum(), leaves, allow_unused=not training)
+    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.zeros_like(theirs) if mine is None else mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_law(route: str) -> None:
+    check_law(build(route))
+
+
+def test_the_law_in_a_stack_with_state() -> None:
+    text = """
+seqblocks: 1
+use: [prenorm, xlstm]
+model:
+  input: {features: 8}
+  steps:
+    - repeat:
+        times: 2
+        steps:
+          - prenorm: {mixer: [{mlstm_layer: {dim: 8, heads: 2}}], name: mix}
+          - prenorm: {mixer: [{experts: {count: 4, steps: [{swiglu: 12}]}}], name: ffn}
+"""
+    check_law(seqblocks.build_text(text, dtype=torch.float64))
+
+
+def test_wires_from_outside_are_sent_along() -> None:
+    steps = "[{linear: {features: 4, as: v}}, {multiply: {by: w}}]"
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: 4}}
+  steps: [{{linear: {{features: 4, as: w}}}}, {{experts: {{from: input, count: 3, top: 1, steps: {steps}}}}}]
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    weights, w = dict(model.named_parameters()), model.w(x, call=seqblocks.runtime.model.Call(False))[0]
+    scores, chosen = (x @ weights["experts.router.weight"].T).softmax(-1).max(-1)
+    maps = torch.stack([weights[f"experts.{each}.v.weight"] for each in range(3)])
+    biases = torch.stack([weights[f"experts.{each}.v.bias"] for each in range(3)])
+    expected = (torch.einsum("bsoi,bsi->bso", maps[chosen], x) + biases[chosen]) * w * scores.unsqueeze(-1)
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_vectors_and_few_tokens() -> None:
+    model = build("count: 3", head="{features: 4, length: 5}").eval()
+    assert model(torch.randn(0, 5, 4, dtype=torch.float64)).shape == (0, 5, 6)
+    assert model.train()(torch.randn(0, 5, 4, dtype=torch.float64)).shape == (0, 5, 6)
+    text = """
+seqblocks: 1
+model: {input: {features: 4}, steps: [{pool: {mode: last}}, {experts: {count: 3, steps: [{linear: 6}]}}]}
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    assert model(torch.randn(2, 5, 4, dtype=torch.float64)).shape == (2, 6)
+    check_law(model)
+
+
+def test_experts_in_experts_and_in_both_directions() -> None:
+    inner = "[{experts: {count: 2, steps: [{linear: 4}]}}]"
+    model = build("count: 3, top: 1", steps=inner)
+    check_law(model)
+    model.train()(torch.randn(1, 1, 4, dtype=torch.float64)).sum().backward()
+    losses = model.auxiliary_losses()
+    assert {*losses} == {"experts", *(f"experts.{each}.experts" for each in range(3))}
+    assert all(loss.isfinite() for loss in losses.values())
+    for own in ("all", "[experts.router.weight]", "[experts.1]", "none"):
+        steps = "[{experts: {count: 3, steps: [{linear: 4}]}}]"
+        scan = f"scan: {{order: [forward, reverse], own: {own}, steps: {steps}}}"
+        text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{scan}]}}\n"
+        both = seqblocks.build_text(text, dtype=torch.float64)
+        both(torch.randn(2, 5, 4, dtype=torch.float64)).sum().backward()
+        assert all(p.grad is not None for p in both.parameters())
+        assert sum(p.numel() for p in both.parameters()) == graph.count(both.graph)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_losses(route: str) -> None:
+    model = build(route)
+    arguments = model.graph.nodes[0].arguments
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    model(x)
+    logits = x.flatten(0, 1) @ model.get_parameter("experts.router.weight").T
+    scores = logits.softmax(-1) if arguments.score == "softmax" else logits.sigmoid()
+    shares, count = scores / scores.sum(-1, keepdim=True), arguments.count
+    chosen = scores.topk(arguments.top).indices
+    used = [(chosen == each).sum() / chosen.numel() for each in range(count)]
+    balance = count * sum(used[each] * shares[:, each].mean() for each in range(count))
+    torch.testing.assert_close(model.auxiliary_losses(), {"experts": balance})
+    z = sum(logit.exp().sum().log() ** 2 for logit in logits) / len(logits)
+    torch.testing.assert_close(model.auxiliary_losses("router_z"), {"experts": z})
+
+
+def test_losses_are_those_of_the_latest_call() -> None:
+    model = build("count: 4")
+    with pytest.raises(seqblocks.RunError, match=r"model\.train\(\)"):
+        model.auxiliary_losses()
+    x, other = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+    model(x)
+    first = model.auxiliary_losses()["experts"]
+    model(other)
+    second = model.auxiliary_losses()["experts"]
+    assert first != second
+    (gradient,) = torch.autograd.grad(second, [model.get_parameter("experts.router.weight")])
+    assert gradient.abs().sum() > 0
+    model.eval()(x)
+    with pytest.raises(seqblocks.RunError):
+        model.auxiliary_losses()
+    with pytest.raises(seqblocks.UsageError, match="balance"):
+        model.auxiliary_losses("balanced")
+    assert seqblocks.build("mlstm_small").auxiliary_losses() == {}
+
+
+def test_the_loss_is_1_where_experts_are_used_alike_and_their_number_where_one_is() -> None:
+    model = build("count: 4, top: 1")
+    with torch.no_grad():
+        model.get_parameter("experts.router.weight").copy_(40 * torch.eye(4))
+    model(torch.eye(4, dtype=torch.float64)[None])
+    assert model.auxiliary_losses()["experts"].item() == pytest.approx(1)
+    model(torch.eye(4, dtype=torch.float64)[None, :1].expand(1, 4, 4))
+    assert model.auxiliary_losses()["experts"].item() == pytest.approx(4)
+
+
+# --- how they run -----------------------------------------------------------------------------------------------------
+
+
+def test_only_tokens_that_are_sent_are_computed() -> None:
+    model = build("count: 4, top: 1").eval()
+    seen = []
+    for each in range(4):
+        module = model.get_submodule(f"experts.{each}")
+        module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    model(torch.randn(2, 9, 4, dtype=torch.float64))
+    assert sum(seen) == 18
+
+
+def test_copies_and_pickles_leave_the_latest_call_out() -> None:
+    model = build("count: 4")
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    y = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(x), y, rtol=0, atol=0)
+
+
+def test_the_router_is_float32_in_half_precision() -> None:
+    model = build("count: 4, normalize: false", dtype=torch.float32)
+    x = torch.randn(2, 5, 4)
+    expected = model(x)
+    logits = []
+    model.get_submodule("experts.router").register_forward_hook(lambda _, __, out: logits.append(out[0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x)
+    assert logits[0].dtype == torch.float32
+    torch.testing.assert_close(logits[0], x @ model.get_parameter("experts.router.weight").T)
+    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
+    assert build("count: 4", dtype=torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_export_and_the_meta_device() -> None:
+    model = build("count: 4").eval()
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    exported = torch.export.export(model, (x,), strict=False).module()
+    for _ in range(3):
+        torch.testing.assert_close(exported(x), model(x))
+        x = torch.randn(2, 5, 4, dtype=torch.float64)
+    text = "seqblocks: 1\nmodel: {input: {features: 4}, steps: [{experts: {count: 3, steps: [{linear: 6}]}}]}\n"
+    assert seqblocks.build_text(text, device="meta")(torch.empty(2, 5, 4, device="meta")).shape == (2, 5, 6)
+
+
+def test_it_compiles_to_one_graph_where_sizes_may_depend_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    model = build("count: 4")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), model(x))
+    (compiled(x).sum() + sum(model.auxiliary_losses().values())).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_active_parameters_and_costs() -> None:
+    model = build("count: 5, top: 2")
+    found = summarise(model)
+    expert = 7 * 5 + 6 * 8
+    assert (found.params, found.active_params) == (20 + 5 * expert, 20 + 2 * expert)
+    assert found.macs_per_token == 20 + 2 * (7 * 4 + 6 * 7)
+    assert found.rows[0].rows[1].names == [str(each) for each in range(5)]
+    assert found.as_data()["active_params"] == found.active_params
