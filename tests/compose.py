@@ -109,8 +109,8 @@ class Composer(Mixers, Rates, Contexts):
 
     def scan(self, body: Body) -> None:
         now, chance = body.now, self.chance
-        choices = ["forward"] if self.streams else ["forward", "reverse"]
-        if now.grid and not self.streams:
+        choices = ["forward"] if self.streams or body.alone else ["forward", "reverse"]
+        if now.grid and not (self.streams or body.alone):
             choices += ["rows", "rows_reverse", "columns", "columns_reverse"]
         orders = chance.sample(choices, chance.randint(1, min(3, len(choices))))
         columns = any(order.startswith("columns") for order in orders)
@@ -140,6 +140,15 @@ class Composer(Mixers, Rates, Contexts):
             arguments["init"] = {f"{namespace}.{mine[0]}.weight": chance.choice(INITS)}
         made = replace(inside.now, width=width)
         self.add_maybe(body, "scan", made, **arguments, steps=inside.steps)
+
+    def experts(self, body: Body) -> None:
+        count = self.chance.randint(1, 4)
+        top = self.chance.randint(1, count)
+        inside = self.inner(body, self.chance.randint(0, 2), alone=True)
+        self.add_maybe(
+            body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
+            score=self.chance.choice(["softmax", "sigmoid"]), normalize=self.chance.choice([None, top > 1, False]),
+        )  # fmt: skip
 
     def repeat(self, body: Body) -> None:
         now = body.now
@@ -237,7 +246,11 @@ class Composer(Mixers, Rates, Contexts):
     def move(self, body: Body) -> Callable[[Body], None]:
         """The next thing to do, of what the current wire allows."""
         deep = body.depth > 3
-        nested = [] if deep else [self.residual, self.parallel, self.repeat, self.block]
+        nested = [] if deep else [self.residual, self.parallel, self.repeat, self.block, self.experts]
+        if body.alone:
+            nested = [] if deep else [self.residual, self.parallel, self.repeat, self.experts]
+            nested += [self.scan] if nested and body.now.name == "sequence" else []
+            return self.chance.choice([self.pointwise, self.pointwise, self.linear, self.split, self.join, *nested])
         match body.now.name:
             case "tokens":
                 return self.chance.choice([self.embed] * 4 + ([self.same_tokens] if not deep else []))
@@ -247,7 +260,7 @@ class Composer(Mixers, Rates, Contexts):
             case "image":
                 if body.fixed:
                     return self.chance.choice([self.parallel_of_images, *nested[:2]])
-                return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested])
+                return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested[:4]])
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
             self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory, self.slstm,

@@ -56,6 +56,7 @@ class Body:
     owned: bool = False  # in a scan whose orders own parameters
     layered: bool = False  # in a repeat, whose layer has a number
     owners: list[Owner] = field(default_factory=list)  # steps whose parameters later steps may share
+    alone: bool = False  # in an expert, which computes each token by itself
 
 
 class Call(NamedTuple):

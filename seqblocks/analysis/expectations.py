@@ -40,6 +40,7 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     macs = cost.macs(model.graph, cost.tokens_of(model))
     figures: tuple[tuple[str, str, float | None], ...] = (
         ("params", "E701", graph.count(model.graph)),
+        ("active_params", "E701", graph.count(model.graph, active=True)),
         ("state_bytes", "E702", None if open_context else cost.state_bytes(model.graph, "float32")),
         ("flops_per_token", "E703", None if macs is None else 2 * macs),
     )

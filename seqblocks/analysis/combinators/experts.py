@@ -33,8 +33,8 @@ def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph
 
 def _check_choice(arguments: Experts) -> None:
     if arguments.top > arguments.count:
-        message, expected = "a token cannot go to more experts than there are", f"at most {arguments.count}, their count"
-        raise Fault("E209", message, at="top", expected=expected, found=str(arguments.top))
+        message, most = "a token cannot go to more experts than there are", f"at most {arguments.count}, the count"
+        raise Fault("E209", message, at="top", expected=most, found=str(arguments.top))
     if arguments.top == 1 and arguments.normalize:
         hint = "normalize: false weighs the expert by its score, as Switch Transformers do"
         message = "with one expert a token, the normalised weight is 1 and the router is never trained"
