@@ -222,8 +222,8 @@ class SequenceModel(Body):
         return self._stepper
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is planned for the next token: functions cannot be copied or pickled."""
-        return {**self.__dict__, "_stepper": None}
+        """Leave out what is planned for the next token and what is left of the latest call: neither can be copied."""
+        return {**self.__dict__, "_stepper": None, "_routed": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor
@@ -273,10 +273,6 @@ class SequenceModel(Body):
         if self._has_experts and self._routed is None:
             raise RunError("auxiliary losses are those of a call in training: call model.train(), then the model")
         return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the tensors of the latest call out of copies and pickles."""
-        return {**self.__dict__, "_routed": None}
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning") 
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
 
-SPECS = [compose(seed) for seed in range(400)]
+SPECS = [compose(seed) for seed in range(500)]
 
 
 def test_every_verb_and_key_is_written() -> None:
