@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from seqblocks.op import Op, primitive
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.runtime.builder import build, build_model, build_text
+    from seqblocks.runtime.generate import generate
 
 # Imported on first use: some need torch, all need pydantic, and most of the time of `check` is imports.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
+_LAZY |= {"generate": "seqblocks.runtime.generate"}
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
 _LAZY |= dict.fromkeys(("load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
@@ -58,6 +60,7 @@ __all__ = [
     "build",
     "build_model",
     "build_text",
+    "generate",
     "load",
     "load_model",
     "load_spec",

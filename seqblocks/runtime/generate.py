@@ -1,0 +1,196 @@
+"""Text, or whatever the tokens are, from a language model: the prompt in chunks, then a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.errors import RunError, UsageError
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.state import States, index_select
+
+CHUNK = 512  # tokens of a prompt that are read at a time: memory does not grow with the prompt
+
+Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+
+@torch.inference_mode()
+def generate(
+    model: SequenceModel,
+    prompt: Prompt,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Iterable[int] = (),
+    seed: int | None = None,
+    state: States | None = None,
+    on_token: Callable[[int, int], Any] | None = None,
+    output: str | None = None,
+    **inputs: Tensor,
+) -> list[Tensor]:
+    """Return the new tokens of each prompt, int64, without those of the prompt.
+
+    prompt: token numbers [batch, seq], or one sequence, or a list of sequences, which may differ in length. Each has a
+    token or more. state: what the prompt follows, of as many sequences (a cached prefix); it is not changed.
+    temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), of the
+    `top_k` likeliest ones, or of the fewest that together have the probability `top_p`. seed: of the draws; None takes
+    torch's own generator. stop: tokens that end a sequence; they are the last of it. on_token(sequence, token) is
+    called for each token as soon as it is known. output: the name of the logits among the model's `outputs:`.
+    inputs: those that do not stream, as `init_state` takes them.
+
+    The model must read and score tokens, and stream. It is used as it is: call `model.eval()` first. Raises UsageError
+    and RunError.
+    """
+    _check_model(model)
+    sampler = _Sampler(temperature, top_k, top_p, seed, model)
+    stops = _stops(stop)
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is a whole number from 0 on, not {max_new_tokens!r}")
+    x, resets = _padded(prompt, model._some_tensor().device)
+    if state is not None and resets is not None:
+        raise UsageError("prompts that follow a state must be of one length: a shorter one would have to wait")
+    made: list[list[int]] = [[] for _ in range(x.shape[0])]
+    if max_new_tokens and made:
+        if state is None:
+            state = model.init_state(x.shape[0], None, None, **inputs)
+        logits, state = _read(model, x, resets, state, output)
+        _continue(model, logits, state, made, max_new_tokens, sampler, stops, on_token, output)
+    return [torch.tensor(tokens, dtype=torch.long, device=x.device) for tokens in made]
+
+
+def _continue(
+    model: SequenceModel, logits: Tensor, state: States, made: list[list[int]], most: int, sampler: _Sampler,
+    stops: frozenset[int], on_token: Callable[[int, int], Any] | None, output: str | None,
+) -> None:
+    """Append tokens to `made`. Sequences that have ended leave the batch."""
+    rows = list(range(len(made)))
+    for count in range(1, most + 1):
+        tokens = sampler(logits)
+        numbers = tokens.tolist()
+        for row, token in zip(rows, numbers, strict=True):
+            made[row].append(token)
+            if on_token:
+                on_token(row, token)
+        going = [at for at, token in enumerate(numbers) if token not in stops]
+        if not going or count == most:
+            return
+        if len(going) < len(rows):
+            index = torch.tensor(going, device=tokens.device)
+            rows, tokens, state = [rows[at] for at in going], tokens[index], index_select(state, index)
+        y, state = model.step(tokens, state)
+        logits = _logits(y, output)
+
+
+def _read(
+    model: SequenceModel, x: Tensor, resets: Tensor | None, state: States, output: str | None
+) -> tuple[Tensor, States]:
+    """Return the logits after a prompt, and the state."""
+    y: Any = None
+    for start in range(0, x.shape[1], CHUNK):
+        span = slice(start, start + CHUNK)
+        part = None if resets is None else resets[:, span]
+        y, state = model(x[:, span], state=state, return_state=True, resets=part)
+    return _logits(y, output)[:, -1], state
+
+
+def _logits(y: Any, output: str | None) -> Tensor:
+    if isinstance(y, dict):
+        if output not in y:
+            raise UsageError(f"the model has the outputs {', '.join(y)}: pass output= with the name of the logits")
+        y = y[output]
+    assert isinstance(y, Tensor)
+    return y
+
+
+def _check_model(model: SequenceModel) -> None:
+    spec = model.spec
+    if spec.input.kind != "tokens":
+        raise RunError(f"{spec.name} reads {spec.input}, no token numbers: there is nothing to generate")
+    if model.frame_size > 1:
+        raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, and tokens are generated one by one")
+
+
+def _stops(stop: int | Iterable[int]) -> frozenset[int]:
+    tokens = (stop,) if isinstance(stop, int) else tuple(stop)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise UsageError(f"stop is a token number, or several, not {stop!r}")
+    return frozenset(tokens)
+
+
+def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the prompts as [batch, seq], and where each begins if they differ in length.
+
+    Shorter ones come last in their row: what is before them is another sequence, which a reset ends.
+    """
+    rows = [_row(each, device) for each in _rows(prompt)]
+    if not rows:
+        return torch.empty(0, 1, dtype=torch.long, device=device), None
+    longest = max(row.numel() for row in rows)
+    x = torch.stack([torch.nn.functional.pad(row, (longest - row.numel(), 0)) for row in rows])
+    if all(row.numel() == longest for row in rows):
+        return x, None
+    resets = torch.zeros_like(x, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        resets[at, longest - row.numel()] = row.numel() < longest
+    return x, resets
+
+
+def _rows(prompt: Any) -> list[Any]:
+    if isinstance(prompt, Tensor):
+        return [prompt] if prompt.dim() == 1 else [*prompt]
+    if not isinstance(prompt, list | tuple):
+        raise UsageError(f"a prompt is token numbers, in a tensor or in lists, not {type(prompt).__name__}")
+    return [prompt] if prompt and isinstance(prompt[0], int) else [*prompt]
+
+
+def _row(tokens: Any, device: torch.device) -> Tensor:
+    try:
+        row = torch.as_tensor(tokens, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"a prompt is token numbers, not {type(tokens).__name__}") from None
+    if row.dim() != 1 or not row.numel() or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        raise UsageError(f"a prompt has a token number or more, and this one is {row.dtype} {list(row.shape)}")
+    return row.long()
+
+
+class _Sampler:
+    """Takes a token of each row of logits."""
+
+    def __init__(
+        self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: SequenceModel
+    ) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise UsageError(f"temperature is a number from 0 on, not {temperature!r}")
+        if top_k is not None and top_k < 1:
+            raise UsageError(f"top_k is a whole number from 1 on, not {top_k!r}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise UsageError(f"top_p is a probability above 0, not {top_p!r}")
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+        self._generator = None
+        if seed is not None:
+            self._generator = torch.Generator(model._some_tensor().device).manual_seed(seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return token numbers [batch] for logits [batch, vocabulary]."""
+        if self._temperature == 0:
+            return logits.argmax(-1)
+        scores = logits.float() / self._temperature
+        if self._top_k is not None and self._top_k < scores.shape[-1]:
+            least = scores.topk(self._top_k, -1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self._top_p is not None and self._top_p < 1:
+            scores = _nucleus(scores, self._top_p)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator).squeeze(-1)
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Leave the likeliest tokens, as few as together have the probability `top_p` (arXiv:1904.09751)."""
+    ordered, index = scores.sort(-1, descending=True)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability  # of the likelier tokens
+    return scores.masked_fill((before >= top_p).gather(-1, index.argsort(-1)), -torch.inf)

@@ -1,0 +1,180 @@
+"""`seqblocks.generate` against the whole forward pass, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.errors import RunError, UsageError
+
+SMALL = {
+    "mlstm_small": {"dim": 16, "depth": 2, "vocabulary": 13},
+    "mamba_small": {"dim": 16, "depth": 2, "vocabulary": 13},
+    "hybrid_small": {"dim": 16, "vocabulary": 13, "window": 5},
+    "transformer_small": {"dim": 16, "depth": 2, "vocabulary": 13, "context": 300},
+}
+
+
+def build(name: str) -> seqblocks.SequenceModel:
+    model = seqblocks.build(name, set=SMALL[name], dtype=torch.float64, seed=1).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def prompt(rows: int = 3, tokens: int = 7) -> Tensor:
+    return torch.randint(0, 13, (rows, tokens), generator=torch.Generator().manual_seed(6))
+
+
+def greedy(model: seqblocks.SequenceModel, row: Tensor, count: int) -> list[int]:
+    """The argmax of the whole forward pass, again and again."""
+    tokens = row.tolist()
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[row.numel() :]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_greedy_is_the_argmax_of_the_whole_sequence(name: str) -> None:
+    model, x = build(name), prompt()
+    found = seqblocks.generate(model, x, 9)
+    assert [row.tolist() for row in found] == [greedy(model, row, 9) for row in x]
+    assert all(row.dtype == torch.long for row in found)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_prompts_of_several_lengths_are_as_each_alone(name: str) -> None:
+    model, x = build(name), prompt()
+    rows = [x[0], x[1, :3], x[2, :1]]
+    found = seqblocks.generate(model, rows, 6)
+    assert [row.tolist() for row in found] == [greedy(model, row, 6) for row in rows]
+    assert torch.equal(seqblocks.generate(model, x[1, :3].tolist(), 6)[0], found[1])
+
+
+def test_long_prompts_are_read_in_chunks() -> None:
+    model, x = build("mamba_small"), prompt(2, 1100)
+    assert [row.tolist() for row in seqblocks.generate(model, x, 3)] == [greedy(model, row, 3) for row in x]
+
+
+def test_each_sequence_stops_by_itself() -> None:
+    model, x = build("mlstm_small"), prompt(4)
+    whole = [row.tolist() for row in seqblocks.generate(model, x, 12)]
+    stops = {whole[0][2], whole[1][5]}
+    seen: list[tuple[int, int]] = []
+    found = seqblocks.generate(model, x, 12, stop=stops, on_token=lambda row, token: seen.append((row, token)))
+    for row, (cut, full) in enumerate(zip(found, whole, strict=True)):
+        end = next((at + 1 for at, token in enumerate(full) if token in stops), 12)
+        assert cut.tolist() == full[:end]
+        assert [token for at, token in seen if at == row] == full[:end]
+    assert seqblocks.generate(model, x, 12, stop=whole[0][2])[0].tolist() == found[0].tolist()
+
+
+def test_a_seed_gives_the_same_draws() -> None:
+    model, x = build("mlstm_small"), prompt()
+    options: dict[str, Any] = {"temperature": 1.5}
+    one, two = (seqblocks.generate(model, x, 20, seed=3, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(one, seqblocks.generate(model, x, 20, seed=4, **options), strict=True)
+    )
+    torch.manual_seed(0)
+    three = seqblocks.generate(model, x, 20, **options)
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(three, seqblocks.generate(model, x, 20, **options), strict=True))
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """Frequencies of 20,000 first tokens, within five standard deviations."""
+    model = build("mlstm_small")
+    x = prompt(1).expand(20_000, -1)
+    with torch.no_grad():
+        logits = model(x[:1])[0, -1]
+    for temperature, top_k, top_p in (
+        (1.0, None, None),
+        (0.7, None, None),
+        (1.0, 3, None),
+        (1.3, None, 0.6),
+        (1.0, 5, 0.8),
+    ):
+        p = expected(logits / temperature, top_k, top_p)
+        tokens = seqblocks.generate(model, x, 1, temperature=temperature, top_k=top_k, top_p=top_p, seed=0)
+        found = torch.bincount(torch.cat(tokens), minlength=13) / 20_000
+        assert ((found - p).abs() <= 5 * (p * (1 - p) / 20_000).sqrt()).all()
+
+
+def expected(scores: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    order = scores.argsort(descending=True).tolist()
+    kept = order[:top_k]
+    if top_p is not None:
+        p = torch.softmax(scores[kept], 0).tolist()
+        while len(p) > 1 and sum(p[:-1]) >= top_p:
+            p.pop()
+        kept = kept[: len(p)]
+    out = torch.zeros(13, dtype=torch.float64)
+    out[kept] = torch.softmax(scores[kept], 0)
+    return out
+
+
+def test_a_state_is_a_cached_prefix() -> None:
+    model, x = build("hybrid_small"), prompt(2, 12)
+    with torch.no_grad():
+        _, prefix = model(x[:, :8], return_state=True)
+    expected = seqblocks.generate(model, x, 5)
+    for _ in range(2):  # the state is not changed
+        found = seqblocks.generate(model, x[:, 8:], 5, state=prefix)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_logits_of_several_outputs() -> None:
+    text = (
+        "seqblocks: 1\nmodel:\n  input: {tokens: 13}\n  steps:\n    - embed: {features: 8, as: h}\n    - causal_conv\n"
+        "    - unembed: {as: logits}\n    - linear: {from: h, features: 1, as: value}\n  outputs: [logits, value]\n"
+    )
+    model = seqblocks.build_text(text, seed=1).eval()
+    assert len(seqblocks.generate(model, [1, 2], 4, output="logits")[0]) == 4
+    with pytest.raises(UsageError, match="outputs logits, value: pass output="):
+        seqblocks.generate(model, [1, 2], 4)
+
+
+def test_nothing_to_do() -> None:
+    model = build("mlstm_small")
+    assert [row.tolist() for row in seqblocks.generate(model, prompt(2), 0)] == [[], []]
+    assert seqblocks.generate(model, [], 5) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ("text", {}, "a prompt is token numbers, in a tensor or in lists, not str"),
+        ([[1, 2], []], {}, "has a token number or more"),
+        (torch.zeros(1, 3), {}, "has a token number or more, and this one is torch.float32"),
+        ([["a"]], {}, "a prompt is token numbers, not list"),
+        ([1], {"temperature": -1}, "temperature is a number from 0 on, not -1"),
+        ([1], {"top_k": 0}, "top_k is a whole number from 1 on"),
+        ([1], {"top_p": 0.0}, "top_p is a probability above 0"),
+        ([1], {"stop": "x"}, "stop is a token number, or several"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens is a whole number from 0 on"),
+    ],
+)
+def test_wrong_arguments(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        seqblocks.generate(build("mlstm_small"), given, **({"max_new_tokens": 3} | options))
+
+
+def test_models_that_do_not_generate() -> None:
+    agent = seqblocks.build("memoroid_agent", set={"dim": 8, "observation": 5})
+    with pytest.raises(RunError, match="no token numbers"):
+        seqblocks.generate(agent, [1], 3)
+    model = build("mlstm_small")
+    with pytest.raises(RunError, match="outside the vocabulary of 13"):
+        seqblocks.generate(model, [13], 3)
+    state = model.init_state(2)
+    with pytest.raises(UsageError, match="prompts that follow a state must be of one length"):
+        seqblocks.generate(model, [[1, 2], [3]], 3, state=state)
