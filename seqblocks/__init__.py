@@ -14,6 +14,7 @@ from seqblocks.errors import (
     Diagnostic,
     ExpectationError,
     OverrideWarning,
+    PartialWarning,
     RunError,
     SeqblocksError,
     SpecError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from seqblocks import state as state
     from seqblocks import testing as testing
     from seqblocks.analysis.check import load_model, load_spec, load_text, yaml
-    from seqblocks.checkpoint import load, save
+    from seqblocks.checkpoint import from_pretrained, load, save
     from seqblocks.op import Op, primitive
     from seqblocks.report.summary import Summary, summarise
     from seqblocks.runtime.builder import build, build_model, build_text
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
 _LAZY |= {"generate": "seqblocks.runtime.generate"}
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")
-_LAZY |= dict.fromkeys(("load", "save"), "seqblocks.checkpoint")
+_LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 _LAZY |= dict.fromkeys(("checkpoint", "kernels", "state", "testing"), "")  # modules, `seqblocks.testing.check_law`
@@ -49,6 +50,7 @@ __all__ = [
     "ExpectationError",
     "Op",
     "OverrideWarning",
+    "PartialWarning",
     "RunError",
     "SeqblocksError",
     "SpecError",
@@ -60,6 +62,7 @@ __all__ = [
     "build",
     "build_model",
     "build_text",
+    "from_pretrained",
     "generate",
     "load",
     "load_model",

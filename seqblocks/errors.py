@@ -70,6 +70,10 @@ class OverrideWarning(SpecWarning):
     """An override that no step of the model uses: most likely its name is wrong."""
 
 
+class PartialWarning(UserWarning):
+    """Weights were loaded in part, as `partial=True` allows; the message says what was left out."""
+
+
 SourceKind = Literal["own", "text", "bundled", "override", "call"]
 
 

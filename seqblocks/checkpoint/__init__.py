@@ -3,5 +3,6 @@
 from seqblocks.analysis.translation import official_name
 from seqblocks.checkpoint.folder import load, save
 from seqblocks.checkpoint.official import load_official
+from seqblocks.checkpoint.pretrained import from_pretrained
 
-__all__ = ["load", "load_official", "official_name", "save"]
+__all__ = ["from_pretrained", "load", "load_official", "official_name", "save"]

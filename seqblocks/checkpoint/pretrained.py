@@ -1,0 +1,93 @@
+"""A model with weights of others: from a folder as the Hub has it, a file of torch, or a folder of our own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqblocks import graph
+from seqblocks.analysis import check
+from seqblocks.checkpoint.families import spec_text
+from seqblocks.checkpoint.folder import as_path, load
+from seqblocks.checkpoint.official import LeftOut, translated
+from seqblocks.checkpoint.reading import Weights, read_json, weights_in
+from seqblocks.checkpoint.record import RECORD
+from seqblocks.checkpoint.weights import fill
+from seqblocks.errors import PartialWarning, UsageError
+from seqblocks.graph import ModelSpec
+from seqblocks.runtime.arguments import checked_device
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.model import SequenceModel
+
+CONFIG = "config.json"
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    spec: str | os.PathLike[str] | ModelSpec | None = None,
+    *,
+    set: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+    dtype: torch.dtype | str | None = None,
+    partial: bool = False,
+    seed: int = 0,
+    allow_use: check.Folders = (),
+) -> SequenceModel:
+    """Return a model with the weights of a folder or file that others have written.
+
+    path: a folder with `model.safetensors` or `pytorch_model.bin` (or shards of either with their index), or one such
+    file. spec: a path, the name of a bundled spec, or what `load_model` returns; its `checkpoint:` map says what the
+    tensors are called. None reads what `save` wrote, or writes the spec from `config.json`. Each parameter has the
+    dtype of the file, or all have `dtype`; `set` and `allow_use` as in `build`.
+
+    partial: what does not fit is left out, with a PartialWarning: such parameters are drawn with `seed`. Otherwise
+    RunError names all that is missing, left over, or of another shape. UsageError where files or arguments are at
+    fault. Tensors are read one at a time: what is in memory is the model and what one parameter is made of.
+    """
+    place, device = as_path(path), checked_device(device)
+    if spec is None and (place / RECORD).exists():
+        return load(place, set=set, device=device, dtype=dtype)
+    weights = weights_in(place)
+    found = spec_of(place, spec, set, allow_use)
+    ours, left_out = translated(found, weights, partial)
+    model = _model(found, ours, left_out, device, dtype, seed)
+    if any(left_out):
+        warnings.warn(PartialWarning(f"{path} was loaded in part\n{left_out}"), stacklevel=2)
+    return model
+
+
+def spec_of(place: Path, spec: Any, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()) -> ModelSpec:
+    """Return the spec of weights: the one given, or one that is written from the config.json next to them."""
+    if isinstance(spec, ModelSpec):
+        return spec
+    if spec is not None:
+        return check.load_model(spec, set, allow_use)
+    config = (place if place.is_dir() else place.parent) / CONFIG
+    if not config.exists():
+        raise UsageError(f"{place} does not say what its model is: there is no {CONFIG} there. Give a spec")
+    text = spec_text(read_json(config))
+    return check.require_model(*check.load_text(text, f"<{CONFIG} of {place.name}>", set=set))
+
+
+def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype: Any, seed: int) -> SequenceModel:
+    """Allocate a model and fill it; parameters that were left out are drawn."""
+    model = build_model(spec, device="meta", dtype=dtype or torch.float32)
+    declared = {item.name: item.parameter for item in graph.parameters(spec.graph)}
+    if dtype is None:
+        usual = min((header.dtype for header in ours.headers.values()), key=lambda kind: kind.itemsize, default=None)
+        for name, parameter in model.named_parameters():
+            kind = ours.headers[name].dtype if name in ours.headers else usual or torch.float32
+            full = declared[name].full_precision and kind.itemsize < 4
+            parameter.data = parameter.data.to(torch.float32 if full else kind)
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for name in left_out.missing:
+            draw(model.get_parameter(name), name, declared[name], seed)
+    fill(model, ours.headers, ours.read)
+    return model

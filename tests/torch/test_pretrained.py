@@ -1,0 +1,350 @@
+"""`from_pretrained`: folders of others, their config.json, and models of transformers where it is installed."""
+
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.analysis import check
+from seqblocks.checkpoint import families, folder, reading
+from seqblocks.checkpoint.reading import weights_in
+
+safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="of the `hub` extra")
+
+
+FAMILIES = ["mamba", "falcon_mamba", "xlstm", "xlstm_fused"]
+
+
+def drawn_config(family: str, seed: int) -> dict[str, Any]:
+    """A configuration of transformers, small and drawn at random."""
+    chance = random.Random(seed)
+    if family.startswith("xlstm"):
+        heads = chance.choice((1, 2, 3))
+        size = heads * 8 * chance.choice((1, 2))
+        return {
+            "vocab_size": chance.randint(20, 50), "hidden_size": size, "embedding_dim": size, "num_heads": heads,
+            "num_hidden_layers": chance.randint(1, 3), "num_blocks": None, "use_bias": chance.random() < 0.5,
+            "qk_dim_factor": chance.choice((0.5, 1.0)), "v_dim_factor": 1.0, "eps": chance.choice((1e-6, 1e-5)),
+            "ffn_proj_factor": chance.choice((2.0, 2.667)), "ffn_round_up_to_multiple_of": chance.choice((8, 64)),
+            "gate_soft_cap": chance.choice((5.0, 15.0)), "output_logit_soft_cap": chance.choice((10.0, 30.0)),
+            "norm_eps": chance.choice((1e-6, 1e-5)), "chunk_size": 16,
+            "weight_mode": "fused" if family == "xlstm_fused" else "single",
+        }  # fmt: skip
+    return {
+        "vocab_size": chance.randint(20, 50), "hidden_size": chance.choice((12, 20, 36)),
+        "num_hidden_layers": chance.randint(1, 3), "state_size": chance.choice((4, 8)), "expand": chance.choice((1, 2)),
+        "conv_kernel": chance.randint(2, 4), "use_bias": chance.random() < 0.5, "use_conv_bias": chance.random() < 0.5,
+        "tie_word_embeddings": chance.random() < 0.5, "layer_norm_epsilon": chance.choice((1e-5, 1e-6)),
+        **({"mixer_rms_eps": 1e-3} if family == "falcon_mamba" else {}),
+    }  # fmt: skip
+
+
+def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
+    """A model of transformers, with noise on every parameter."""
+    library = transformers()
+    name = {"mamba": "Mamba", "falcon_mamba": "FalconMamba"}.get(family, "xLSTM")
+    config = getattr(library, f"{name}Config")(**{**drawn_config(family, seed), **more})
+    torch.manual_seed(seed)
+    cls = getattr(library, f"{name}ForCausalLM")
+    if family == "xlstm_fused":  # its initialisation fails for this mode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cls.__mro__[1], "_init_weights", lambda self, module: None)
+            model = cls(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    else:
+        model = cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+class InFloat64:
+    """torch, for a module that computes parts in float32 whatever its dtype: for a comparison to 1e-9."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
+    module = __import__("sys").modules[type(model).__module__]
+    patch.setattr(module, "torch", InFloat64())
+    patch.setattr(Tensor, "float", Tensor.double)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_have_the_same_logits(
+    family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = {"mode": "train"} if "xlstm" in family else {}  # the other one carries its state in float32
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        model = peer(family, seed, dtype, **mode)
+        model.save_pretrained(tmp_path / str(dtype), max_shard_size="20KB")
+        ours = seqblocks.from_pretrained(tmp_path / str(dtype)).eval()
+        assert {p.dtype for p in ours.parameters()} == {dtype}
+        ids = torch.randint(0, model.config.vocab_size, (2, 16))
+        with torch.no_grad():
+            found = ours(ids)
+            if dtype == torch.float64:
+                in_float64(model, monkeypatch)
+            expected = model(ids, use_cache=False).logits
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = peer(family, 1, torch.float64)
+    model.save_pretrained(tmp_path)
+    ours = seqblocks.from_pretrained(tmp_path).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, 5))
+    with torch.no_grad():
+        theirs = ids
+        for _ in range(32):
+            theirs = torch.cat([theirs, model(theirs, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        logits, state = ours(ids, return_state=True)
+        found = [ids, logits[:, -1:].argmax(-1)]
+        for _ in range(31):
+            logits_t, state = ours.step(found[-1][:, 0], state)
+            found.append(logits_t.argmax(-1, keepdim=True))
+    assert torch.equal(torch.cat(found, 1), theirs)
+
+
+# --- without transformers -------------------------------------------------------------------------------------------
+
+MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "time_step_rank": 3}
+OFFICIAL = {
+    "d_model": 16, "n_layer": 2, "vocab_size": 11, "rms_norm": True, "ssm_cfg": {"dt_rank": 3, "layer": "Mamba1"}
+}  # fmt: skip
+XLSTM = {
+    "model_type": "xlstm", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "num_heads": 2,
+    "ffn_round_up_to_multiple_of": 8
+}  # fmt: skip
+FALCON = {**MAMBA, "model_type": "falcon_mamba"}
+
+
+@pytest.mark.parametrize("config", [MAMBA, OFFICIAL, XLSTM, FALCON], ids=["mamba", "mamba_ssm", "xlstm", "falcon"])
+def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
+    text = families.spec_text(config)
+    model = seqblocks.build_text(text)
+    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded, officially"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "config.json is not a mapping"),
+        ({}, "config.json has no model_type, and seqblocks writes specs of mamba, mamba_ssm, falcon_mamba, xlstm"),
+        ({"model_type": "bert"}, "of model_type 'bert', and"),
+        ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
+        ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
+        ({**MAMBA, "vocab_size": None}, "vocab_size must be a whole number, not None"),
+        ({"model_type": "mamba"}, "hidden_size must be a whole number, not None"),
+        ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', and seqblocks writes specs for 'silu' alone"),
+        ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, and expand \* hidden_size is 32"),
+        ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2"}}, "layer is 'Mamba2', and seqblocks writes specs for 'Mamba1'"),
+        ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], and"),
+        ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
+    ],
+)
+def test_a_config_that_is_none_of_ours(config: Any, message: str, tmp_path: Path) -> None:
+    safetensors.save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(seqblocks.UsageError, match=message):
+        seqblocks.from_pretrained(tmp_path)
+
+
+SPEC = """
+seqblocks: 1
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 4}
+    - linear: {features: 4, name: body}
+    - unembed: {tie: {weight: embed.weight}}
+checkpoint: {embed: wte, unembed: head, body.weight: {transpose: body.kernel}, body.bias: body.bias}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return tmp_path / "spec.yaml"
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"wte.weight": (11, 4), "body.kernel": (4, 4), "body.bias": (4,), "head.bias": (11,)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def write(place: Path, kind: str, found: dict[str, Tensor]) -> Path:
+    place.mkdir(exist_ok=True)
+    names = list(found)
+    parts = [names] if "shards" not in kind else [names[:2], names[2:]]
+    stem, ending = ("pytorch_model", "bin") if "torch" in kind else ("model", "safetensors")
+    files = [f"{stem}{f'-{at}-of-2' if len(parts) > 1 else ''}.{ending}" for at in range(1, len(parts) + 1)]
+    for file, part in zip(files, parts, strict=True):
+        some = {name: found[name] for name in part}
+        torch.save(some, place / file) if ending == "bin" else safetensors.save_file(some, place / file)
+    if len(parts) > 1:
+        table = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (place / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return place / files[0] if kind == "file" else place
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "torch", "torch shards", "file"])
+def test_what_is_read(tmp_path: Path, spec: Path, kind: str) -> None:
+    place = write(tmp_path / "w", kind, tensors())
+    model = seqblocks.from_pretrained(place, spec)
+    assert torch.equal(model.body.weight, tensors()["body.kernel"].T)
+    assert model.unembed.weight is model.embed.weight
+    for dtype in ("bf16", torch.float64):
+        assert len({p.dtype for p in seqblocks.from_pretrained(place, spec, dtype=dtype).parameters()}) == 1
+
+
+def test_dtypes_are_those_of_the_file(tmp_path: Path, spec: Path) -> None:
+    mixed = {**tensors(torch.bfloat16), "body.kernel": tensors()["body.kernel"]}
+    model = seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", mixed), spec)
+    assert {name: p.dtype for name, p in model.named_parameters()} == {
+        "embed.weight": torch.bfloat16, "body.weight": torch.float32, "body.bias": torch.bfloat16,
+        "unembed.bias": torch.bfloat16,
+    }  # fmt: skip
+
+
+def test_weights_that_a_trainer_has_wrapped(tmp_path: Path, spec: Path) -> None:
+    for at, wrapped in enumerate(({"state_dict": tensors()}, {"epoch": 3, "model": tensors(), "optimizer": {}})):
+        torch.save(wrapped, tmp_path / f"{at}.pt")
+        model = seqblocks.from_pretrained(tmp_path / f"{at}.pt", spec)
+        assert torch.equal(model.embed.weight, tensors()["wte.weight"])
+
+
+def test_pickled_code_is_not_run(tmp_path: Path, spec: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"wte.weight": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(seqblocks.UsageError, match=r"holds pickled objects that are not tensors; unpickling would run"):
+        seqblocks.from_pretrained(tmp_path / "evil.pt", spec)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_left_out_is_reported(tmp_path: Path, spec: Path) -> None:
+    other = {**tensors(), "head.bias": torch.ones(3), "extra": torch.ones(2)}
+    place = write(tmp_path / "w", "safetensors", other)
+    message = r"unembed\.bias is \[3\], and \[11\] here.*\n.*more than the spec maps: extra"
+    with pytest.raises(seqblocks.RunError, match=message):
+        seqblocks.from_pretrained(place, spec)
+    message = r"was loaded in part\nunembed\.bias keeps its initial values: .*\nnot read: extra"
+    with pytest.warns(seqblocks.PartialWarning, match=message):
+        model = seqblocks.from_pretrained(place, spec, partial=True, seed=5)
+    assert torch.equal(model.unembed.bias, seqblocks.build(spec, seed=5).unembed.bias)
+    assert torch.equal(model.embed.weight, tensors()["wte.weight"])
+    assert seqblocks.from_pretrained(write(tmp_path / "v", "file", tensors()), spec, partial=True), "and no warning"
+
+
+def test_two_tensors_for_a_tied_parameter_must_be_equal(tmp_path: Path, spec: Path) -> None:
+    twice = {**tensors(), "head.weight": tensors()["wte.weight"].clone()}
+    assert seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", twice), spec)
+    twice["head.weight"] += 1
+    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official weights"):
+        seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", twice), spec)
+
+
+def test_a_folder_of_ours_needs_no_spec(tmp_path: Path, spec: Path) -> None:
+    model = seqblocks.build(spec)
+    seqblocks.save(model, tmp_path / "m")
+    assert torch.equal(seqblocks.from_pretrained(tmp_path / "m").embed.weight, model.embed.weight)
+
+
+def test_a_model_that_was_read_can_be_saved(tmp_path: Path) -> None:
+    text = families.spec_text(MAMBA)
+    model = seqblocks.build_text(text)
+    found = {name: tensor for name, tensor in named(model).items() if name != "lm_head.weight"}
+    place = write(tmp_path / "w", "safetensors", found)
+    (place / "config.json").write_text(json.dumps(MAMBA))
+    again = seqblocks.from_pretrained(place)
+    seqblocks.save(again, tmp_path / "m")
+    assert torch.equal(seqblocks.load(tmp_path / "m")(torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
+
+
+def named(model: Any) -> dict[str, Tensor]:
+    return {seqblocks.checkpoint.official_name(model.spec, name, "hub"): t for name, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "w has no weights: there is no model.safetensors or model.safetensors.index.json or pytorch"),
+        ({"model.safetensors": b""}, "model.safetensors is not a file of weights, or not complete"),
+        ({"pytorch_model.bin": b"x" * 100}, "holds pickled objects|is not a file of weights"),
+        ({"model.safetensors.index.json": b"{"}, "index.json cannot be read: it is not JSON"),
+    ],
+)
+def test_files_that_are_at_fault(tmp_path: Path, spec: Path, content: Any, message: str) -> None:
+    (tmp_path / "w").mkdir()
+    for name, data in (content or {}).items():
+        (tmp_path / "w" / name).write_bytes(data)
+    with pytest.raises(seqblocks.UsageError, match=message):
+        seqblocks.from_pretrained(tmp_path / "w", spec)
+    with pytest.raises(seqblocks.UsageError):
+        seqblocks.from_pretrained(tmp_path / "w")
+
+
+def test_without_a_spec_and_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(seqblocks.UsageError, match=r"does not say what its model is: there is no config\.json there\."):
+        seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", tensors()))
+
+
+def test_only_one_tensor_is_read_at_a_time(tmp_path: Path, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = write(tmp_path / "w", "safetensors shards", tensors())
+    alive: list[Any] = []
+
+    def counted(path: Path) -> reading.Weights:
+        found = weights_in(path)
+
+        def read(name: str) -> Tensor:
+            assert not [each for each in alive if each() is not None]
+            tensor = found.read(name).clone()
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+        return found._replace(read=read)
+
+    from seqblocks.checkpoint import pretrained
+
+    monkeypatch.setattr(pretrained, "weights_in", counted)
+    seqblocks.from_pretrained(place, spec)
+    assert len(alive) == 4
+
+
+def test_the_folder_of_a_bundled_model(tmp_path: Path) -> None:
+    """The spec given by name, the weights of its own map."""
+    changes = {"dim": 16, "depth": 2, "vocabulary": 11}
+    model = seqblocks.build("mamba_130m", set=changes)
+    found = {name: tensor for name, tensor in named(model).items() if name != "lm_head.weight"}
+    again = seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", found), "mamba_130m", set=changes)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    spec = check.load_model("mamba_130m", changes)
+    assert seqblocks.from_pretrained(tmp_path / "w", spec).spec is spec
+    assert folder.WHOLE == "model.safetensors"
