@@ -52,10 +52,8 @@ LABEL = 12  # columns of the labels under the table
 
 # The columns that a narrow terminal drops, step by step; verb, output and parameters stay. Without the column "verb"
 # the verb follows the name, as in the YAML. Names are truncated as a last resort.
-LAYOUTS = (
-    (), ("in",), ("in", "notes"), ("in", "notes", "verb"), ("in", "notes", "verb", "state"),
-    ("in", "notes", "verb", "state", "MACs"),
-)  # fmt: skip
+_DROPPED = ("in", "rate", "ahead", "notes", "verb", "state", "MACs")
+LAYOUTS = tuple(_DROPPED[:count] for count in (0, 1, 3, 4, 5, 6, 7))
 
 
 def _table(found: Summary, width: int, plain: bool) -> Table:
@@ -68,7 +66,7 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
         table.add_column(
             titles.get(title, title),
             style=STYLES.get(title),
-            justify="right" if title in ("params", "MACs", "state") else "left",
+            justify="right" if title in ("rate", "ahead", "params", "MACs", "state") else "left",
             no_wrap=True,
             overflow="ellipsis",
             min_width=widths[title] if title != "step" else None,
@@ -115,6 +113,8 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
             f"{row.input} {_arrow(plain)} {row.output}" if row.input != row.output else row.output for row, _ in rows
         ],
         "out": [row.output for row, _ in rows],
+        "rate": [str(row.rate) if row.rate != 1 else "-" for row, _ in rows],
+        "ahead": [str(row.lookahead) if row.lookahead else "-" for row, _ in rows],
         "params": [_number(row.params) for row, _ in rows],
         "MACs": [_macs(row, per) for row, _ in rows],
         "state": [_number(row.state) for row, _ in rows],
@@ -140,10 +140,21 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
     if found.lookahead is not None:
         many = "every later token" if found.lookahead == "all" else f"{_tokens(found.lookahead)} ahead"
         yield "causal", f"no: an output sees {many}, from {found.future} on" if found.lookahead else "yes"
+    if found.sample_rate and found.lookahead is not None:
+        yield "latency", _latency(found)
     how = "step by step" if found.frame_size == 1 else f"{found.frame_size} tokens at a time"
     yield "streaming", f"yes, {how}" if found.streams is None else f"no: {found.streams}"
     for note in found.notes:
         yield "note", note
+
+
+def _latency(found: Summary) -> str:
+    """Return how long an output waits for samples after its own."""
+    if found.latency is None:
+        return "the whole sequence"
+    samples = f"{found.latency:,} sample{'s' if found.latency != 1 else ''}"
+    frame = f", the rest of a frame of {found.frame_size:,}" if found.frame_size > 1 and found.streams is None else ""
+    return f"{samples} = {found.latency_ms:.4g} ms at {found.sample_rate:,g} Hz{frame}"
 
 
 def _cost(found: Summary, options: argparse.Namespace) -> str:

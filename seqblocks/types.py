@@ -74,6 +74,7 @@ class Wire:
     grid: tuple[int, int] | None = None
     origin: Origin | None = field(default=None, compare=False)
     rate: int = 1  # tokens of the model's input for each token here
+    sample_rate: float | None = None  # tokens of the model's input in a second
     facts: Facts = UNBOUNDED
     context: bool = False  # it depends on no input that streams: a stream computes it once
 

@@ -19,8 +19,10 @@ from seqblocks.types import Wire
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
-    """Raise ExpectationError (E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead) where
-    the model is not what the spec expects, SpecError where `expect:` is at fault."""
+    """Raise ExpectationError where the model is not what the spec expects, SpecError where `expect:` is at fault.
+
+    E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead, E706 latency_ms.
+    """
     expect = file.expect
     if expect is None or model.overridden:
         return
@@ -29,6 +31,7 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     _check_figures(ctx, expect, model, broken)
     _check_output(ctx, expect.get("output"), model.output, broken)
     _check_lookahead(ctx, expect.get("lookahead"), model, broken)
+    _check_latency(ctx, expect, model, broken)
     malformed.raise_if_any()
     if broken:
         raise ExpectationError([*broken.diagnostics, *model.warnings], broken.dropped)
@@ -55,6 +58,23 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
             message, span = f"the spec does not have the {key} it expects", expect.entries[key][1].span
             hint = _largest_parts(model) if key == "params" else None
             broken.add(Diagnostic(code, message, span, f"{expected:,.10g}", shown, hint=hint))
+
+
+def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Report) -> None:
+    wanted, tolerance = _number(ctx, expect, "latency_ms", None), _tolerance(ctx, expect)
+    if wanted is None or wanted is UNKNOWN or tolerance is UNKNOWN:
+        return
+    found, hint = lookahead.latency_ms(model), None
+    if found is not None and abs(found - wanted) <= max(tolerance, 1e-9) * abs(wanted):
+        return
+    if lookahead.latency(model) is None:
+        shown = "none: an output depends on the whole sequence"
+    elif found is None:
+        shown, hint = "unknown: the input has no sample rate", "input: {features: 1, sample_rate: 16000}"
+    else:
+        shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
+    message, span = "the spec does not have the latency_ms it expects", expect.entries["latency_ms"][1].span
+    broken.add(Diagnostic("E706", message, span, f"{wanted:g}", shown, hint=hint))
 
 
 def _largest_parts(model: ModelSpec) -> str:

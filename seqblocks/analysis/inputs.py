@@ -18,7 +18,8 @@ from seqblocks.types import Origin, Wire
 
 EXPECTED = "{tokens: vocabulary}, {features: width}, {vector: width} or {image: {size: 224, channels: 3}}"
 ALLOWED = {
-    "tokens": ("tokens", "length"), "features": ("features", "length", "grid"), "image": ("image",),
+    "tokens": ("tokens", "length", "sample_rate"), "features": ("features", "length", "grid", "sample_rate"),
+    "image": ("image",),
     "vector": ("vector",),
 }  # fmt: skip
 # What a call has arguments for: an input is passed by its name, next to them.
@@ -85,7 +86,8 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
     features = _positive(ctx, node.get(kind))
     length = _positive(ctx, node.get("length")) if "length" in node.entries else None
     grid = _grid(ctx, node.get("grid")) if "grid" in node.entries else None
-    if features is UNKNOWN or length is UNKNOWN or grid is UNKNOWN:
+    rate = _sample_rate(ctx, node.entries["sample_rate"][1]) if "sample_rate" in node.entries else None
+    if UNKNOWN in (features, length, grid, rate):
         return None
     if grid and length and length != grid[0] * grid[1]:
         found = f"{length}, {grid[0]} x {grid[1]}"
@@ -93,7 +95,8 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
     if grid:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
-    return Wire("tokens" if kind == "tokens" else "sequence", features, length or axis, grid, origin)
+    made = Wire("tokens" if kind == "tokens" else "sequence", features, length or axis, grid, origin)
+    return replace(made, sample_rate=rate) if rate else made
 
 
 def _image(ctx: Context, node: Node) -> Wire | None:
@@ -117,6 +120,15 @@ def _positive(ctx: Context, node: Node | None) -> Any:
         ctx.report(Fault("E209", "a positive number is needed here", found=str(value)), node)
         return UNKNOWN
     return value
+
+
+def _sample_rate(ctx: Context, node: Node) -> Any:
+    value = number(ctx, node)
+    if value is UNKNOWN or 0 < value <= 10**9:
+        return value
+    fault = Fault("E209", "a sample rate is above 0, in Hz", found=f"{value:g}", hint="sample_rate: 16000")
+    ctx.report(fault, node)
+    return UNKNOWN
 
 
 def _grid(ctx: Context, node: Node | None) -> Any:

@@ -69,6 +69,24 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
     return {path: ahead for path, (node, ahead) in steps.items() if _has_tokens(node.type)}
 
 
+def latency(model: ModelSpec) -> int | None:
+    """Return how many input tokens must arrive after a token before the output at its position can be computed.
+
+    A model that streams takes frames, so that is the rest of the frame; for another one it is the lookahead. None where
+    an output depends on the whole sequence, or a lookahead has no meaning.
+    """
+    ahead = find(model)
+    if ahead is None or ahead.tokens == WHOLE:
+        return None
+    return int(ahead.tokens) if graph.stream_obstacle(model) else graph.frame_size(model.graph) - 1
+
+
+def latency_ms(model: ModelSpec) -> float | None:
+    """Return the latency in milliseconds; None where there is none, or the input has no `sample_rate`."""
+    tokens, rate = latency(model), model.input.sample_rate
+    return None if tokens is None or not rate else 1000 * tokens / rate
+
+
 def _has_tokens(wire: Wire | None) -> bool:
     return wire is not None and wire.kind in SEQUENCES and not wire.context
 

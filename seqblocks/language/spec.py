@@ -28,7 +28,9 @@ MAX_USES = 32  # files that use one another: each is read while the one before i
 FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
-EXPECT_KEYS = ("params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "tolerance")
+EXPECT_KEYS = (
+    "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
+)  # fmt: skip
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
 _LIKE = {  # what the mappings look like
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",

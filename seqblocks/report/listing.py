@@ -17,7 +17,10 @@ Notes = dict[str, str]  # what to add to the line of a step or a parameter, by i
 
 
 def text(model: ModelSpec) -> str:
-    """Return the listing: values by number, shapes, lookahead where it is not 0, parameters and their initialisers."""
+    """Return the listing: values by number, shapes, parameters and their initialisers.
+
+    A wire's rate is shown where it is not 1, its lookahead where it is not 0.
+    """
     body = model.graph
     values = dict(zip(model.inputs, (body.input, *body.ports.values()), strict=False)) or {"": body.input}
     inputs = (_input(name, value, model) for name, value in values.items())
@@ -36,7 +39,8 @@ def _without_directions(name: str) -> str:
 
 def _input(name: str, value: int, model: ModelSpec) -> str:
     wire = model.inputs.get(name, model.input)
-    return f"{name} %{value} {wire.kind} {wire}".strip()
+    rate = f", {wire.sample_rate:,g} Hz" if wire.sample_rate else ""
+    return f"{name} %{value} {wire.kind} {wire}{rate}".strip()
 
 
 def _body(body: Graph, notes: Notes, path: str, pad: str) -> Iterator[str]:
@@ -65,4 +69,5 @@ def _step(node: Node) -> str:
     wires = ", ".join(f"{port}={'+'.join(f'%{value}' for value in read)}" for port, read in node.inputs.items())
     split = f" split {list(node.split)}" if node.split else ""
     once = (", once, kept" if node.kept else ", once") if graph.is_context(node) else ""
-    return f"{values} = {node.name}{verb}({wires}) -> {node.type or '?'}{split}{once}"
+    rate = f", rate {node.type.rate}" if node.type and node.type.rate != 1 else ""
+    return f"{values} = {node.name}{verb}({wires}) -> {node.type or '?'}{split}{rate}{once}"

@@ -145,6 +145,7 @@ def _input() -> Schema:
         "features": {**NUMBER, "description": "width of the features"},
         "vector": {**NUMBER, "description": "width of a vector, one for the whole sequence"},
         "length": {**NUMBER, "description": "tokens of a sequence, where it is fixed"},
+        "sample_rate": {**NUMBER, "description": "tokens a second, in Hz: latency is then stated in milliseconds too"},
         "grid": {"description": "rows and columns, where the features are tokens of an image", **PAIR},
         "image": _object({"size": PAIR, "channels": NUMBER}, ["size"]),
     }
@@ -171,6 +172,7 @@ def _expect() -> Schema:
         "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
         "anyOf": [NUMBER, {"const": "all"}],
     }
+    keys["latency_ms"] = {**NUMBER, "description": "milliseconds that an output waits for later samples of the input"}
     return {"description": "what must be true of the spec", **_object(keys, [])}
 
 

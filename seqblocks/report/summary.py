@@ -42,6 +42,8 @@ class Row:
     macs: float | None  # per token; None: unknown
     state: int  # numbers per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
+    rate: int = 1  # tokens of the model's input for each token of the output
+    lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: it is no sequence
     tied: dict[str, str] = field(default_factory=dict)
     shares: str = ""  # the step or the layer whose parameters it uses, as it is called there
     notes: list[str] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Row:
 
     def as_data(self) -> dict[str, Any]:
         facts = ("names", "verb", "kind", "input", "output", "params", "macs", "input_macs", "state")
-        facts += ("tied", "shares", "notes")
+        facts += ("rate", "lookahead", "tied", "shares", "notes")
         return {key: getattr(self, key) for key in facts} | {"steps": [row.as_data() for row in self.rows]}
 
 
@@ -73,6 +75,9 @@ class Summary:
     frame_size: int  # how many tokens a stream takes at once
     lookahead: int | str | None = None  # later tokens that an output may depend on, or "all" (see `lookahead.find`)
     future: str | None = None  # the step where they enter
+    latency: int | None = None  # samples that must arrive after a sample before its output (see `lookahead.latency`)
+    latency_ms: float | None = None
+    sample_rate: float | None = None  # of the input, in Hz
     input_macs: float | None = None  # of one whole input; None: unknown
     counted_per: str = "token"  # what a person counts costs by: token, sequence or image
     notes: list[str] = field(default_factory=list)
@@ -101,6 +106,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
     tokens = _tokens(spec, length)
     obstacle = graph.stream_obstacle(spec)
     ahead, future = _lookahead(spec)
+    ahead_of_steps = {path: lookahead.shown(each.tokens) for path, each in lookahead.by_step(spec).items()}
     return Summary(
         name=spec.name,
         input=spec.input_text,
@@ -115,11 +121,14 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         state=count_state(spec.graph),
         state_bytes=state_bytes(spec.graph, dtype),
         dtype=dtype,
-        rows=list(_rows(_Table(spec.types, tokens), spec.graph, depth)),
+        rows=list(_rows(_Table(spec.types, tokens, ahead_of_steps), spec.graph, depth)),
         streams=": ".join(obstacle) if obstacle else None,
         frame_size=graph.frame_size(spec.graph),
         lookahead=ahead,
         future=future,
+        latency=lookahead.latency(spec),
+        latency_ms=lookahead.latency_ms(spec),
+        sample_rate=spec.input.sample_rate,
         input_macs=input_macs(spec.graph, tokens),
         context_macs=context_macs(spec.graph) if spec.graph.ports else 0,
         counted_per=_counted_per(spec, tokens),
@@ -168,19 +177,23 @@ def _remarks(model: ModelSpec) -> list[str]:
 class _Table(NamedTuple):
     """What all rows of a body need: the types of the values, and the tokens of one input, if known.
 
-    shared: the parameters inside that a step around them shares with another, by their names here.
+    ahead: the lookahead of each step, by its path. path: of the body. shared: the parameters inside that a step around
+    them shares with another, by their names here.
     """
 
     types: dict[int, Wire | None]
     tokens: int | None
+    ahead: dict[str, int | str]
+    path: str = ""
     shared: frozenset[str] = frozenset()
 
     def inside(self, label: str) -> _Table:
         """Return the table of what is below a name."""
+        path, start = graph.join(self.path, label), f"{label}."
         if not (self.shared and label):
-            return self
-        start = f"{label}."
-        return self._replace(shared=frozenset(n.removeprefix(start) for n in self.shared if n.startswith(start)))
+            return self._replace(path=path)
+        shared = frozenset(n.removeprefix(start) for n in self.shared if n.startswith(start))
+        return self._replace(path=path, shared=shared)
 
     def in_direction(self, node: Node, name: str) -> _Table:
         """Return the table of one direction of a scan: of its own parameters, and of those that all directions use."""
@@ -207,6 +220,8 @@ def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
             macs=node_macs(node, table.tokens),
             state=sum(s.numel for s in node.state.values()) + sum(count_state(b) for b in node.bodies.values()),
             input_macs=node_input_macs(node, table.tokens),
+            rate=node.type.rate if node.type else 1,
+            lookahead=table.ahead.get(below.path),
             tied=dict(node.ties),
             shares=node.owner_name,
             notes=_notes(node),
@@ -273,6 +288,8 @@ def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
 
 def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int | None) -> Row:
     """Return a body as one row, with the rows of its steps below."""
+    result = table.types[body.result]
+    last = next((node.name for node in body.nodes if body.result in node.outputs), "")
     return Row(
         names=names,
         verb="",
@@ -283,13 +300,15 @@ def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int |
         macs=macs(body, table.tokens),
         state=count_state(body),
         input_macs=input_macs(body, table.tokens),
+        rate=result.rate if result else 1,
+        lookahead=table.ahead.get(graph.join(table.path, last)) if last else None,
         rows=list(_rows(table, body, depth)),
     )
 
 
 def _alike(a: Row, b: Row) -> bool:
     """Whether two layers would print the same; drop rates and the like may differ."""
-    facts = ("verb", "kind", "input", "output", "params", "macs", "state", "shares")
+    facts = ("verb", "kind", "input", "output", "params", "macs", "state", "rate", "lookahead", "shares")
     return all(getattr(a, f) == getattr(b, f) for f in facts) and _children_alike(a.rows, b.rows)
 
 
