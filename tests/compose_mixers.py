@@ -33,17 +33,23 @@ class Mixers(Tokens):
 
     def earlier(self, body: Body) -> None:
         """Tokens before the current one, or their number."""
-        now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary"])
+        now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary", "sinusoids", "constant"])
         if verb == "shift":
             self.add_maybe(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
         elif verb == "token_shift":
             mix = [None, *self.like(body, now.width)]
             self.add_maybe(body, verb, now, mix=self.chance.choice(mix))
-        elif now.width % 2 == 0:
-            self.add(body, verb, now, heads=self.divisor(now.width // 2), base=self.chance.choice([100, 10000]))
+        elif now.width % 2 == 0 and verb == "sinusoids":
+            layouts = ["interleaved", "halves"] if now.width > 2 else ["interleaved"]
+            self.add_maybe(body, verb, now, layout=self.chance.choice(layouts))
+        elif now.width % 2 == 0 and verb == "rotary":
+            part = 2 if self.maybe(0.3) else None
+            heads, base = self.divisor(now.width // 2), self.chance.choice([100, 10000])
+            self.add_maybe(body, verb, now, heads=heads, base=base, features=part)
         else:
-            width = self.width()
-            self.add(body, "constant", replace(now, width=width), features=width, learned=self.maybe(0.7), value=0.5)
+            source = self.named(body)
+            self.add(body, "constant", now, features=now.width, learned=self.maybe(0.7), value=0.5)
+            self.add(body, "add", now, **{"from": source, "with": self.named(body)})
 
     def centaurus(self, body: Body) -> None:
         mode = self.chance.choice(["neck", "pointwise", "s5", "dws", "full"])

@@ -8,7 +8,8 @@ from typing import Any
 from tests.composed import Body, Kind, Writer
 
 ACTIVATIONS = (
-    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
+    "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
+    "positive",
 )  # fmt: skip
 INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
@@ -29,6 +30,7 @@ class Tokens(Writer):
             ("identity", {}),
             ("scale", {"by": chance.choice([0.5, -1, 2])}),
             ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
+            (chance.choice(ACTIVATIONS), {}),
             (chance.choice(ACTIVATIONS), {}),
             ("soft_cap", {"cap": 3.0}),
             ("dropout", {"p": 0.2}),

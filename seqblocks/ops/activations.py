@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, primitive
+from seqblocks.op import ANY, Op, argument, primitive
 from seqblocks.ops.gate import activate, activated
 from seqblocks.types import Facts, Wire
 
@@ -41,11 +41,31 @@ class Relu(Activation):
     """max(x, 0)."""
 
 
+@primitive("leaky_relu")
+class LeakyRelu(Activation):
+    """x, for negative x slope * x. As the activation of a gate it has a slope of 0.01."""
+
+    slope: float = argument(0.01, "slope for negative numbers", ge=0, le=1)
+    source = "Maas et al. 2013"
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import leaky_relu
+
+        return leaky_relu(x, self.slope)
+
+
 @primitive("squared_relu")
 class SquaredRelu(Activation):
     """max(x, 0)^2."""
 
     source = "Primer (arXiv:2109.08668)"
+
+
+@primitive("elu")
+class Elu(Activation):
+    """x, for negative x exp(x) - 1."""
+
+    source = "Clevert et al. 2016 (arXiv:1511.07289)"
 
 
 @primitive("selu")

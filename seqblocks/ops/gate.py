@@ -8,8 +8,8 @@ from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primi
 from seqblocks.types import Facts, Wire
 
 ActivationName = Literal[
-    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
-    "one_minus_exp", "none",
+    "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
+    "none", "positive", "one_minus_exp",
 ]  # fmt: skip
 
 
@@ -35,9 +35,9 @@ def activate(name: str, x: Any) -> Any:
 _RANGES = {  # of all numbers
     "silu": Facts(-0.2785), "gelu": Facts(-0.17), "relu": Facts(0), "squared_relu": Facts(0), "selu": Facts(-1.7581),
     "sigmoid": Facts(0, 1), "tanh": Facts(-1, 1), "softplus": Facts(0), "gelu_tanh": Facts(-0.171),
-    "positive": Facts(0), "one_minus_exp": Facts(high=1),
+    "positive": Facts(0), "one_minus_exp": Facts(high=1), "elu": Facts(-1), "leaky_relu": Facts(),
 }  # fmt: skip
-_AT_ZERO = ("silu", "gelu", "relu", "squared_relu", "selu", "tanh", "gelu_tanh", "one_minus_exp")  # 0 stays 0
+_AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive"}  # 0 stays 0
 
 
 def activated(name: str, facts: Facts) -> Facts:

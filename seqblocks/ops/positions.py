@@ -1,8 +1,8 @@
-"""Positions: learned for each place, or as rotations.   D features."""
+"""Positions: learned for each place, as sinusoids, or as rotations.   D features."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from seqblocks.errors import Fault, RunError
 from seqblocks.op import Op, argument, must_divide, primitive
@@ -95,23 +95,68 @@ def _resized(weight: Any, grid: tuple[int, int]) -> Any:
     return rearrange(resized, "1 features rows columns -> 1 rows columns features")
 
 
+@primitive("sinusoids")
+class Sinusoids(Op):
+    """Add sines and cosines of the position in the sequence, with wavelengths from 2 pi to 2 pi base.
+
+    interleaved: features 2 j and 2 j + 1 get the sine and cosine of position / base^(2 j / D). halves: features j and
+    j + D / 2 get those of position / base^(j / (D / 2 - 1)), as in tensor2tensor and Whisper. Positions count from the
+    last reset. State: the position of the next token, int64.
+    """
+
+    reads = "past"  # the number of tokens before a token
+    layout: Literal["interleaved", "halves"] = argument("interleaved", "where the sines and the cosines are")
+    base: float = argument(10000.0, "base of the wavelengths", ge=1)
+    source = "Vaswani et al. 2017 (arXiv:1706.03762)"
+
+    def shape(self, x: Wire) -> Wire:
+        if x.features % 2 or (x.features == 2 and self.layout == "halves"):
+            expected = f"an even width of at least {4 if self.layout == 'halves' else 2}"
+            raise Fault("E401", "sinusoids come in pairs of features", expected=expected, found=str(x.features))
+        return x
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.plus(Facts(-1, 1))
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"position": State((), "int64")}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels.positions import running_positions
+
+        before = call.state["position"] if call.state else None
+        index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
+        half = x.shape[-1] // 2
+        steps = half - 1 if self.layout == "halves" else half
+        rates = self.base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / steps)
+        angle = index.unsqueeze(-1).double() * rates
+        pairs = torch.stack([angle.sin(), angle.cos()], -2 if self.layout == "halves" else -1)
+        return x + pairs.flatten(-2).to(x.dtype), {"position": after}
+
+
 @primitive("rotary")
 class Rotary(Op):
     """Turn pairs of each head's features by an angle that grows with the position in the sequence.
 
-    Of a head of D features, features j and j + D / 2 turn by position / base^(2 j / D). Positions count from the last
-    reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
+    Of D features that turn in a head, features j and j + D / 2 turn by position / base^(2 j / D). Positions count from
+    the last reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
     """
 
     reads = "past"  # the number of tokens before a token
     heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
     base: float = argument(10000.0, "base of the wavelengths", ge=1)
-    source = "RoFormer (arXiv:2104.09864)"
+    features: int | None = argument(None, "how many features of each head turn, the first ones (default: all)", ge=2)
+    source = "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745)"
 
     def shape(self, x: Wire) -> Wire:
         width = must_divide(self.heads, x.features, "heads", "the width")
-        if width % 2:
+        if self.features is None and width % 2:
             raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="heads")
+        if self.features and (self.features % 2 or self.features > width):
+            message, expected = "rotary positions turn pairs of features", f"an even number up to {width} (a head)"
+            raise Fault("E401", message, at="features", expected=expected, found=str(self.features))
         return x
 
     def facts(self, x: Wire) -> Facts:
@@ -124,10 +169,15 @@ class Rotary(Op):
         return 2 * x.features
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
         from seqblocks.kernels.positions import rotary, running_positions
 
         before = call.state["position"] if call.state else None
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
         index = index[:1] if before is None and call.resets is None else index  # one row of angles serves the batch
-        turned = rotary(x.unflatten(-1, (self.heads, -1)), index, self.base)
+        heads = x.unflatten(-1, (self.heads, -1))
+        turned = rotary(heads[..., : self.features], index, self.base)
+        if self.features:
+            turned = torch.cat([turned, heads[..., self.features :]], -1)
         return turned.flatten(-2), {"position": after}

@@ -77,7 +77,7 @@ def test_every_mixer_meets_every_combinator_in_what_streams() -> None:
                 met.update((outer, verb) for outer in within)
                 visit(value, within | ({verb} & {*COMBINATORS, "blocks"}))
 
-    for seed in range(600):
+    for seed in range(1000):
         visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
     wanted = {(outer, inner) for outer in {*COMBINATORS, "blocks"} for inner in MIXERS | set(COMBINATORS)}
     wanted |= {("when", verb) for verb in COMBINATORS}

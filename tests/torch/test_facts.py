@@ -15,20 +15,22 @@ from seqblocks.testing import check_shapes
 from seqblocks.types import Facts
 
 ACTIVATIONS = (
-    "silu", "gelu", "gelu_tanh", "relu", "squared_relu", "selu", "sigmoid", "tanh", "softplus", "positive",
-    "one_minus_exp",
+    "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
+    "positive", "one_minus_exp",
 )  # fmt: skip
 DECAYS = ("softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru")
 PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}
 FIXED: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in (*ACTIVATIONS, "identity", "layer_norm")),
     *(("log_decay", {"kind": kind, "heads": 2}) for kind in DECAYS),
-    ("log_decay", {"kind": "logsigmoid", "lower": "input"}),
+    ("log_decay", {"kind": "logsigmoid", "lower": "part"}),
     ("time_step", {"least": 0.5, "most": 2}),
     ("lerp", {"to": "bounded"}),
     ("lerp", {"to": "bounded", "by": "low"}),
     ("select", {"features": 8}),
     ("dropout", {"p": 0.25}),
+    ("leaky_relu", {"slope": 0.5}),
+    ("sinusoids", {}),
     ("soft_cap", {"cap": 0.5}),
     ("l2_norm", {"heads": 2}),
     ("rotary", {"heads": 2}),
@@ -60,9 +62,10 @@ STEPS = st.one_of(
 
 
 def spec_of(steps: list[tuple[str, dict[str, Any]]]) -> str:
-    """Return a model of these steps, of which later ones may read `bounded` (-1 to 1) and `low` (at most 0)."""
+    """Return a model of these steps; they may read `part` (0 to 1), `bounded` (-1 to 1) and `low` (at most 0)."""
     named = [{verb: {**arguments, "name": f"s{at}"}} for at, (verb, arguments) in enumerate(steps)]
-    first = [{"tanh": {"as": "bounded"}}, "softplus", {"scale": {"by": -1, "as": "low"}}]
+    first = [{"sigmoid": {"as": "part"}}, {"tanh": {"from": "input", "as": "bounded"}}, "softplus"]
+    first.append({"scale": {"by": -1, "as": "low"}})
     given = {"features": 8, "length": 12}
     return json.dumps(
         {"seqblocks": 1, "model": {"input": given, "steps": [*first, {"identity": {"from": "input"}}, *named]}}

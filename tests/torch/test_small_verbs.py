@@ -108,9 +108,38 @@ def test_rotary_turns_by_the_position_in_the_sequence() -> None:
     torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], -1), rtol=1e-12, atol=1e-12)
 
 
+def test_rotary_of_a_part_of_each_head() -> None:
+    part = built("rotary: {heads: 2, features: 2, base: 7}")(X, resets=RESETS)
+    alone = built("identity: {as: {a: 2, b: 1, c: 2, d: 1}}", "rotary: {from: a, heads: 1, base: 7}")(X, resets=RESETS)
+    torch.testing.assert_close(part[..., :2], alone)
+    torch.testing.assert_close(part[..., [2, 5]], X[..., [2, 5]], rtol=0, atol=0)
+    turned = built("identity: {as: {a: 3, c: 2, d: 1}}", "rotary: {from: c, heads: 1, base: 7}")(X, resets=RESETS)
+    torch.testing.assert_close(part[..., 3:5], turned)
+
+
+def test_sinusoids() -> None:
+    """Interleaved as in the paper, with halves as in tensor2tensor: the last wavelength is that of the base."""
+    place = torch.arange(9, dtype=torch.float64).unsqueeze(-1)
+    y = built("sinusoids: {base: 100}")(X) - X
+    for pair in range(3):
+        angle = place / 100 ** (2 * pair / 6)
+        torch.testing.assert_close(y[0, :, 2 * pair :][:, :2], torch.cat([angle.sin(), angle.cos()], -1))
+    y = built("sinusoids: {layout: halves, base: 100}")(X) - X
+    angle = place / torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    torch.testing.assert_close(y[0], torch.cat([angle.sin(), angle.cos()], -1))
+
+
+def test_elu_and_leaky_relu() -> None:
+    torch.testing.assert_close(built("elu")(X), torch.where(X > 0, X, X.exp() - 1))
+    torch.testing.assert_close(built("leaky_relu: {slope: 0.2}")(X), torch.where(X > 0, X, 0.2 * X))
+    y = built("gate: {by: input, activation: leaky_relu}")(X)
+    torch.testing.assert_close(y, torch.where(X > 0, X * X, 0.01 * X * X))
+
+
 @pytest.mark.parametrize(
     "steps",
     [
+        ["sinusoids"], ["sinusoids: {layout: halves, base: 100}"], ["rotary: {heads: 1, features: 4}"],
         ["shift: 4"], ["token_shift"], ["rotary: {heads: 3}"],
         ["shift: 1", "rotary: {heads: 1}", "token_shift: {mix: input}"],
     ],
