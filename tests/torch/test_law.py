@@ -36,6 +36,7 @@ SMALL = {
     "centaurus_mlstm": {"dim": 16, "depth": 1},
     "centaurus_denoiser": {"model.in1.dim": 2, "model.in2.dim": 3, "model.in3.dim": 4, "model.core.times": 1},
     "transformer_small": {"dim": 16, "depth": 2, "vocabulary": 11, "context": 300},
+    "jamba_small": {"dim": 16, "depth": 1, "hidden": 12, "vocabulary": 11},
     "zamba_small": {"dim": 16, "rounds": 2, "vocabulary": 11, "window": 5},
     "looped_small": {"dim": 16, "loops": 3, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
