@@ -389,6 +389,10 @@ def frame_size(graph: Graph) -> int:
 
 def verify(model: ModelSpec) -> None:
     """Check what holds of any graph. Raises AssertionError: a fault here is one of seqblocks, not of the user."""
+    found = list(parameters(model.graph, shared=True))
+    stored = {item.name for item in found if not item.shared}
+    for item in found:
+        assert not item.shared or item.tied in stored, f"{item.name} is shared with {item.tied}, which is not stored"
     _verify(model, model.graph, {model.graph.input})
 
 

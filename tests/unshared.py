@@ -6,11 +6,12 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import seqblocks
 from seqblocks import graph
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.testing import random_input
+from seqblocks.testing import random_context, random_input
 
 
 def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
@@ -29,22 +30,24 @@ def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
 def check_unshared(model: SequenceModel, seq: int, seed: int = 0) -> None:
     """Assert that sharing changes no value, and that the gradients of all uses add up."""
     alone, owners = unshared(model)
-    x = random_input(model, 2, seq, seed)
-    outputs = [model(x), alone(x)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=0)
-    weight = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for made, y in zip((model, alone), outputs, strict=True):
-        made.zero_grad()
-        (y * weight).sum().backward()
+    x, context = random_input(model, 2, seq, seed), random_context(model, 2, seed)
+    found, expected = tree_leaves(model(x, **context)), tree_leaves(alone(x, **context))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for outputs in (found, expected):
+        if loss := [y.mul(torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in outputs if y.requires_grad]:
+            torch.autograd.backward(loss)
+    for name, total in _gradients(alone, owners).items():
+        grad = model.get_parameter(name).grad
+        grad = torch.zeros_like(total) if grad is None else grad
+        size = max(1.0, total.abs().max().item())
+        torch.testing.assert_close(grad, total, rtol=1e-9, atol=1e-9 * size, equal_nan=True)
+    model.zero_grad()
+
+
+def _gradients(alone: SequenceModel, owners: dict[str, str]) -> dict[str, Tensor]:
+    """Return the sum of the gradients of all uses, by the name of the owner."""
     total: dict[str, Tensor] = {}
     for name, parameter in alone.named_parameters():
         if parameter.grad is not None:
-            owner = model.get_parameter(owners[name])
-            place = next(key for key, each in model.named_parameters() if each is owner)
-            total[place] = total.get(place, torch.zeros_like(parameter)) + parameter.grad
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            assert not total.get(name, torch.zeros(())).any()
-            continue
-        size = total[name].abs().max().item()
-        torch.testing.assert_close(parameter.grad, total[name], rtol=1e-9, atol=1e-9 * max(1.0, size))
+            total[owners[name]] = total.get(owners[name], torch.zeros_like(parameter)) + parameter.grad
+    return total

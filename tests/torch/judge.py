@@ -4,7 +4,8 @@
     whole = chunks = steps, where the summary says that the model streams, with resets too;
     no output changes with tokens further ahead than declared;
     a call leaves the state that it was given as it was;
-    the parameters are those counted.
+    the parameters are those counted;
+    steps that share parameters compute what steps with copies of them do, and their gradients add up.
 
 float64; differences are rounding of some hundreds of operations on values that are held below 1e4, about 1e-10, so 1e-9
 of the largest value leaves a digit. What is rejected is rejected with diagnostics.
@@ -28,6 +29,7 @@ from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.testing import check_law, check_lookahead, check_shapes, random_context, random_input
+from tests.unshared import check_unshared
 
 
 def judge(text: str, seed: int, length: int | None = None) -> bool:
@@ -68,6 +70,8 @@ def held(text: str, seed: int, length: int | None = None) -> bool:
     length = length or chance.randint(1, 12 if model.frame_size == 1 else 3)
     if isinstance(checked.input.length, int):
         length = checked.input.length // model.frame_size
+    if length and any(node.shared for node in graph.walk(checked.graph)):
+        check_unshared(model, length * model.frame_size, seed)
     if found.streams is None and length:
         check_stream(model, length, chance, seed)
     else:
