@@ -51,6 +51,11 @@ model:
           - proj_down: {features: dim}
     - linear: {from: [a, deep], features: 8, name: first}
     - linear: {from: [a, deep], features: 8, tie: first}
+    - linear: {features: 8, name: owner}
+    - linear: {features: 8, share: owner, name: user}
+    - repeat: {times: 2, share: all, name: same, steps: [{vil: {dim: 8, name: x}}, {vil: {dim: 8, share: x}}]}
+    - repeat: {times: 2, share: [linear.bias], name: partly, steps: [{linear: 8}]}
+    - repeat: {times: 2, share: partly, name: likewise, steps: [{linear: 8}]}
     - residual: [layer_norm, {linear: 8}]
     - parallel: [{one: [silu]}, {two: [{proj_down: 2 * 4}]}]
     - repeat: [{short: dim}]
@@ -96,6 +101,8 @@ def test_a_file_with_everything_is_correct_to_both_schemas(general_schema: dict[
 
 
 TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the file can know
+    "share: owner": ("share: [owner]", False),
+    "share: [linear.bias]": ("share: {linear: bias}", False),
     "features: twice": ("featurs: twice", False),
     "bias: on_or_off": ("bias: yes", False),
     "merge: concat": ("merge: concatt", True),

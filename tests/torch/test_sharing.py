@@ -228,6 +228,52 @@ def test_planned_steps_follow_the_owner(model: SequenceModel, change: str) -> No
         torch.testing.assert_close(streamed(), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2")
+def test_a_sharded_model(model: SequenceModel) -> None:
+    """The owner's parameters are whole while it is used elsewhere: the model is sharded at once, or they stay whole."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    expected = model(X)
+    expected.sum().backward()
+    gradient = model.first.weight.grad
+    model.zero_grad()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = copy.deepcopy(model)
+        for part in (parts.first, parts.m):
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        for sharded in (model, parts):
+            fully_shard(sharded, mesh=mesh)
+            y = sharded(X)
+            torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
+            y.sum().backward()
+            torch.testing.assert_close(sharded.first.weight.grad.full_tensor(), gradient, rtol=1e-12, atol=1e-12)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_between_a_context_and_what_streams() -> None:
+    """An encoder of the context and a decoder that streams have one block."""
+    text = """
+seqblocks: 1
+use: [transformer]
+model:
+  inputs: {text: {features: 4}, memory: {features: 4}}
+  steps:
+    - swiglu_layer: {from: memory, dim: 4, hidden: 6, name: encoder, as: seen}
+    - swiglu_layer: {from: text, dim: 4, hidden: 6, name: decoder, share: encoder}
+    - cross_attention_layer: {dim: 4, memory: seen, heads: 2, name: cross}
+    - swiglu_layer: {dim: 4, hidden: 6, name: last, share: decoder}
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    assert not [name for name in model.state_dict() if name.startswith(("decoder", "last"))]
+    check_law(model, seq=6, cuts=[2], tolerance=1e-12)
+    check_unshared(model, seq=6)
+
+
 class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
