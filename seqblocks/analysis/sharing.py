@@ -118,8 +118,8 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
         raise Fault("E320", f"share names a step, and {node.name}.{path} is a parameter", at="share", hint=hint)
     paths = [graph.join(node.name, each) for each in _steps_of(table)]
     message = f"there is no step {quote(graph.join(node.name, path))} with parameters"
-    hint = partial(did_you_mean, graph.join(node.name, path), paths)
-    raise Fault("E312", message, at="share", expected=f"one of {listing(paths)}" if paths else None, hint=hint)
+    near = partial(did_you_mean, graph.join(node.name, path), paths)
+    raise Fault("E312", message, at="share", expected=f"one of {listing(paths)}" if paths else None, hint=near)
 
 
 def _step_at(node: graph.Node, path: list[str]) -> graph.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -116,7 +117,7 @@ class PartlySharedScan(Scan):
 
     def _one(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, States]:
         own = self.get_submodule(graph.direction_name(order))
-        directed = {path: own.get_submodule(step) for path, step in self._steps.items()}
+        directed: dict[str, Any] = {path: own.get_submodule(step) for path, step in self._steps.items()}
         return super()._one(order, tensors, replace(call, directed=directed))
 
 
