@@ -14,7 +14,7 @@ from seqblocks.errors import Diagnostic, ExpectationError, Fault, Report
 from seqblocks.graph import ModelSpec
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import UNKNOWN
-from seqblocks.language.spec import SpecFile
+from seqblocks.language.spec import SpecFile, known_keys
 from seqblocks.types import Wire
 
 
@@ -29,7 +29,7 @@ def check_expectations(model: ModelSpec, file: SpecFile) -> None:
     malformed, broken = Report(), Report()
     ctx = file_context(Run(malformed), file)
     _check_figures(ctx, expect, model, broken)
-    _check_output(ctx, expect.get("output"), model.output, broken)
+    _check_outputs(ctx, expect.get("output"), model, broken)
     _check_lookahead(ctx, expect.get("lookahead"), model, broken)
     _check_latency(ctx, expect, model, broken)
     malformed.raise_if_any()
@@ -97,11 +97,20 @@ def _number(ctx: Context, expect: Mapping, key: str, default: float | None) -> A
     return default if node is None else number(ctx, node)
 
 
+def _check_outputs(ctx: Context, node: Node | None, model: ModelSpec, broken: Report) -> None:
+    if not (isinstance(node, Mapping) and model.outputs):
+        _check_output(ctx, node, model.output, broken)
+        return
+    known_keys(ctx.run.report, node, model.outputs, "output")
+    for name, wire in model.outputs.items():
+        _check_output(ctx, node.get(name), wire, broken)
+
+
 def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Report) -> None:
     if node is None or wire is None:
         return
     if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
-        hint = "output: [batch, 1000]"
+        hint = "output: [batch, 1000], or {policy: [batch, 4], value: [batch, 1]} where outputs have names"
         ctx.report(Fault("E203", "the output is a list of axes", found=kind_of(node), hint=hint), node.span)
         return
     axes = [i.value if i.text in map(str, wire.axes) else number(ctx, i) for i in node.items if isinstance(i, Scalar)]

@@ -167,7 +167,8 @@ def _block_definition(names: Schema) -> Schema:
 
 def _expect() -> Schema:
     keys: dict[str, Schema] = dict.fromkeys(EXPECT_KEYS, NUMBER)
-    keys["output"] = {"type": "array", "description": "axes, for instance [batch, 1000]"}
+    axes = {"type": "array", "description": "axes, for instance [batch, 1000]"}
+    keys["output"] = {**axes, "type": ["array", "object"], "additionalProperties": axes}
     keys["lookahead"] = {
         "description": "later tokens that an output may depend on: 0 in a causal model, all for the whole sequence",
         "anyOf": [NUMBER, {"const": "all"}],

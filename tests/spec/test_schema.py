@@ -65,6 +65,27 @@ model:
     - pool: {mode: mean}
 expect: {tolerance: 0.1}
 """
+SEVERAL = """seqblocks: 1
+use: [transformer]
+model:
+  inputs:
+    text: {tokens: 16}
+    image: {image: {size: [4, 6], channels: 3}}
+    notes: {features: 8, length: 5}
+    style: {vector: 8}
+  steps:
+    - patch_embed: {from: image, patch: 2, features: 8, as: seen}
+    - embed: {from: text, features: 8}
+    - decoder_block: {dim: 8, memory: seen, heads: 2}
+    - cross_attention_layer: {dim: 8, memory: notes, heads: 2}
+    - multiply: {by: style}
+    - linear: {features: 16, as: [h, g]}
+    - cross_attention: {q: h, k: notes, v: notes, heads: 4, kv_heads: 4, scale: 0.1}
+    - gate: {by: g, as: last}
+    - unembed: {from: last, as: logits}
+  outputs: [logits, last]
+expect: {output: {logits: [batch, text, 16], last: [batch, text, 8]}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +115,9 @@ def test_limits_are_exact(general_schema: dict[str, Any]) -> None:
     assert (factor["minimum"], factor["maximum"]) == (1, 2**20)
 
 
-def test_a_file_with_everything_is_correct_to_both_schemas(general_schema: dict[str, Any]) -> None:
-    file, _ = check.load_text(MINE)
+@pytest.mark.parametrize("text", [MINE, SEVERAL])
+def test_a_file_with_everything_is_correct_to_both_schemas(text: str, general_schema: dict[str, Any]) -> None:
+    file, _ = check.load_text(text)
     for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
 
@@ -129,6 +151,26 @@ def test_typos_are_flagged(right: str, general_schema: dict[str, Any]) -> None:
     assert broken is not None
     assert list(validator(schema(file)).iter_errors(plain(broken)))
     assert bool(list(validator(general_schema).iter_errors(plain(broken)))) is not needs_file
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("inputs:", "inpts:"), ("style: {vector", "style: {vectr"), ("outputs: [logits, last]", "outputs: logits"),
+        ("outputs: [logits, last]", "outputs: []"), ("outputs:", "output:"), ("notes: {features", "notes: {width"),
+        ("  inputs:", "  input: {features: 8}\n  inputs:"), ("k: notes, v", "k: [notes], v"),
+        ("logits: [batch, text, 16]", "logits: 16"),
+    ],
+)  # fmt: skip
+def test_mistakes_about_inputs_and_outputs_are_flagged(
+    right: str, wrong: str, general_schema: dict[str, Any]
+) -> None:
+    file, _ = check.load_text(SEVERAL)
+    assert right in SEVERAL
+    broken = parse(Source.of("mistake", SEVERAL.replace(right, wrong)), Report())
+    assert broken is not None
+    for made in (general_schema, schema(file)):
+        assert list(validator(made).iter_errors(plain(broken)))
 
 
 # --- with the real server -------------------------------------------------------------------------------------------
@@ -170,6 +212,7 @@ def test_the_server_has_no_alarm_on_a_file_with_everything(
 ) -> None:
     assert client.open("file:///mine.yaml", MINE) == []
     assert general.open("file:///mine.yaml", MINE) == []
+    assert general.open("file:///several.yaml", SEVERAL) == []
 
 
 @needs_server
