@@ -1,0 +1,67 @@
+"""Small models of published architectures that are not bundled: they run, train, and stream where that is possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import check_law, check_shapes, random_context, random_input
+
+FOLDER = Path(__file__).parents[1] / "spec" / "published"
+WORDS: dict[str, Any] = {"input.tokens": 11, "model.layers.times": 2}
+WHOLE: dict[str, dict[str, Any]] = {
+    "bert_base": {
+        "inputs.text.tokens": 11, "inputs.text.length": 6, "inputs.segment.length": 6, "dim": 24,
+        "model.layers.times": 1,
+    },
+    "convnext_tiny": {"dim": 4, "input.image.size": 64},
+    "mixer_b16": {"dim": 8, "model.layers.times": 1},
+    "vit_b16": {"dim": 24, "input.image.size": 32, "model.layers.times": 1},
+}
+STREAMS: dict[str, dict[str, Any]] = {
+    "falcon_7b": WORDS | {"dim": 142, "head": 2},
+    "gemma_2b": WORDS | {"dim": 12, "head": 4, "hidden": 16},
+    "llama2_7b": WORDS | {"dim": 64, "hidden": 16},
+    "mixtral_8x7b": WORDS | {"dim": 64, "hidden": 16},
+    "opt_125m": WORDS | {"dim": 24},
+    "pythia_160m": WORDS | {"dim": 48, "turned": 2},
+    "qwen2_05b": WORDS | {"dim": 56, "hidden": 16},
+    "soundstream": {"c": 2, "s2": 1, "s3": 3, "s4": 2},
+    "tcn": {"model.levels.times": 2},
+    "wavenet": {"dim": 4, "skip": 3, "model.stacks.layers.times": 3},
+    "whisper_tiny": {"dim": 12, "layers": 1, "inputs.text.tokens": 11, "inputs.mel.length": 8},
+}  # fmt: skip
+
+
+def small(name: str, changes: dict[str, Any]) -> SequenceModel:
+    path = str(FOLDER / f"{name}.yaml")
+    return seqblocks.build(path, set=changes, dtype=torch.float64, device="cpu", seed=0).eval()
+
+
+def test_all_of_them_are_tried() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*WHOLE, *STREAMS}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_it_streams(name: str) -> None:
+    model = small(name, STREAMS[name])
+    check_law(model, seq=5, cuts=[2])
+    if model.frame_size == 1 and name != "tcn":  # which returns one vector
+        check_law(model, seq=5, cuts=[2], resets=[(0, 3), (1, 1)])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_it_runs_and_trains(name: str) -> None:
+    model = small(name, WHOLE[name])
+    check_shapes(model)
+    length = model.spec.input.length
+    x = random_input(model, 2, length if isinstance(length, int) else 6)
+    model(x, **random_context(model, 2)).square().sum().backward()
+    for what, parameter in model.named_parameters():
+        assert parameter.grad is not None, what
+        assert parameter.grad.isfinite().all(), what
