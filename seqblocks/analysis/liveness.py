@@ -30,7 +30,8 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
 
     bodies: a model's, and those of blocks, each with the path of its names; a block's body is looked at by itself, as
     it serves many steps. Of idle steps that read one another only the last is listed, which the others wait for. A
-    step is not idle if a used one ties parameters to its own. Bodies with steps that could not be lowered are left out.
+    step is not idle if a used one ties parameters to its own or shares them. Bodies with steps that could not be
+    lowered are left out.
     by_gradient: whether only what passes a gradient on counts as used.
     """
     whole = [(body, path) for body, path in bodies]
@@ -103,7 +104,7 @@ class _Used(NamedTuple):
 
 
 class _Liveness:
-    """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, that a tie keeps in use.
+    """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, whose parameters a used step has.
 
     A step is above those that share its parameters, so the walk meets it after them.
     """
@@ -127,15 +128,19 @@ class _Liveness:
                 self.used.append(node)
                 if node.owner:
                     self.kept.add(id(node.owner))
-                if not live.issuperset(node.outputs) and _may_own(node):
+                if not live.issuperset(node.outputs) and _may_own(node) and not self._is_kept(node):
                     idle.parts.append((node, tuple(value for value in node.outputs if value not in live)))
                 live |= self._reads(node, idle)
             elif not waiting.isdisjoint(node.outputs):
                 waiting.update(node.reads)
-            elif _may_own(node) and not any(id(each) in self.kept for each in _with_inner(node)):
+            elif _may_own(node) and not self._is_kept(node):
                 idle.steps.append(node)
                 waiting.update(node.reads)
         return _Used(frozenset(live), idle)
+
+    def _is_kept(self, node: Node) -> bool:
+        """Whether a used step has the parameters of this one, or of a step inside it."""
+        return any(id(each) in self.kept for each in _with_inner(node))
 
     def _reads(self, node: Node, idle: Idle) -> set[int]:
         """The values around a used step that it needs; adds what is idle inside it to `idle`."""

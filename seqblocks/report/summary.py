@@ -50,9 +50,8 @@ class Row:
     rows: list[Row] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
-        facts = ("names", "verb", "kind", "input", "output", "params", "macs", "input_macs", "state")
-        facts += ("rate", "lookahead", "tied", "shares", "notes")
-        return {key: getattr(self, key) for key in facts} | {"steps": [row.as_data() for row in self.rows]}
+        out = {key: getattr(self, key) for key in self.__slots__ if key != "rows"}
+        return out | {"steps": [row.as_data() for row in self.rows]}
 
 
 @dataclass(slots=True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.cost import params_bytes
-from seqblocks.errors import SpecError
+from seqblocks.errors import SpecError, SpecWarning
 from seqblocks.graph import ModelSpec
 from seqblocks.report import listing
 from seqblocks.report.summary import Row, summarise
 
-PAIR = "blocks:\n  pair: {steps: [{linear: {features: 8, name: a}}, {linear: {features: 8, name: b, share: a}}]}\n"
+PAIR = """blocks:
+  twice: {args: {mixer: steps}, steps: [{mixer: {name: first}}, {mixer: {name: second, share: first}}]}
+  pair: {steps: [{linear: {features: 8, name: a}}, {linear: {features: 8, name: b, share: a}}]}
+"""
 
 
 def model(steps: str, blocks: str = "", input: str = "{features: 8}") -> ModelSpec:
@@ -94,6 +98,14 @@ LINEAR = 8 * 8 + 8
         (
             "- repeat: {times: 2, steps: [lin(x)]}\n- residual: {share: repeat.1, steps: [lin(x)]}",
             {"residual.x": "repeat.1.x"},
+        ),
+        (
+            "- twice: {mixer: [{residual: [lin(x)]}]}\n- lin(b of twice.first.residual.x)",
+            {"twice.second.residual.x": "twice.first.residual.x", "b": "twice.first.residual.x"},
+        ),
+        (
+            "- twice: {name: t, mixer: [lin(x), lin(y of x)]}",
+            {"t.first.y": "t.first.x", "t.second.x": "t.first.x", "t.second.y": "t.first.x"},
         ),
         ("- lin(a)\n- repeat: {times: 0, share: a, steps: [silu]}", {}),
         ("- repeat: {times: 0, share: all, steps: [lin(x)]}", {}),
@@ -205,6 +217,15 @@ def test_an_unused_step_whose_parameters_are_shared() -> None:
     with pytest.raises(SpecError, match="E315"):
         model(inner)
     model(f"{inner}\n- linear: {{features: 8, share: residual.a}}")
+
+
+def test_an_unused_part_of_a_step_whose_parameters_are_shared() -> None:
+    part = "- linear: {features: 8, name: a, as: [x, y]}\n- linear: {from: x, features: 8, name: b}"
+    with pytest.warns(SpecWarning, match="nothing uses `y`"):
+        model(part)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(f"{part}\n- lin(c of a)")
 
 
 def test_the_body_of_a_block_serves_all_its_uses() -> None:
