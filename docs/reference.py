@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from seqblocks.combinators import COMBINATORS
+from seqblocks.combinators import COMBINATORS, find_combinator
 from seqblocks.language.expressions import FUNCTIONS
 from seqblocks.op import Op, Port
 from seqblocks.parameters import INITIALISERS
@@ -27,7 +27,7 @@ PART = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)
 def parts() -> dict[str, str]:
     """Every generated part by its name. The list of functions is inside a sentence; the others are whole lines."""
     primitives = (verb for verb in reference.verbs().values() if issubclass(verb, Op) and verb.builtin)
-    made = {name: f"\n{section(verb)}\n" for name, verb in COMBINATORS.items()}
+    made = {name: f"\n{section(find_combinator(name))}\n" for name in COMBINATORS}
     made["primitives"] = "\n" + "\n\n".join(map(section, primitives)) + "\n"
     made["initialisers"] = "\n" + "\n".join(initialisers()) + "\n"
     return made | {"functions": ", ".join(f"`{name}`" for name in FUNCTIONS)}

@@ -35,7 +35,7 @@ ROOMS = """
     parameters
     recipes
     op
-    combinators
+    combinators/*
     ops/*
     graph
     cost

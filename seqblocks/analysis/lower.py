@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from seqblocks import graph
-from seqblocks.analysis import combinators, primitives  # noqa: F401  whose functions register themselves
+from seqblocks.analysis import primitives  # noqa: F401  whose function registers itself
 from seqblocks.analysis.blocks import check_unused, file_context
 from seqblocks.analysis.context import Context
 from seqblocks.analysis.inputs import Inputs, check_read, read_inputs, read_outputs

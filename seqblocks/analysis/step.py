@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from seqblocks.combinators import COMBINATORS, Combinator
+from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
@@ -41,7 +41,7 @@ class Verb(NamedTuple):
 def find_verb(file: SpecFile, verb: str) -> Verb | None:
     """Return what a verb stands for in a file; None if there is no such verb."""
     if verb in COMBINATORS:
-        combinator = COMBINATORS[verb]
+        combinator = find_combinator(verb)
         return Verb(combinator, (), tuple(fields_of(combinator)), steps=combinator.holds[0])
     if verb in file.visible:
         return _block_verb(file.visible[verb])

@@ -6,6 +6,7 @@ unknown node, whose outputs have no type: nothing that depends on it reports any
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -48,6 +49,12 @@ def lowers(meaning: type) -> Callable[[L], L]:
         return function
 
     return register
+
+
+def _lowering(meaning: type) -> Lowering:
+    if meaning not in LOWERINGS:  # a combinator, whose file registers what lowers it
+        importlib.import_module(f"seqblocks.analysis.combinators.{meaning.verb}")  # type: ignore[attr-defined]
+    return LOWERINGS[meaning]
 
 
 # --- lists of steps ---------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ def lower_step(ctx: Context, step: Step) -> graph.Node:
             else:
                 meaning = step.found.meaning
                 kind = type(meaning) if not isinstance(meaning, type) else Op if issubclass(meaning, Op) else meaning
-                if node := LOWERINGS[kind](ctx, step, meaning):
+                if node := _lowering(kind)(ctx, step, meaning):
                     if "share" in step.common:
                         from seqblocks.analysis.sharing import read_share, share_parameters  # few specs need it
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from seqblocks.combinators import COMBINATORS, Combinator
+from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.op import PRIMITIVES, FieldKind, Op, Port, field_infos, fields_of, load_builtin, load_plugins
 
 Verb = type[Op] | type[Combinator]
@@ -50,7 +50,7 @@ def verbs() -> dict[str, Verb]:
     """Return every verb: combinators, then primitives, plug-ins included."""
     load_builtin()
     load_plugins()
-    return {**COMBINATORS, **dict(sorted(PRIMITIVES.items()))}
+    return {**{verb: find_combinator(verb) for verb in COMBINATORS}, **dict(sorted(PRIMITIVES.items()))}
 
 
 def about(verb: Verb) -> str:

@@ -9,7 +9,7 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.parameters import with_initialisers
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
-from seqblocks.combinators import Experts
+from seqblocks.combinators.experts import Experts
 from seqblocks.errors import Fault, Note, quote
 from seqblocks.ops.router import Router
 from seqblocks.types import Wire

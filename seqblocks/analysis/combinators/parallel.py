@@ -8,7 +8,7 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node, may_be_name
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
-from seqblocks.combinators import Parallel
+from seqblocks.combinators.parallel import Parallel
 from seqblocks.errors import Fault, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
 from seqblocks.op import ids_are_no_numbers

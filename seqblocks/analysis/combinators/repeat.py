@@ -13,7 +13,8 @@ from seqblocks.analysis.names import Names
 from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
-from seqblocks.combinators import MAX_REPEATS, Repeat
+from seqblocks.combinators import MAX_REPEATS
+from seqblocks.combinators.repeat import Repeat
 from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, plain
 from seqblocks.language.spec import is_name

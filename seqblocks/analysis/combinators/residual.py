@@ -8,7 +8,7 @@ from seqblocks.analysis.context import Context
 from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import lower_inside
-from seqblocks.combinators import Residual
+from seqblocks.combinators.residual import Residual
 from seqblocks.errors import Fault
 from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import UNBOUNDED, Wire

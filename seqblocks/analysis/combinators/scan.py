@@ -12,7 +12,8 @@ from seqblocks.analysis.nodes import make_node
 from seqblocks.analysis.parameters import with_initialisers
 from seqblocks.analysis.step import Step
 from seqblocks.analysis.steps import count_steps, lower_inside
-from seqblocks.combinators import GRID_ORDERS, Scan
+from seqblocks.combinators import GRID_ORDERS
+from seqblocks.combinators.scan import Scan
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import must_have_grid

@@ -1,0 +1,56 @@
+"""The arguments of the verbs that hold steps: a file for each, imported when a spec uses it.
+
+What a combinator does with its steps is in the file of the same name in `seqblocks/analysis/combinators/`.
+"""
+
+# Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
+
+import importlib
+from collections.abc import Callable
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from seqblocks.types import Kind
+
+Order = Literal["forward", "reverse", "rows", "rows_reverse", "columns", "columns_reverse"]
+Merge = Literal["sum", "mean", "concat", "product"]
+GRID_ORDERS = ("rows", "rows_reverse", "columns", "columns_reverse")
+MAX_REPEATS = 4096
+
+
+class Combinator(BaseModel):
+    """Base of the verbs that hold steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True)
+
+    verb: ClassVar[str] = ""
+    holds: ClassVar[tuple[str, ...]] = ("steps",)
+    """The arguments that are steps; their values are document nodes."""
+    open_keys: ClassVar[bool] = False
+    """Whether keys of the user's own hold steps too."""
+    takes_init: ClassVar[bool] = False
+    """Whether it has parameters that `init:` may start otherwise."""
+    main_kinds: ClassVar[tuple[Kind, ...]] = ("sequence", "vector", "tokens", "image")
+
+
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts")  # in the order of the pages; each has a file
+C = TypeVar("C", bound=type[Combinator])
+_known: dict[str, type[Combinator]] = {}
+
+
+def combinator(verb: str) -> Callable[[C], C]:
+    """Register a Combinator under its verb."""
+
+    def register(cls: C) -> C:
+        cls.verb = verb
+        _known[verb] = cls
+        return cls
+
+    return register
+
+
+def find_combinator(verb: str) -> type[Combinator]:
+    """Return the Combinator of a verb in COMBINATORS."""
+    importlib.import_module(f"{__name__}.{verb}")
+    return _known[verb]
