@@ -42,8 +42,10 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         ctx.report(fault, step.key_span("from"))
     agree = check_lengths(ctx, step, cls.ports, wires)
     known = agree and len(inputs) + wires.count(None) == len(wires)
-    wires = broadcast(cls.ports, wires)
-    vectors = _vectors(ctx, inputs, wires, cls)
+    seen = broadcast(cls.ports, wires)
+    joined = sum(map(len, inputs.values())) > len(inputs)
+    vectors = _vectors(ctx, inputs, seen, cls) if joined or seen is not wires else ()
+    wires = seen
     ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead or bool(vectors)
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()

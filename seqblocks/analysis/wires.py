@@ -166,7 +166,7 @@ def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list
     """Return whether the inputs of a step that share a length are of one kind and size; report it if not."""
     likes: dict[str, tuple[str, Wire]] = {}  # by the word for a length: the last input that has it
     for port, wire in zip(ports, wires, strict=True):
-        if wire is None or _is_broadcast(port, wire):
+        if wire is None or (port.broadcast and wire.kind == "vector"):
             continue
         if port.length in likes:
             last, like = likes[port.length]
@@ -180,21 +180,19 @@ def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list
 
 def broadcast(ports: tuple[Port, ...], wires: list[Wire | None]) -> list[Wire | None]:
     """Return the types that an op sees: vectors that meet each token of other inputs are as long as those."""
-    likes = [wire for port, wire in zip(ports, wires, strict=True) if wire and wire.places and not port.length]
-    if not likes:
+    like, vectors = None, []
+    for at, (port, wire) in enumerate(zip(ports, wires, strict=True)):
+        if wire and wire.kind != "vector":
+            like = like or (None if port.length else wire)
+        elif wire and port.broadcast:
+            vectors.append(at)
+    if like is None or not vectors:
         return wires
-    return [
-        _as_long_as(likes[0], wire) if wire and _is_broadcast(port, wire) else wire
-        for port, wire in zip(ports, wires, strict=True)
-    ]
+    return [_as_long_as(like, wire) if wire and at in vectors else wire for at, wire in enumerate(wires)]
 
 
 def _as_long_as(like: Wire, vector: Wire) -> Wire:
     return replace(like, features=vector.features, origin=vector.origin, facts=vector.facts)
-
-
-def _is_broadcast(port: Port, wire: Wire) -> bool:
-    return port.broadcast and wire.kind == "vector"
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:
