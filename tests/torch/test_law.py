@@ -31,6 +31,15 @@ SMALL = {
     "kda_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2, "head": 4},
     "hgrn2_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "key": 4},
     "rwkv7_0_4b": {"dim": 16, "depth": 3, "vocabulary": 11, "head": 4},
+    "rwkv6_1_4b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
+    "recurrentgemma_2b": {"dim": 24, "hidden": 16, "heads": 2, "layers": "r a", "vocabulary": 11, "window": 5},
+    "mingru_small": {"dim": 8, "depth": 2, "vocabulary": 11},
+    "minlstm_small": {"dim": 8, "depth": 2, "vocabulary": 11},
+    "qwen3_next_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 8, "experts": 3},
+    "kimi_linear_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 4, "rank": 8},
+    "samba_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "window": 5},
+    "zamba2_small": {"dim": 16, "rounds": 1, "vocabulary": 11, "head": 4, "state": 4},
+    "xlstm_deltanet_small": {"dim": 16, "layers": "m d", "vocabulary": 11},
     "memoroid_agent": {"dim": 8, "observation": 5},
     "hybrid_small": {"dim": 16, "depth": 1, "vocabulary": 11, "window": 5},
     "centaurus_mlstm": {"dim": 16, "depth": 1},
@@ -41,6 +50,9 @@ SMALL = {
     "looped_small": {"dim": 16, "loops": 3, "vocabulary": 11, "context": 300},
     "transformer_125m": {"dim": 24, "depth": 2, "vocabulary": 11, "context": 300},
 }
+
+MADE_OF_OTHERS = ("minlstm_small", "samba_small", "zamba2_small", "xlstm_deltanet_small", "kimi_linear_small")
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in MADE_OF_OTHERS else name for name in SMALL]
 
 
 def model(name: str, seed: int) -> SequenceModel:
@@ -70,7 +82,7 @@ def law_holds(name: str, seq: int, cuts: list[int], resets: list[tuple[int, int]
     check_law(made, seq=seq, cuts=cuts, resets=resets, seed=seed, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8)
 @lengths(40)
 def test_whole_is_chunks_is_steps(

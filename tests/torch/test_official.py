@@ -47,8 +47,8 @@ SHAPES = official_shapes()
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Tensors of one number each; a tied head is the embedding's own."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
-    if case.startswith("mamba"):
-        out["lm_head.weight"] = out[next(name for name in out if "embedding" in name)]
+    if case.startswith(("mamba", "recurrentgemma")):
+        out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
     return out
 
 
@@ -73,14 +73,16 @@ def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str
     tensors = without_memory(case, numbers)
     tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
     made = parameters_from(model, tensors)
-    # as many tensors as parameters, but for the head that is tied and for what the sLSTM holds in one
-    together = sum(name.endswith("slstm_cell._bias_") for name in shapes)
-    assert len(made) == len(shapes) - len(tied) + 3 * together
+    # as many tensors as parameters, but for the head that is tied and for what the sLSTM and RWKV-6 hold in one
+    together = 3 * sum(name.endswith("slstm_cell._bias_") for name in shapes)
+    together += 4 * sum(name.endswith(("x_bias", "x_proj.2.weight")) for name in shapes)
+    assert len(made) == len(shapes) - len(tied) + together
     sources: dict[float, list[str]] = {}
     for name, tensor in made.items():
         sources.setdefault(tensor.flatten()[0].item(), []).append(name)
+    parts = r"\.cell\.[ifzo]_bias$|\.mix_[rwkvg]\.(weight|bias)$"
     for names in sources.values():
-        assert len(names) == 1 or all(re.search(r"\.cell\.[ifzo]_bias$", name) for name in names), names
+        assert len(names) == 1 or all(re.search(parts, name) for name in names), names
 
 
 @pytest.mark.parametrize("case", sorted(SHAPES))

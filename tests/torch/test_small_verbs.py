@@ -106,6 +106,9 @@ def test_rotary_turns_by_the_position_in_the_sequence() -> None:
     angle = place[..., None] * 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
     turned = pairs * torch.polar(torch.ones_like(angle), angle)
     torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], -1), rtol=1e-12, atol=1e-12)
+    part = built("rotary: {heads: 1, base: 100, features: 2}")(X, resets=RESETS)
+    first = torch.complex(X[..., :1], X[..., 1:2]) * torch.polar(torch.ones_like(angle[..., :1]), angle[..., :1])
+    torch.testing.assert_close(part, torch.cat([first.real, first.imag, X[..., 2:]], -1), rtol=1e-12, atol=1e-12)
 
 
 def test_rotary_of_a_part_of_each_head() -> None:
