@@ -33,7 +33,7 @@ class Tokens(Writer):
             (chance.choice(ACTIVATIONS), {}),
             (chance.choice(ACTIVATIONS), {}),
             ("soft_cap", {"cap": 3.0}),
-            ("dropout", {"p": 0.2}),
+            ("dropout" if now.width % 2 else "drop_path", {"p": 0.2}),
             # the norm of a single number is 0, and its gradient nothing but rounding
             ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
             ("rms_norm", {**gain, **shared, "groups": heads}),

@@ -1,11 +1,24 @@
-"""Dropout of features."""
+"""Dropout of features, and of whole samples."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.op import ANY, Op, Port, argument, primitive
 from seqblocks.types import Facts, Wire
+
+
+def rescaled(facts: Facts, kept: float) -> Facts:
+    """Return what is known of numbers that are kept with a probability and then divided by it, else zeroed."""
+    return facts.times(Facts(1 / kept, 1 / kept)).or_zero()
+
+
+def drop_samples(x: Any, p: float) -> Any:
+    """Zero each sample of x [batch, …] with probability p, and divide the others by 1 - p."""
+    import torch
+
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    return x * (torch.rand(shape, device=x.device, dtype=torch.float32) < 1 - p).to(x.dtype) / (1 - p)
 
 
 @primitive("dropout")
@@ -16,8 +29,7 @@ class Dropout(Op):
     p: float = argument(0.1, "probability of zeroing a feature", ge=0, lt=1)
 
     def facts(self, x: Wire) -> Facts:
-        scale = 1 / (1 - self.p)
-        return x.facts.times(Facts(scale, scale)).or_zero()
+        return rescaled(x.facts, 1 - self.p)
 
     def prepare_step(self, p: Any) -> Any:
         return lambda x: x  # a stepper is for evaluation
@@ -26,3 +38,21 @@ class Dropout(Op):
         from torch.nn.functional import dropout
 
         return dropout(x, self.p, call.training)
+
+
+@primitive("drop_path")
+class DropPath(Op):
+    """Zero whole samples at random while training, and rescale the others by 1 / (1 - p).
+
+    At the end of a branch of `parallel` it drops the branch; `residual` has an argument for its own.
+    """
+
+    ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)
+    p: float = argument(..., "probability of zeroing a sample", ge=0, lt=1)
+    source = "stochastic depth (arXiv:1603.09382)"
+
+    def facts(self, x: Wire) -> Facts:
+        return rescaled(x.facts, 1 - self.p)
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return drop_samples(x, self.p) if self.p and call.training else x

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
+from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.step import Place, makes
@@ -25,14 +25,8 @@ class Residual(Body):
         if call.phase == "context":
             return y, states
         if self._drop_path and call.training:
-            y = _dropped(y, 1 - self._drop_path)
+            y = drop_samples(y, self._drop_path)
         return tensors[0] + y, states
 
     def extra_repr(self) -> str:
         return f"drop_path={self._drop_path:g}" if self._drop_path else ""
-
-
-def _dropped(y: Tensor, kept: float) -> Tensor:
-    """Zero a sample with probability 1 - kept, and divide the others by `kept`."""
-    shape = (y.shape[0],) + (1,) * (y.ndim - 1)
-    return y * (torch.rand(shape, device=y.device, dtype=torch.float32) < kept).to(y.dtype) / kept

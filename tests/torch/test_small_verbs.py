@@ -216,3 +216,29 @@ def test_l2_norm() -> None:
 def test_gradients_in_float64(step: str) -> None:
     model = built(step)
     assert torch.autograd.gradcheck(lambda x: model(x, resets=RESETS[:, :4]), draw(2, 4, 6).requires_grad_())
+
+
+def test_drop_path_zeroes_whole_samples() -> None:
+    model = built("{drop_path: 0.25}").train()
+    x = draw(4000, 2, 6).abs() + 1
+    torch.manual_seed(3)
+    y = model(x)
+    kept = y.flatten(1).any(1)
+    assert torch.equal(y, torch.where(kept[:, None, None], x / 0.75, 0.0))
+    assert kept.double().mean().item() == pytest.approx(0.75, abs=0.03)  # 4 standard deviations
+    assert torch.equal(model.eval()(x), x)
+
+
+def test_drop_path_drops_one_branch_of_parallel_as_residual_drops_its_own() -> None:
+    branches = "{parallel: [{a: [{linear: 6}, {drop_path: 0.5}]}, {b: [identity]}]}"
+    model, other = built(branches).train(), built("{residual: {drop_path: 0.5, steps: [{linear: 6}]}}").train()
+    x = draw(8, 3, 6)
+    other.load_state_dict({name.replace("parallel.a", "residual"): t for name, t in model.state_dict().items()})
+    outputs = []
+    for each in (model, other):
+        torch.manual_seed(5)
+        outputs.append(each(x))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    dropped = (outputs[0] == x).flatten(1).all(1)
+    assert 0 < dropped.sum() < 8
+    check_law(model.eval(), seq=5)

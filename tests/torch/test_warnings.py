@@ -16,7 +16,7 @@ from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import bundled
-from seqblocks.testing import random_input
+from seqblocks.testing import random_context, random_input
 from tests.compose import compose
 
 SMALL = 3_000_000  # parameters of a bundled model that a test runs
@@ -50,14 +50,11 @@ def without_gradient(model: ModelSpec, seed: int = 0) -> set[str]:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    x = random_input(module, 2, 12 * module.frame_size if model.input.length == "seq" else _length(model), seed)
-    y = module(x)
-    (y * torch.randn(y.shape, generator=generator, dtype=torch.float64)).sum().backward()
+    length = model.input.length if isinstance(model.input.length, int) else 12 * module.frame_size
+    y = module(random_input(module, 2, length, seed), **random_context(module, 2, seed))
+    outputs = y.values() if isinstance(y, dict) else [y]
+    sum((each * torch.randn(each.shape, generator=generator, dtype=torch.float64)).sum() for each in outputs).backward()
     return {name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()}
-
-
-def _length(model: ModelSpec) -> int:
-    return model.input.length if isinstance(model.input.length, int) else 12
 
 
 SPEC = """
