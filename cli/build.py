@@ -42,22 +42,30 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _model(options: argparse.Namespace) -> ModelSpec:
-    image = _image_size(options)
+    size = _image_size(options)
+    if size is None:
+        return require_model(*load(options.spec, options, {}))
     try:
-        return require_model(*load(options.spec, options, image))
+        return require_model(*load(options.spec, options, {"input.image.size": size}))
     except SpecError as error:
-        if image and any(d.code == "E310" and "'image'" in d.message for d in error.diagnostics):
-            raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none") from None
-        raise
+        missing = [d.message for d in error.diagnostics if d.code == "E310"]
+        if not any("'image'" in message or "'input'" in message for message in missing):
+            raise
+    inputs = require_model(*load(options.spec, options, {})).inputs
+    images = {f"inputs.{name}.image.size": size for name, wire in inputs.items() if wire.kind == "image"}
+    if not images:
+        raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none")
+    return require_model(*load(options.spec, options, images))
 
 
-def _image_size(options: argparse.Namespace) -> dict[str, str]:
+def _image_size(options: argparse.Namespace) -> str | None:
+    """Return the rows and columns as YAML; None where no size is given."""
     if options.image_size is None:
-        return {}
+        return None
     sides = options.image_size.lower().split("x")
     if len(sides) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,8}", side) for side in sides):
         raise UsageError(f"--image-size takes N or HxW, for instance 224 or 192x256, not {options.image_size!r}")
-    return {"input.image.size": yaml(f"[{sides[0]}, {sides[-1]}]")}
+    return yaml(f"[{sides[0]}, {sides[-1]}]")
 
 
 def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:

@@ -165,6 +165,8 @@ def _cost(found: Summary, options: argparse.Namespace) -> str:
         one, flops = output.short(found.input_macs, "MACs"), output.short(2 * found.input_macs, "FLOPs")
         each = f"{one} = {flops} per {found.counted_per} ({tokens:,} tokens)"
         return each + (f"; {batch} for {options.batch}" if options.batch > 1 else "")
+    if found.open_memories:
+        return f"MACs per token depend on the length of {', '.join(found.open_memories)}, which the spec leaves open"
     if found.macs_per_token is None:
         return "MACs per token depend on the length of the sequence: give --length"
     each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"

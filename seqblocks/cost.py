@@ -75,6 +75,13 @@ def _reads_open_context(node: graph.Node) -> bool:
     return any(wire.context and isinstance(wire.length, str) for wire in node.wires if wire)
 
 
+def open_memories(model: ModelSpec) -> list[str]:
+    """Return the inputs of open length that decide the cost of a token."""
+    nodes = (node for node in graph.streamed(model.graph) if _reads_open_context(node))
+    wires = (wire for node in nodes for wire in node.wires if wire and wire.context)
+    return [*dict.fromkeys(wire.length.partition("/")[0] for wire in wires if isinstance(wire.length, str))]
+
+
 def context_macs(body: Graph) -> float | None:
     """Return multiply-accumulates of what depends on the context alone; None where its length is open."""
     return _sum([_context_macs(node) for node in body.nodes])

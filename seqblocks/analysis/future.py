@@ -9,9 +9,8 @@ from seqblocks.graph import ModelSpec
 
 def check_future(model: ModelSpec, warnings: Report) -> None:
     """Warn of a model of token numbers that predicts a token from what follows it."""
-    output, ahead = model.output, lookahead.find(model)
-    predicts = model.input.kind == "tokens" and output and output.kind == "sequence"
-    if not (predicts and output.features == model.input.features and output.rate == model.input.rate):
+    ahead = lookahead.find(model)
+    if model.input.kind != "tokens" or not any(_predicts(model, value) for value in model.graph.results):
         return
     if ahead is None or not ahead.tokens or ahead.first is None:
         return
@@ -23,3 +22,10 @@ def check_future(model: ModelSpec, warnings: Report) -> None:
     wanted = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
     hint = f"if that is intended, as in a model that fills in masked tokens, say so: {wanted}"
     warnings.fault(Fault("W903", message, notes=notes, hint=hint), own.span)
+
+
+def _predicts(model: ModelSpec, value: int) -> bool:
+    """Whether an output has a number for each token of the vocabulary, at each token of the input."""
+    wire = model.types[value]
+    alike = wire is not None and (wire.features, wire.rate) == (model.input.features, model.input.rate)
+    return alike and wire is not None and wire.kind == "sequence" and not wire.context

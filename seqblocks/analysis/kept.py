@@ -56,4 +56,4 @@ def _state(wire: Wire) -> State:
     width = (wire.features,) if wire.kind == "sequence" else ()
     if isinstance(wire.length, int):
         return State((wire.length, *width), dtype, length="length")
-    return State((0, *width), dtype, length=wire.length or "seq")
+    return State((0, *width), dtype, length=(wire.length or "seq").partition("/")[0])

@@ -44,13 +44,14 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
     return idle
 
 
-def unused(node: Node) -> Fault:
+def unused(node: Node, body: Graph) -> Fault:
     """What to say of an idle step."""
     what = "it" if len(node.outputs) == 1 else "one of its parts"
+    listed = f"list {what} in `outputs:`, " if body.outputs and node in body.nodes else ""
     return Fault(
         "E315",
         f"nothing uses the output of {_shown(node)}: {_owned(node)} would never be trained",
-        hint=f"read {what} in a later step, by `from:` or a port, or remove the step",
+        hint=f"{listed}read {what} in a later step, by `from:` or a port, or remove the step",
     )
 
 

@@ -75,9 +75,9 @@ def _report_idle(run: Run) -> None:
     """Report the parameters that would not be trained, each step once: unused ones, then those without a gradient."""
     bodies = [(body, graph.join(*ctx.body.path)) for ctx, body in run.lowered]
     idle = find_idle(bodies)
-    for (ctx, _), found in zip(run.lowered, idle, strict=True):
+    for (ctx, body), found in zip(run.lowered, idle, strict=True):
         for node in found.steps:
-            ctx.report(unused(node), node.span)
+            ctx.report(unused(node, body), node.span)
     if run.report:
         return
     idle = find_idle(bodies, by_gradient=True) if run.has_constants else idle

@@ -20,6 +20,7 @@ from seqblocks.cost import (
     node_input_macs,
     node_macs,
     open_context,
+    open_memories,
     params_bytes,
     state_bytes,
     tokens_of,
@@ -82,6 +83,7 @@ class Summary:
     notes: list[str] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)  # by name, where the spec names them
     outputs: dict[str, str] = field(default_factory=dict)
+    open_memories: list[str] = field(default_factory=list)  # inputs of open length that decide the cost of a token
     context_macs: float | None = 0  # of what depends on the inputs that do not stream alone; None: unknown
 
     @property
@@ -129,6 +131,7 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
         latency_ms=lookahead.latency_ms(spec),
         sample_rate=spec.input.sample_rate,
         input_macs=input_macs(spec.graph, tokens),
+        open_memories=open_memories(spec),
         context_macs=context_macs(spec.graph) if spec.graph.ports else 0,
         counted_per=_counted_per(spec, tokens),
         notes=_remarks(spec),
