@@ -22,6 +22,7 @@ from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
 from seqblocks.runtime.stepping import Stepper, reset, stepper
+from seqblocks.runtime.stream import Stream
 from seqblocks.state import States, check_state, declared, new_state
 from seqblocks.types import Wire
 
@@ -245,6 +246,11 @@ class SequenceModel(Body):
         arguments.check_names_of_context(self.spec.inputs, inputs, count)
         arguments.check_context(self.spec.inputs, inputs, count, "the state")
         return new_state(self._declared_state, count, device, kind, self._context_state(inputs))
+
+    def stream(self, batch_size: int, device: Any = None, **inputs: Tensor) -> Stream:
+        """Return a stream of `batch_size` sequences that holds its own state; arguments as `init_state`."""
+        with torch.inference_mode():
+            return Stream(self, self.init_state(batch_size, device, None, **inputs))
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
         """Return two groups for an optimiser: parameters that are customarily decayed, and the others.

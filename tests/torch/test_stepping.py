@@ -220,6 +220,21 @@ def test_states_have_memory_of_their_own() -> None:
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
+def test_a_stream_holds_its_state() -> None:
+    model, x = build(), tokens()
+    with torch.no_grad():
+        expected = model(x)
+    stream = model.stream(2)
+    found = [stream.read(x[:, :3]), stream.step(x[:, 3])[:, None]]
+    stream.select(torch.tensor([1]))
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, :4], rtol=1e-10, atol=1e-10)
+    resets = torch.tensor([True])
+    torch.testing.assert_close(stream.step(x[1:, 4]), expected[1:, 4], rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        alone = model(x[1:, 5:6])[:, 0]
+    torch.testing.assert_close(stream.step(x[1:, 5], resets=resets), alone, rtol=1e-10, atol=1e-10)
+
+
 @pytest.fixture(scope="module")
 def by_hand() -> Any:
     path = Path(__file__).parents[2] / "benchmarks" / "steps.py"
