@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,8 @@ from seqblocks.kernels.resets import STATE, TOKENS, along, contained
 def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     """x, decay [B, S, E], state [B, E], resets [B, S]. Returns y [B, S, E] and the last state."""
 
-    def whole(*tensors: Any) -> tuple[Tensor, Tensor]:
-        return scan(*tensors, resets, reverse)
+    def whole(x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return scan(x, decay, state, resets, reverse)
 
     y, last = contained(whole, (x, decay, state), (TOKENS, TOKENS, STATE), resets, reverse)
     return y, last

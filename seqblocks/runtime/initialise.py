@@ -90,7 +90,8 @@ def _inverse_softplus(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.
 
 
 def _log_of_uniform(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:
-    return _uniform(shape, *init.values, g).clamp(min=torch.finfo(torch.float32).tiny).log()
+    low, high = init.values
+    return _uniform(shape, low, high, g).clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 def _ring(shape: tuple[int, ...], init: Init, fan_in: int, g: torch.Generator) -> Tensor:

@@ -228,3 +228,70 @@ def test_float32_loses_what_the_official_layers_lose(name: str) -> None:
             expected = torch.from_numpy(found.data[key])
             error = (results[key].double() - expected).abs().max().item()
             assert error <= 10 * loss + 1e-6 * max(1.0, expected.abs().max().item()), key
+
+
+# ------------------------------------------------------------------------------------------------ other layouts
+
+
+def joined_convolutions(w: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"conv1d.weight": torch.cat([w.pop(f"{name}_conv1d.weight") for name in "qkv"])}
+
+
+def qwen3_next(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Projections in by key heads, as Qwen3-Next's modules cut them."""
+    def of_heads(*names: str) -> Tensor:
+        return torch.cat([w.pop(f"{name}_proj.weight").unflatten(0, (heads, -1)) for name in names], 1).flatten(0, 1)
+
+    projections = {"in_proj_qkvz.weight": of_heads(*"qkvg"), "in_proj_ba.weight": of_heads(*"ba")}
+    out = {"norm.weight": w.pop("o_norm.weight"), "out_proj.weight": w.pop("o_proj.weight")}
+    return {**projections, **joined_convolutions(w), **out, **w}
+
+
+def qwen3_5(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    out = {"in_proj_qkv.weight": torch.cat([w.pop(f"{name}_proj.weight") for name in "qkv"])}
+    out |= {f"in_proj_{new}.weight": w.pop(f"{old}_proj.weight") for new, old in zip("zba", "gba", strict=True)}
+    out |= {"norm.weight": w.pop("o_norm.weight"), "out_proj.weight": w.pop("o_proj.weight")}
+    return {**out, **joined_convolutions(w), **w}
+
+
+def olmo_hybrid(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    return {**joined_convolutions(w), **w}
+
+
+def kimi_linear(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    renamed = {"f_proj.0": "forget_gate.f_a_proj", "f_proj.1": "forget_gate.f_b_proj", "g_proj.0": "g_a_proj"}
+    renamed |= {"g_proj.1": "g_b_proj"}
+    out = {f"{new}.weight": w.pop(f"{old}.weight") for old, new in renamed.items()}
+    out |= {"forget_gate.A_log": w.pop("A_log").view(1, 1, heads, 1), "forget_gate.dt_bias": w.pop("dt_bias")}
+    return {**out, **joined_convolutions(w), **w}
+
+
+@pytest.mark.parametrize("layout", [qwen3_next, qwen3_5, olmo_hybrid])
+@pytest.mark.parametrize("name", [name for name in CASES if "gated_deltanet" in name])
+def test_gated_deltanet_in_other_layouts(name: str, layout: Callable[..., dict[str, Tensor]]) -> None:
+    """The same weights in the layout of another release are the same model."""
+    found, model = built(name, torch.float64)
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    w = {key[2:]: found.tensor(key, torch.float64) for key in found.data if key.startswith("w/")}
+    load_official(model, layout(w, 2))
+    for key, t in model.state_dict().items():
+        assert torch.equal(t, before[key]), key
+
+
+def test_kda_in_the_layout_of_kimi_linear() -> None:
+    found = read("linear_attention/layer_kda_T33")
+    w = {key[2:]: found.tensor(key, torch.float64) for key in found.data if key.startswith("w/")}
+    del w["g_proj.1.bias"]
+    spec = """
+seqblocks: 1
+use: [kda]
+model: {input: {features: 16}, steps: [kda_mixer: {name: it, dim: 16, heads: 2, head: 8, gate_bias: false}]}
+checkpoint: {it: ""}
+"""
+    states = []
+    for weights in (dict(w), kimi_linear(dict(w), 2)):
+        model = seqblocks.build_text(spec, dtype=torch.float64)
+        load_official(model, weights)
+        states.append(model.state_dict())
+    for key, t in states[0].items():
+        assert torch.equal(t, states[1][key]), key
