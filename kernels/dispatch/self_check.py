@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -126,11 +127,14 @@ def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
 
 @cache
 def device_and_source(op: str, index: int) -> tuple[str, str, str, str]:
-    """Return device, architecture, Triton, and a digest of the files of the op's kernels."""
+    """Return device, architecture, Triton, and a digest of the files of the op's kernels, and of those it borrows."""
     from seqblocks.kernels import triton_common
 
     kernels = Path(__file__).parents[1]
-    files = [kernels / "triton_common.py", *sorted((kernels / op).rglob("*.py"))]
+    own = sorted((kernels / op).rglob("*.py"))
+    shared = {name for file in own for name in re.findall(r"kernels\.(\w+)\.triton", file.read_text(encoding="utf-8"))}
+    files = [kernels / "triton_common.py", *own]
+    files += [file for name in sorted(shared - {op}) for file in sorted((kernels / name / "triton").rglob("*.py"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     triton: Any = importlib.import_module("triton")
     return torch.cuda.get_device_name(index), triton_common.arch_of(index), triton.__version__, digest

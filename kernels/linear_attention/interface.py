@@ -62,23 +62,22 @@ def linear_attention(
     given = [x for x in tensors.values() if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
     B, HV, K, columns = q.shape[0], v.shape[2], q.shape[3], v.shape[3] + normalize
-    if state is None:
-        state = q.new_zeros(B, HV, K, columns, dtype=dtype)
-    elif state.shape != (B, HV, K, columns):
+    if state is not None and state.shape != (B, HV, K, columns):
         what = "[B, HV, K, V + 1], as `normalize` has a column for the keys" if normalize else "[B, HV, K, V]"
         raise ValueError(f"linear_attention wants a state {what} = {[B, HV, K, columns]}; got {list(state.shape)}")
     run = dispatch.choose(
-        "linear_attention", backend, {**tensors, "state": state, "resets": resets}, dtype=numerics.computed_in(*given),
+        "linear_attention", backend, {**tensors, "state": state, "resets": resets},
+        {"batch": B * HV, "length": q.shape[1]}, dtype=numerics.computed_in(*given),
         rule="dplr" if a is not None else "delta" if beta is not None else "add", resets=resets is not None,
-        reverse=reverse,
+        reverse=reverse, widths=(K, columns), bonus=bonus is not None,
+        decay=None if decay is None else "head" if decay.dim() == 3 else "key",
     )  # fmt: skip
-    values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:3], 1, dtype=dtype)], -1) if normalize else v.to(dtype)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalize else v
     y, last = run(
-        *(None if x is None else x.to(dtype) for x in (q, k)), values,
-        *(None if x is None else x.to(dtype) for x in (decay, beta, a, b, bonus)), state.to(dtype),
+        q, k, values, decay, beta, a, b, bonus, None if state is None else state.to(dtype),
         None if resets is None else resets.bool(), reverse, K**-0.5 if scale is None else scale, normalize,
         chunk_size or 64,
-    )  # fmt: skip
+    )
     return (y.to(v.dtype), last) if return_state else y.to(v.dtype)
 
 

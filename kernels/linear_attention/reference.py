@@ -48,14 +48,14 @@ def step(
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
-    bonus: Tensor | None, state: Tensor, resets: Tensor | None, reverse: bool, scale: float, normalize: bool,
+    bonus: Tensor | None, state: Tensor | None, resets: Tensor | None, reverse: bool, scale: float, normalize: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The shapes of `linear_attention`, all of one dtype; with `normalize` v and the state have a last column for z.
+    """The shapes of `linear_attention`; with `normalize` v and the state have a last column for z.
 
-    Returns o [B, S, HV, V] and the last state.
+    Returns o [B, S, HV, V] and the last state, in float32, or in float64 if any tensor is.
     """
-    tensors = (q, k, v, decay, beta, a, b, bonus, state)
+    tensors = in_one_dtype(q, k, v, decay, beta, a, b, bonus, state)
 
     def whole(*x: Tensor | None) -> tuple[Tensor, Tensor]:
         return read_out(scan(x, resets, reverse, scale), normalize)
@@ -63,6 +63,16 @@ def run(
     unread = None if bonus is None else decay  # what a token's own output does not depend on
     y, last = contained(whole, tensors, KINDS, resets, reverse, unread)
     return y, last
+
+
+def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """All in float32, or in float64 if any is, with zeros for a state, the last of them, that is not given."""
+    *others, state = others
+    given = (q, k, v, *(x for x in (*others, state) if x is not None))
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    if state is None:
+        state = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    return tuple(None if x is None else x.to(dtype) for x in (q, k, v, *others, state))
 
 
 def read_out(result: tuple[Tensor, Tensor], normalize: bool) -> tuple[Tensor, Tensor]:

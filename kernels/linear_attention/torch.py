@@ -357,11 +357,11 @@ _op_backward.register_autograd(no_second_derivative("linear_attention", "torch")
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
-    state: Tensor, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int,
+    state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.run`."""
-    tensors = (q, k, v, decay, beta, a, b, bonus, state)
-    if v.numel() == 0 or state.numel() == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
+    tensors = reference.in_one_dtype(q, k, v, decay, beta, a, b, bonus, state)
+    if v.numel() == 0 or q.shape[3] == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
         return reference.run(*tensors, resets, reverse, scale, normalize, chunk_size)
 
     def whole(*x: Maybe) -> tuple[Tensor, Tensor]:

@@ -95,11 +95,15 @@ def find(
 ) -> Found:
     """Look at all inputs. A gate that is closed (i or f at -inf) or open (f at inf) is no fault."""
     tokens = _not_finite(q) | _not_finite(k) | _not_finite(v) | i.isnan() | (i == torch.inf) | f.isnan()
-    resets = resets.bool()
     first = torch.zeros_like(tokens[:, 0])
     for x in state:
         if x is not None:
             first = first | _any(~x.isfinite(), 2)
+    return found_at(tokens, first, resets.bool(), reverse)
+
+
+def found_at(tokens: Tensor, first: Tensor, resets: Tensor, reverse: bool) -> Found:
+    """Of tokens [B, S, H] and initial states [B, H] that are known not to be finite."""
     outputs = _reached(tokens, first, resets, reverse)
     return Found(tokens, first, outputs, outputs[:, 0 if reverse else -1], resets, reverse)
 

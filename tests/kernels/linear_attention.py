@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from seqblocks import kernels
+from seqblocks.kernels.linear_attention.reference import step
+from seqblocks.kernels.resets import along
 from tests.kernels.conformance import Kernel, Tensors, Variant, draw
 
 
@@ -44,6 +46,83 @@ def linear_attention_errors() -> Any:
     )
 
 
+def linear_attention_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The reference and the torch implementation compute in float32 and round only their results.
+
+    The Triton implementation rounds the operands of its dots and what it stores between kernels. Counted along the
+    chain, each with everything it is made of, at the worst (a decay per key):
+
+        C        2   weighted key, and when it is read
+        weights  3   query and key, both weighted, and the result
+        y        4   weighted query and C, or weights; and the result
+        dv       4   weights, or weighted key and dC; and the result
+        dq, dk   4   gradient of weights 1, other keys or queries 1, or dC and the value; and the result; and one
+                     where heads are summed
+
+    Delta rules have more: `linear_attention_cancellation`.
+    """
+    return 4.0 if backend == "triton" else 1.0
+
+
+def linear_attention_cancellation(
+    x: Tensors, wanted: Tensors, given: Tensors, **options: Any
+) -> dict[str, float]:
+    """Further counts of roundings, times sizes.
+
+    Of a delta rule, for e = v - S'^T k and its gradient de:
+
+        solved   3   A, which is rounded as weights are; and when it is read
+        of_state 5   solved, weighted key, and the result
+        e        8   of_state, C without e, and the result; or solved times v and twice stored
+        y       10   e, times beta when it is read; and the result; the same for dx, and for the last state
+        de      10   solved, dx times beta, and the result: with `solved` as above dx is 6
+        dk      12   gradient of A: de, e; other keys; and the result
+
+    These are relative to e and dx as large as v and dy, which beta of at most 1 and keys of length 1 allow.
+    The gradient of a decay is a difference: of what tokens read and write, each counted as dq and dk. What two tokens
+    of a chunk add to each other is the same number in both, so the sizes are those of <S, dS> at a token, all products
+    positive, summed over channels for a decay per head.
+    """
+    count = 12.0 if "beta" in x else 4.0
+    sizes = {name: count * t.abs().max().item() for name, t in wanted.items() if t.numel()}
+    if "decay" in x and x["v"].numel():
+        sizes["gradient of decay"] = 2 * count * flow(x, given, **options)
+    return sizes
+
+
+def flow(
+    x: Tensors, given: Tensors, *, resets: torch.Tensor | None = None, reverse: bool = False, **options: Any
+) -> float:
+    """The largest <S, dS> before any token, with positive products, by the definition."""
+    x = {name: t.detach().double() for name, t in x.items()}
+    groups, S = x["v"].shape[2] // x["q"].shape[2], x["q"].shape[1]
+    q, k = (t.repeat_interleave(groups, 2) for t in (x["q"].shape[3] ** -0.5 * x["q"], x["k"]))
+    v = torch.cat([x["v"], torch.ones_like(x["v"][..., :1])], -1) if options.get("normalize") else x["v"]
+    bonus = x["bonus"].repeat_interleave(groups, 0) if "bonus" in x else None
+    state = x.get("state", torch.zeros(*v[:, 0].shape[:2], q.shape[3], v.shape[3], dtype=torch.float64))
+    states, loss = [], torch.zeros((), dtype=torch.float64)
+    for t in reversed(range(S)) if reverse else range(S):
+        if resets is not None:
+            state = state.masked_fill(along(resets[:, t], state), 0.0)
+        state = state.detach().requires_grad_() if not states else state
+        states.append(state)
+        y, state = step(
+            q[:, t], k[:, t], v[:, t], x["decay"][:, t], x["beta"][:, t] if "beta" in x else None, None, None, bonus,
+            state,
+        )
+        if options.get("normalize"):
+            y = y[..., :-1] / (y[..., -1:] + 1e-10)
+        loss = loss + (y * given["out"][:, t].double()).sum()
+    states.append(state)
+    if "state" in given:
+        loss = loss + (state * given["state"].double()).sum()
+    grads = torch.autograd.grad(loss, states, allow_unused=True, materialize_grads=True)
+    per_key = x["decay"].dim() == 4
+    found = [(s * g).abs().sum(-1) if per_key else (s * g).abs().sum((-2, -1))
+             for s, g in zip(states, grads, strict=True)]
+    return max(f.max().item() for f in found)
+
+
 ADD = ("beta", "a", "b", "bonus")
 LINEAR_ATTENTION = Kernel(
     name="linear_attention",
@@ -64,8 +143,20 @@ LINEAR_ATTENTION = Kernel(
         "delta": Variant(without=("decay", "a", "b", "bonus")),
         "gated delta": Variant(without=("a", "b", "bonus"), sizes={"groups": 2}),
         "key delta": Variant(without=("a", "b", "bonus"), sizes={"decay": "key"}),
-        "dplr": Variant(without=("beta", "bonus"), sizes={"decay": "key"}),
+        "dplr": Variant(without=("beta", "bonus"), sizes={"decay": "key"}, on=("reference", "torch")),
     },
-    implementations=("reference", "torch"),
+    device_shapes=(
+        {"S": 31, "K": 32, "V": 48}, {"S": 63, "K": 32, "V": 48}, {"S": 300, "K": 32, "V": 48},
+        *({"S": 100, "K": a, "V": b} for a, b in ((16, 70), (64, 64), (128, 128), (192, 192), (256, 512))),
+    ),
+    roundings=linear_attention_roundings,
+    cancellation=linear_attention_cancellation,
     errors=linear_attention_errors(),
+    facts={"dtype": torch.bfloat16, "widths": (64, 64)},
+    refused=(
+        ({"dtype": torch.float64}, "float64: Triton implementations compute in float32"),
+        ({"rule": "dplr"}, "has a torch implementation only"),
+        ({"rule": "delta", "widths": (320, 64)}, "up to 256 keys a head, not 320"),
+    ),
+    added=("state",),
 )

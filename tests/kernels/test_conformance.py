@@ -490,7 +490,7 @@ DEVICE_SHAPES: dict[str, dict[str, int]] = {
     "mlstm": {"batch": 4, "S": 300, "DK": 64, "DV": 64}, "slstm": {"batch": 17, "S": 200, "D": 64},
     "selective_scan": {"batch": 4, "S": 300, "E": 256, "N": 16}, "causal_conv": {"batch": 4, "S": 300, "D": 256},
     "centaurus": {"batch": 3, "S": 400, "H": 64, "N": 128}, "head_norm": {"batch": 4, "S": 300, "D": 768},
-    "headwise_linear": {"batch": 4, "S": 300, "G": 64},
+    "headwise_linear": {"batch": 4, "S": 300, "G": 64}, "linear_attention": {"batch": 4, "S": 300, "K": 64, "V": 64},
 }
 
 

@@ -35,6 +35,7 @@ from seqblocks.kernels.causal_conv import triton as causal_conv_triton
 from seqblocks.kernels.centaurus import triton as centaurus_triton
 from seqblocks.kernels.head_norm import triton as head_norm_triton
 from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
+from seqblocks.kernels.linear_attention import triton as linear_attention_triton
 from seqblocks.kernels.mlstm import triton as mlstm_triton
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from seqblocks.kernels.slstm.triton import launch as slstm_triton
@@ -178,6 +179,27 @@ def mlstm_step(width: int, dtype: torch.dtype) -> None:
     mlstm_triton.run(q, k, v, i, f, state, None, **given, normalize=True, return_state=True)
 
 
+def linear_attention(width: int, dtype: torch.dtype, decay: str = "", delta: bool = False, **change: Any) -> None:
+    batch, seq, heads = 2, change.pop("seq", 256), change.pop("heads", 4)
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    values = change.pop("values", width)
+    q, k = (leaf(batch, seq, change.get("key_heads", heads), width, dtype=dtype) for _ in range(2))
+    change.pop("key_heads", None)
+    v, state = leaf(batch, seq, heads, values, dtype=dtype), leaf(batch, heads, width, values)
+    shapes = {"head": (batch, seq, heads), "key": (batch, seq, heads, width)}
+    g = leaf(*shapes[decay]) if decay else None
+    beta = leaf(batch, seq, heads) if delta else None
+    bonus = leaf(heads, width) if change.pop("bonus", False) else None
+    marks = torch.zeros(batch, seq, dtype=torch.bool) if change.pop("resets", False) else None
+    y, last = linear_attention_triton.run(
+        q, k, v, g, beta, None, None, bonus, state, marks, change.pop("reverse", False), width**-0.5, False, 64
+    )
+    (y.sum() + last.sum()).backward()
+
+
 def centaurus(batch: int, substates: int, dtype: torch.dtype, fan: int = 1, **change: Any) -> None:
     seq, width = 512, 256 if fan == 1 else 40 * fan
     u = torch.zeros(batch, seq, width if fan == 1 else fan, dtype=dtype, requires_grad=True)
@@ -196,6 +218,20 @@ def slstm(width: int, dtype: torch.dtype, **change: Any) -> None:
     marks = torch.zeros(batch, 8, dtype=torch.bool) if change.pop("resets", False) else None
     y, last = slstm_triton.run(tuple(gates), recurrent, bias, state, marks, change.pop("reverse", False))
     (y.sum() + sum(x.sum() for x in last)).backward()
+
+
+def cases_of_linear_attention() -> Iterator[tuple[str, Callable[[], None]]]:
+    yield "linear_attention D=128 bf16 per head", lambda: linear_attention(128, torch.bfloat16, "head")
+    yield "linear_attention D=64 bf16 groups resets", lambda: linear_attention(
+        64, torch.bfloat16, key_heads=1, resets=True)
+    yield "linear_attention D=128 bf16 per key", lambda: linear_attention(128, torch.bfloat16, "key")
+    yield "linear_attention D=64 bf16 per key bonus resets", lambda: linear_attention(
+        64, torch.bfloat16, "key", bonus=True, resets=True)
+    yield "linear_attention D=128 bf16 delta per head", lambda: linear_attention(128, torch.bfloat16, "head", True)
+    yield "linear_attention D=256 to 512 bf16 delta per head reverse resets", lambda: linear_attention(
+        256, torch.bfloat16, "head", True, values=512, reverse=True, resets=True)
+    yield "linear_attention D=128 bf16 delta per key", lambda: linear_attention(128, torch.bfloat16, "key", True)
+    yield "linear_attention D=64 fp32 delta", lambda: linear_attention(64, torch.float32, delta=True)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -252,6 +288,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         240, torch.bfloat16, batch=200, heads=4, resets=True)
     yield "slstm D=512 bf16 many heads reverse resets", lambda: slstm(
         512, torch.bfloat16, batch=32, heads=4, reverse=True, resets=True)
+    yield from cases_of_linear_attention()
     for substates in (1, 8, 64):
         yield f"centaurus M={substates} bf16", lambda m=substates: centaurus(128, m, torch.bfloat16)
     yield "centaurus M=8 bf16 full", lambda: centaurus(2, 8, torch.bfloat16, fan=64)

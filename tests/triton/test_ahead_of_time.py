@@ -59,7 +59,9 @@ def compare(lines: list[str], recorded: list[str]) -> None:
         assert [line.split("|")[:4] for line in lines[1:]] == [line.split("|")[:4] for line in recorded[1:]]
 
 
-OPS = ("selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus")
+OPS = (
+    "selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus", "linear_attention",
+)
 TYPICAL = {  # of each op the cases that each run compiles, which have all its kernels; with `long` all are
     "selective_scan": ["selective_scan N=16 bf16 segments resets"],
     "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
@@ -68,6 +70,7 @@ TYPICAL = {  # of each op the cases that each run compiles, which have all its k
     "mlstm": ["mlstm D=128 bf16 many chunks resets", "mlstm step D=128 bf16"],
     "slstm": ["slstm D=64 bf16 reverse resets", "slstm D=256 bf16"],
     "centaurus": ["centaurus M=8 bf16 segments reverse resets"],
+    "linear_attention": ["linear_attention D=128 bf16 per head", "linear_attention D=128 bf16 delta per key"],
 }
 
 

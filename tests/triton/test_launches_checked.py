@@ -70,7 +70,7 @@ def norm(rows: int, heads: int, width: int, x: torch.dtype, w: torch.dtype, gate
     return [y]
 
 
-def linear(rows: int, G: int, O: int, I: int, x: torch.dtype, w: torch.dtype) -> Any:
+def headwise(rows: int, G: int, O: int, I: int, x: torch.dtype, w: torch.dtype) -> Any:
     return [kernels.headwise_linear(leaf(rows, G * I, dtype=x), leaf(G, O, I, dtype=w), backend="triton")]
 
 
@@ -82,6 +82,19 @@ def mlstm(B: int, S: int, H: int, DK: int, DV: int, x: torch.dtype, f: torch.dty
         options["state"] = (leaf(B, H, DK, DV), leaf(B, H, DK), leaf(B, H))
     h, last = kernels.mlstm(q, k, leaf(B, S, H, DV, dtype=x), i, forget, return_state=True, **options, backend="triton")
     return [h, *last]
+
+
+def linear(
+    B: int, S: int, K: int, V: int, x: torch.dtype, g: torch.dtype, decay: str, delta: bool, bonus: bool, **options: Any
+) -> Any:
+    q, k = (leaf(B, S, 2, K, dtype=x) for _ in range(2))
+    shapes = {"head": (B, S, 4), "key": (B, S, 4, K)}
+    y, last = kernels.linear_attention(
+        q, k, leaf(B, S, 4, V, dtype=x), decay=leaf(*shapes[decay], dtype=g) if decay else None,
+        beta=leaf(B, S, 4, dtype=g) if delta else None, bonus=leaf(2, K) if bonus else None, return_state=True,
+        **options, backend="triton",
+    )
+    return [y, last]
 
 
 def scan(B: int, S: int, E: int, N: int, x: torch.dtype, bc: torch.dtype, G: int = 0, constant: bool = False) -> Any:
@@ -123,9 +136,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for rows, heads, width, (x, w) in itertools.product((3, 4096), (1, 4), (4, 192, 2048), PAIRS):
         yield "head_norm", of(norm, rows, heads, width, x, w, gated=rows == 3)
     for rows, (G, O, I), (x, w) in itertools.product((3, 70000, 1 << 20), ((64, 4, 4), (5, 3, 16), (2, 2, 2)), PAIRS):
-        yield "headwise_linear", of(linear, rows, G, O, I, x, w)
+        yield "headwise_linear", of(headwise, rows, G, O, I, x, w)
     for B, S, (DK, DV), (x, f) in itertools.product((1, 200), (1, 40, 5000), ((16, 20), (64, 128), (256, 512)), PAIRS):
         yield "mlstm", of(mlstm, B, S, 4, DK, DV, x, f, state=S == 40, input_gate="exp" if S < 5000 else "sigmoid")
+    for (B, S), (K, V), decay, delta, (x, g) in itertools.product(
+        ((1, 40), (200, 5000)), ((16, 20), (64, 128), (1, 4)), ("", "head", "key"), (False, True), PAIRS
+    ):
+        yield "linear_attention", of(linear, B, S, K, V, x, g, decay, delta, decay == "key" and B == 1 and not delta)
     for B, S, (E, N), (x, bc) in itertools.product(
         (1, 8, 256), (40, 2048), ((24, 4), (70, 17), (2048, 16), (256, 128)), PAIRS
     ):

@@ -27,6 +27,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "head_norm": {"heads": 2, "width": 10},
     "centaurus": {"channels": 4, "substates": 3, "resets": True, "reverse": True},
     "slstm": {"heads": 2, "head_dim": 4, "resets": True, "reverse": True},
+    "linear_attention": {"widths": (16, 20), "rule": "delta", "decay": "key", "resets": True},
 }
 
 

@@ -102,7 +102,7 @@ def factors(
 def state_gradients(
     q, dh, C, norm, C_out, n_out, dC_out, dn_out, gates, factors, links, dC, dnorm, dC0, dn0, flows, ahead,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, gb, gs, gh,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """flows [N, K + 1, blocks]: this block's part of <C, dC> + <n, dn> before every chunk, and after the last.
@@ -121,9 +121,11 @@ def state_gradients(
     flow = 0.0
     if dC_out is not None:
         grad = tl.load(dC_out + wide * DK * DV + cell, own, 0.0)
-        total = tl.load(dn_out + wide * DK + dk, first, 0.0)
+        if norm is not None:
+            total = tl.load(dn_out + wide * DK + dk, first, 0.0)
         flow = tl.sum(grad * tl.load(C_out + wide * DK * DV + cell, own, 0.0))
-        flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
+        if norm is not None:
+            flow += tl.sum(total * tl.load(n_out + wide * DK + dk, first, 0.0))
     given, passes = 0.0, 1.0
     all_chunks = (tl.num_programs(0) // BLOCKS).to(tl.int64) * chunks
     parts = flows + wide * (chunks + 1) * BLOCKS + block
@@ -135,7 +137,8 @@ def state_gradients(
         at = wide * chunks + c
         if tile % (L // BT) == L // BT - 1:
             tl.store(dC + at * DK * DV + cell, operand(grad, dC.dtype.element_ty, PRECISION), own)
-            tl.store(dnorm + at * DK + dk, total, first)
+            if norm is not None:
+                tl.store(dnorm + at * DK + dk, total, first)
             kept = load_plane(gates, KEEP, plane, here, BT - 1)
             grad *= kept
             total *= kept
@@ -147,19 +150,22 @@ def state_gradients(
                     given = tl.load(links + at) + goes_on * given
                     passes *= goes_on
         live = j < S - tile * BT
-        queries = load_columns(q, n, H, tile, S, qb, qs, qh, dk, live, is_k, REVERSE, BT)
+        queries = load_columns(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, dk, live, is_k, REVERSE, BT)
         outs = load_rows(dh, n, H, tile, S, gb, gs, gh, dv, live, is_v, REVERSE, BT)
         read = queries.to(tl.float32) * load_plane(factors, READ_C, plane, here, j)[None, :]
         grad += tl.dot(operand(read, DOT, PRECISION), operand(outs, DOT, PRECISION), input_precision=PRECISION)
-        if block % ACROSS == 0:
-            total += tl.sum(queries.to(tl.float32) * load_plane(factors, READ_N, plane, here, j)[None, :], 1)
+        if norm is not None:
+            if block % ACROSS == 0:
+                total += tl.sum(queries.to(tl.float32) * load_plane(factors, READ_N, plane, here, j)[None, :], 1)
         if tile % (L // BT) == 0:
             flow = tl.sum(grad * tl.load(C + at * DK * DV + cell, own, 0.0).to(tl.float32))
-            flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
+            if norm is not None:
+                flow += tl.sum(total * tl.load(norm + at * DK + dk, first, 0.0))
             tl.store(parts + c * BLOCKS, flow)
     if dC0 is not None:
         tl.store(dC0 + wide * DK * DV + cell, grad, own)
-        tl.store(dn0 + wide * DK + dk, total, first)
+        if norm is not None:
+            tl.store(dn0 + wide * DK + dk, total, first)
 
 
 # Each role has a loop of its own over what the state gives: as a helper it cost registers, and on sm_90 a spill.
@@ -170,7 +176,8 @@ def state_gradients(
 def _query_gradients(
     q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
-    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    column, SHARING: tl.constexpr, GROUP: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Weights are [t, s]: tokens down, what they read across."""
@@ -189,7 +196,8 @@ def _query_gradients(
     inverse = load_plane(factors, INVERSE, plane, here, j)
     dden = load_plane(factors, D_DEN, plane, here, j)
     total *= load_plane(factors, READ_C, plane, here, j)[:, None]
-    total += load_plane(factors, READ_N, plane, here, j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
+    if norm is not None:
+        total += load_plane(factors, READ_N, plane, here, j)[:, None] * tl.load(norm + at * DK + d, is_d, 0.0)[None, :]
     x = load_x(gates, plane, here, j, log_scale, DOT)
     segment = load_segment(segments, here, j)
     for back in range(part + 1):
@@ -203,10 +211,10 @@ def _query_gradients(
         weights *= weights_read(
             gates, segments, plane, here - back * BT, x, segment, tile * BT + j, other * BT + j, j, log_scale, DOT
         )
-        b = load_rows(k, n, H, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
+        b = load_rows(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, d, seen, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(b, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dq, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
-    a = load_rows(q, n, H, tile, S, qb, qs, qh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    a = load_rows(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, d, live, is_d, REVERSE, BT).to(tl.float32)
     tl.store(rows + column * plane + here + j, tl.sum(a * total, 1))
 
 
@@ -215,7 +223,8 @@ def _query_gradients(
 def _key_gradients(
     q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
-    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    column, SHARING: tl.constexpr, GROUP: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """Weights are [s, t]: what is read down, by which tokens across."""
@@ -231,7 +240,8 @@ def _key_gradients(
         a = operand(load_tile(values, sign * j * vs, dv, live, is_v), DOT, PRECISION)
         state = load_tile(dC + at * DK * DV, dv, d * DV, is_v, is_d)
         total += tl.dot(a, state.to(DOT), input_precision=PRECISION)
-    total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
+    if dnorm is not None:
+        total += tl.load(dnorm + at * DK + d, is_d, 0.0)[None, :]
     total *= load_plane(gates, WRITE, plane, here, j)[:, None]
     e = load_e(gates, plane, here, j, log_scale, DOT)
     segment = load_segment(segments, here, j)
@@ -249,10 +259,10 @@ def _key_gradients(
         weights *= weights_written(
             gates, segments, plane, there, e, segment, other * BT + j, tile * BT + j, j, log_scale, here, DOT
         )
-        a = load_rows(q, n, H, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
+        a = load_rows(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, d, reads, is_d, REVERSE, BT)
         total += tl.dot(operand(weights, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
     store_rows(dk, total, n, H, tile, S, d, live, is_d, DK, REVERSE, BT)
-    b = load_rows(k, n, H, tile, S, kb, ks, kh, d, live, is_d, REVERSE, BT).to(tl.float32)
+    b = load_rows(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, d, live, is_d, REVERSE, BT).to(tl.float32)
     tl.store(columns + column * plane + here + j, tl.sum(b * total, 1))
 
 
@@ -261,7 +271,8 @@ def _key_gradients(
 def _value_gradients(
     q, k, dh, dC, gates, segments, factors, dv,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
-    column, SHARING: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    column, SHARING: tl.constexpr, GROUP: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
     """Weights as for the gradients of keys."""
@@ -269,7 +280,7 @@ def _value_gradients(
     d = column * BV + tl.arange(0, BV)
     is_d = inside(d, DV, BV)
     sign = -1 if REVERSE else 1
-    keys = start(k, n, H, tile, S, kb, ks, kh, REVERSE, BT)
+    keys = start(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, REVERSE, BT)
     total = tl.zeros((BT, BV), tl.float32)
     for first in range(0, DK, BD):
         dk = first + tl.arange(0, BD)
@@ -284,7 +295,7 @@ def _value_gradients(
         other = tile + ahead
         reads = j < S - other * BT
         there = here + ahead * BT
-        queries = start(q, n, H, other, S, qb, qs, qh, REVERSE, BT)
+        queries = start(q, n // GROUP, H // GROUP, other, S, qb, qs, qh, REVERSE, BT)
         weights = products(
             keys, queries, sign * j * ks, sign * j * qs, live, reads, DK, DOT, PRECISION, BT, BD
         )
@@ -302,7 +313,7 @@ def _value_gradients(
 def gradients(
     q, k, v, dh, C, norm, dC, dnorm, gates, segments, factors, dq, rows, dk, columns, dv,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):
     """Of q, k and v: the programs of a tile side by side, so that what they all read comes from memory once."""
@@ -313,19 +324,19 @@ def gradients(
         _query_gradients(
             q, k, v, dh, C, norm, gates, segments, factors, dq, rows,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
-            which, SHARING, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+            which, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     elif which < 2 * OF_KEYS:
         _key_gradients(
             q, k, v, dh, dC, dnorm, gates, segments, factors, dk, columns,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, vb, vs, vh, gb, gs, gh, log_scale,
-            which - OF_KEYS, SHARING, REVERSE, DOT, PRECISION, L, BT, BK, BD,
+            which - OF_KEYS, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BK, BD,
         )
     else:
         _value_gradients(
             q, k, dh, dC, gates, segments, factors, dv,
             S, H, DK, DV, qb, qs, qh, kb, ks, kh, gb, gs, gh, log_scale,
-            which - 2 * OF_KEYS, SHARING, REVERSE, DOT, PRECISION, L, BT, BV, BD,
+            which - 2 * OF_KEYS, SHARING, GROUP, REVERSE, DOT, PRECISION, L, BT, BV, BD,
         )
 
 
@@ -342,10 +353,11 @@ def _sum_of_parts(parts, step, count, MOST: tl.constexpr, here, j):
 def gate_gradients(
     i, f, dm_out, gates, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
     S, H, ib, js, ih, fb, fs, fh, row_tiles, column_tiles, state_tiles,
-    EXP: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
+    EXP: tl.constexpr, FRESH: tl.constexpr, REVERSE: tl.constexpr, BT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
 ):
-    """From the last token of the chunk to its first, so that all sums are of what has been seen."""
+    """From the last token of the chunk to its first, so that all sums are of what has been seen. FRESH: no state is
+    given."""
     chunks = tl.cdiv(S, BT)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -388,11 +400,19 @@ def gate_gradients(
                 enters += tl.load(links + n * chunks) + tl.load(links + tl.num_programs(0) + n * chunks) * g
             tl.store(dm0 + n, enters)
     dlog_f = sums(segment, read - dlog_i, segments is not None) + reaches
-    if not EXP:
+    if i is not None and not EXP:
         raw = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
         dlog_i *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
-    raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
+    if i is not None:
+        raw = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+        dlog_f *= reciprocal(1.0 + exp(tl.minimum(raw, LARGEST_EXPONENT)))
     to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, BT) + sign * j * H
-    tl.store(di + to, dlog_i, live)
+    if i is None:  # nothing reaches over the decay of a first token: what is left there is rounding
+        if segments is not None:
+            before = tl.load(segments + here + tl.maximum(j - 1, 0))
+            dlog_f = tl.where(segment == tl.where(j == 0, 0, before), dlog_f, 0.0)
+        if FRESH:
+            dlog_f = tl.where((j == 0) & (j == c), 0.0, dlog_f)
+    if di is not None:
+        tl.store(di + to, dlog_i, live)
     tl.store(df + to, dlog_f, live)

@@ -33,10 +33,10 @@ from seqblocks.kernels.triton_common import exp, log_sigmoid, operand, tl
 def states(
     k, v, C0, n0, gates, segments, C, norm, C_out, n_out,
     S, H, DK: tl.constexpr, DV: tl.constexpr, kb, ks, kh, vb, vs, vh,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """C and n before every chunk, and after the last."""
+    """C and n before every chunk, and after the last. n only where `norm` is not None."""
     ACROSS: tl.constexpr = (DV + BV - 1) // BV
     n, block, chunks, place, plane, dk, dv, is_k, is_v, first = own_block(S, DK, DV, L, BK, BV)
     wide = n.to(tl.int64)
@@ -47,29 +47,33 @@ def states(
     total = tl.zeros((BK,), tl.float32)
     if C0 is not None:
         state = tl.load(C0 + wide * DK * DV + cell, own, 0.0)
-        total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
+        if norm is not None:
+            total = tl.load(n0 + wide * DK + dk, is_k, 0.0)
     for tile in range(chunks * (L // BT)):
         here = place + tile * BT
         if tile % (L // BT) == 0:
             at = wide * chunks + tile // (L // BT)
             tl.store(C + at * DK * DV + cell, operand(state, C.dtype.element_ty, PRECISION), own)
-            tl.store(norm + at * DK + dk, total, first)
+            if norm is not None:
+                tl.store(norm + at * DK + dk, total, first)
             kept = load_plane(gates, KEEP, plane, here, L - 1)
             state *= kept
             total *= kept
         live = j < S - tile * BT
         weight = load_plane(gates, WRITE, plane, here, j)
-        keys = load_columns(k, n, H, tile, S, kb, ks, kh, dk, live, is_k, REVERSE, BT)
+        keys = load_columns(k, n // GROUP, H // GROUP, tile, S, kb, ks, kh, dk, live, is_k, REVERSE, BT)
         values = load_rows(v, n, H, tile, S, vb, vs, vh, dv, live, is_v, REVERSE, BT)
         # the dot and n weigh keys each for itself, in its own layout: a product of both would go between threads. As a
         # fused multiply-add, which compilers do not take for that product
         written = operand(keys.to(tl.float32) * weight[None, :], DOT, PRECISION)
         state += tl.dot(written, operand(values, DOT, PRECISION), input_precision=PRECISION)
-        if block % ACROSS == 0:
-            total += tl.sum(tl.fma(keys.to(tl.float32), weight[None, :] + tl.zeros((BK, BT), tl.float32), 0.0), 1)
+        if norm is not None:
+            if block % ACROSS == 0:
+                total += tl.sum(tl.fma(keys.to(tl.float32), weight[None, :] + tl.zeros((BK, BT), tl.float32), 0.0), 1)
     if C_out is not None:
         tl.store(C_out + wide * DK * DV + cell, state, own)
-        tl.store(n_out + wide * DK + dk, total, first)
+        if norm is not None:
+            tl.store(n_out + wide * DK + dk, total, first)
 
 
 @common.kernel(do_not_specialize=["S"])
@@ -77,7 +81,7 @@ def states(
 def outputs(
     q, k, v, C, norm, gates, segments, h,
     S, H, DK: tl.constexpr, DV: tl.constexpr, qb, qs, qh, kb, ks, kh, vb, vs, vh, scale, log_scale, eps,
-    NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, NORMALIZE: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
     """h, and q . n. A program per tile of tokens and of values."""
@@ -86,7 +90,7 @@ def outputs(
     dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
     is_v = inside(dv, DV, BV)
     sign = -1 if REVERSE else 1
-    queries = start(q, n, H, tile, S, qb, qs, qh, REVERSE, BT)
+    queries = start(q, n // GROUP, H // GROUP, tile, S, qb, qs, qh, REVERSE, BT)
     num = tl.zeros((BT, BV), tl.float32)
     parts = tl.zeros((BT, BK), tl.float32)  # of q . n, by channels
     for first in range(0, DK, BK):
@@ -95,7 +99,8 @@ def outputs(
         a = load_tile(queries, sign * j * qs, dk, live, is_k)
         state = load_tile(C + at * DK * DV, dk * DV, dv, is_k, is_v)
         num += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
-        parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
+        if norm is not None:
+            parts += a.to(tl.float32) * tl.load(norm + at * DK + dk, is_k, 0.0)[None, :]
     u = load_plane(gates, U, plane, here, j) * scale
     num *= u[:, None]
     den = tl.sum(parts, 1) * u
@@ -104,7 +109,7 @@ def outputs(
     for back in range(part + 1):
         other = tile - back
         seen = j < S - other * BT
-        keys = start(k, n, H, other, S, kb, ks, kh, REVERSE, BT)
+        keys = start(k, n // GROUP, H // GROUP, other, S, kb, ks, kh, REVERSE, BT)
         weights = products(
             queries, keys, sign * j * qs, sign * j * ks, live, seen, DK, DOT, PRECISION, BT, BK
         )

@@ -66,6 +66,8 @@ def _chunk_gates(
     """Of chunk c by itself, as binary logarithms in float64: b, e, and what b leaves out; e in float32, the largest of
     those so far in the token's segment; and the number of that segment.
 
+    Without an input gate, i is None and f is log f, or None for 0.
+
     A gate that lets nothing through would make the sums large, or infinite. So b has of it as much as leaves all tokens
     before with 2^-300 of the weight of the gate's own token. The rest is for the state that enters, which may weigh
     more.
@@ -73,12 +75,18 @@ def _chunk_gates(
     j = tl.arange(0, BT)
     live = j < S - c * BT
     sign = -1 if REVERSE else 1
-    raw_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
-    log_i = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
     # places after S write nothing and forget nothing: the last place is like the last token
-    log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
-    if not EXP:
-        log_i = log_sigmoid(log_i)
+    if i is None:
+        log_f = tl.zeros((BT,), tl.float32)
+        if f is not None:
+            log_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+        log_i = tl.zeros((BT,), tl.float32)
+    else:
+        raw_f = tl.load(start(f, n, H, c, S, fb, fs, fh, REVERSE, BT) + sign * j * fs, live, 0.0).to(tl.float32)
+        log_i = tl.load(start(i, n, H, c, S, ib, js, ih, REVERSE, BT) + sign * j * js, live, 0.0).to(tl.float32)
+        log_f = tl.where(live, log_sigmoid(raw_f), 0.0)
+        if not EXP:
+            log_i = log_sigmoid(log_i)
     log_i = tl.where(live, log_i, float("-inf"))
     least = tl.maximum(log_i - tl.max(log_i, 0) - NEGLIGIBLE, LEAST_LOG_F)
     closed = log_f < least

@@ -1,4 +1,6 @@
-"""Launches: three forward, or five of many chunks, four backward, and one for a single token; and their ops."""
+"""Launches: three forward, or five of many chunks, four backward, and one for a single token; and their ops.
+
+Linear attention with a decay per head has the same launches but the last."""
 
 from __future__ import annotations
 
@@ -17,15 +19,17 @@ from seqblocks.kernels.resets import nonfinite
 from seqblocks.kernels.triton_common import ceil_div, tl
 
 
-class _Plan:
-    """The grids and the arguments that launches share."""
+class Plan:
+    """The grids and the arguments that launches share. Linear attention has the same, without a stabiliser, an input
+    gate and a normaliser: i, m0, n0 and norm are None then, and f is the log of the forget gate, or None."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, reverse: bool, input_gate: str
+        self, q: Tensor, k: Tensor, v: Tensor, reverse: bool, exp: bool = False, scale: float | None = None
     ) -> None:
-        B, self.S, self.H, self.DK = q.shape
-        self.DV = v.shape[-1]
+        B, self.S, heads, self.DK = q.shape
+        self.H, self.DV = v.shape[2:]
         self.N = B * self.H
+        self.scale = self.DK**-0.5 if scale is None else scale
         narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
         self.narrow = narrow
         self.chunk = sizes.chunk(self.DK, self.DV, narrow)
@@ -39,16 +43,84 @@ class _Plan:
         self.state_dtype = torch.bfloat16 if narrow else torch.float32  # of the states between chunks
         # gates are a number a token: one warp scans those of a chunk without asking others
         self.of_gates = {"REVERSE": reverse, "BT": L, "num_warps": 1}
-        self.of_dots = {"REVERSE": reverse, **dot, **self.chunk}
-        self.exp = input_gate == "exp"
+        self.of_dots = {"GROUP": self.H // max(1, heads), "REVERSE": reverse, **dot, **self.chunk}
+        self.exp = exp
 
     @property
     def scales(self) -> tuple[float, float]:
-        """1 / sqrt(DK), and its binary logarithm."""
-        return self.DK**-0.5, -0.5 * math.log2(self.DK)
+        """The scale of q, and its binary logarithm."""
+        return self.scale, math.log2(self.scale)
+
+    def workspaces(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Gates of every token, and the states before the chunks, which are not [N, K, ...]: a trace with one chunk
+        would be for one chunk only."""
+        planes = like.new_empty(GATES, self.N, self.places, dtype=torch.float32)
+        return planes, like.new_empty(self.N, self.chunks * self.DK * self.DV, dtype=self.state_dtype)
+
+    def segments(self, like: Tensor, resets: Tensor | None) -> Tensor:
+        """Empty without resets."""
+        return like.new_empty((self.N, self.places) if resets is not None else (0,), dtype=torch.int32)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor | None, f: Tensor | None, state: tuple[Tensor | None, ...],
+        resets: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
+        C: Tensor, norm: Tensor | None, eps: float, normalize: bool,
+    ) -> None:
+        """state, last: C, n, m before the first token and after the last."""
+        with common.on(q):
+            self.gates(i, f, resets, state[2], planes, segments, last[2])
+            self.states(k, v, state[0], state[1], planes, segments, last[0], last[1], C, norm)
+            size = self.size_of("outputs", q)
+            forward.outputs[(self.tiles * self.v_tiles(size),)](
+                q, k, v, C, norm, planes, segments, h,
+                self.S, self.H, self.DK, self.DV, *_strides(q, k, v), *self.scales, eps,
+                NORMALIZE=normalize, **self.of_dots, **size,
+            )
+
+    def backward(
+        self, dh: Tensor, dlast: tuple[Tensor | None, ...], q: Tensor, k: Tensor, v: Tensor, i: Tensor | None,
+        f: Tensor | None, h: Tensor, last: tuple[Tensor | None, ...], planes: Tensor, segments: Tensor | None,
+        C: Tensor, norm: Tensor | None, grads: tuple[Tensor | None, ...], eps: float, normalize: bool,
+    ) -> None:
+        """grads: of q, k, v, i, f, and of C, n, m before the first token."""
+        dq, dk, dv, di, df, dC0, dn0, dm0 = grads
+        factors = planes.new_empty(FACTORS, self.N, self.places)
+        links, ahead = (planes.new_empty(2, self.N, self.chunks) for _ in range(2))
+        per_chunk = self.N * self.chunks
+        lengths = (self.S, self.H, self.DK, self.DV)
+        with common.on(q):
+            dC, dnorm = torch.empty_like(C), None if norm is None else torch.empty_like(norm)
+            backward.factors[(per_chunk,)](
+                dh, h, planes, segments, factors, links, self.S, self.H, self.DV, *_strides(dh), self.scales[0], eps,
+                EXP=self.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(self.DV))),
+                **self.of_gates | {"num_warps": min(8, self.chunk["L"] // 16)},
+            )
+            size = self.size_of("state_gradients", q)
+            state_tiles = self.k_tiles(size) * self.v_tiles(size)
+            flows = planes.new_empty(self.N, self.chunks + 1, state_tiles)
+            backward.state_gradients[(self.N * state_tiles,)](
+                q, dh, C, norm, last[0], last[1], dlast[0], dlast[1], planes, factors, links if self.exp else None,
+                dC, dnorm, dC0, dn0, flows, ahead, *lengths, *_strides(q, dh), **self.of_dots, **size,
+            )
+            size = self.size_of("gradients", q)
+            rows, columns = (planes.new_empty(self.k_tiles(size), self.N, self.places) for _ in range(2))
+            backward.gradients[(self.tiles * (2 * self.k_tiles(size) + self.v_tiles(size)),)](
+                q, k, v, dh, C, norm, dC, dnorm, planes, segments, factors, dq, rows, dk, columns, dv,
+                *lengths, *_strides(q, k, v, dh), self.scales[1], **self.of_dots, **size,
+            )
+            if df is None:
+                return
+            backward.gate_gradients[(per_chunk,)](
+                i, f, dlast[2], planes, segments, factors, links, ahead, rows, columns, flows, di, df, dm0,
+                self.S, self.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2],
+                EXP=self.exp, FRESH=dC0 is None,
+                **{key: common.power_of_two(x.shape[at]) for key, x, at in (
+                    ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
+                **self.of_gates,
+            )
 
     def gates(
-        self, i: Tensor, f: Tensor, resets: Tensor | None, m0: Tensor | None, planes: Tensor,
+        self, i: Tensor | None, f: Tensor | None, resets: Tensor | None, m0: Tensor | None, planes: Tensor,
         segments: Tensor | None, m_out: Tensor | None,
     ) -> None:
         each, m_enters = self.each, None
@@ -67,7 +139,7 @@ class _Plan:
 
     def states(
         self, k: Tensor, v: Tensor, C0: Tensor | None, n0: Tensor | None, planes: Tensor, segments: Tensor | None,
-        C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor,
+        C_out: Tensor | None, n_out: Tensor | None, C: Tensor, norm: Tensor | None,
     ) -> None:
         size = self.size_of("states", k)
         forward.states[(self.N * self.k_tiles(size) * self.v_tiles(size),)](
@@ -85,9 +157,9 @@ class _Plan:
         return sizes.tiles(kernel, self.DK, self.DV, self.narrow, common.arch(x), launch_size("batch", self.N))
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def _strides(*tensors: Tensor | None) -> list[int]:
     """Over batch, tokens, heads."""
-    return [n for x in tensors for n in x.stride()[:3]]
+    return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
 def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> list[Any]:
@@ -108,18 +180,10 @@ def scan(
     q, k, v, C0, n0, m0, resets = _laid_out((q, k, v), (C0, n0, m0, resets))
     results = _scan_fake(q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state)
     h, C_out, n_out, m_out, planes, segments, C, norm = results
-    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    plan = Plan(q, k, v, reverse, input_gate == "exp")
     last = (C_out, n_out, m_out) if return_state else (None, None, None)
     marks = segments if resets is not None else None
-    with common.on(q):
-        plan.gates(i, f, resets, m0, planes, marks, last[2])
-        plan.states(k, v, C0, n0, planes, marks, last[0], last[1], C, norm)
-        size = plan.size_of("outputs", q)
-        forward.outputs[(plan.tiles * plan.v_tiles(size),)](
-            q, k, v, C, norm, planes, marks, h,
-            plan.S, plan.H, plan.DK, plan.DV, *_strides(q, k, v), *plan.scales, eps,
-            NORMALIZE=normalize, **plan.of_dots, **size,
-        )
+    plan.forward(q, k, v, i, f, (C0, n0, m0), resets, h, last, planes, marks, C, norm, eps, normalize)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
     return results
@@ -130,13 +194,11 @@ def _scan_fake(  # type: ignore[no-untyped-def]
     q, k, v, i, f, C0, n0, m0, resets, reverse, eps, input_gate, normalize, return_state
 ):
     B, _, H, DK = q.shape
-    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    plan = Plan(q, k, v, reverse, input_gate == "exp")
     shapes = ((B, H, DK, v.shape[-1]), (B, H, DK), (B, H)) if return_state else ((0,),) * 3
     state = [f.new_empty(shape) for shape in shapes]
-    planes = f.new_empty(GATES, plan.N, plan.places)
-    segments = f.new_empty((plan.N, plan.places) if resets is not None else (0,), dtype=torch.int32)
-    # not [N, K, ...]: a trace with one chunk would be for one chunk only
-    C = f.new_empty(plan.N, plan.chunks * DK * v.shape[-1], dtype=plan.state_dtype)
+    planes, C = plan.workspaces(f)
+    segments = plan.segments(f, resets)
     norm = f.new_empty(plan.N, plan.chunks * DK)
     return v.new_empty(v.shape), *state, planes, segments, C, norm
 
@@ -158,44 +220,13 @@ def scan_backward(
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
         h, C_out, n_out = found.clean_outputs(h, C_out, n_out)
     dh, q, k, v, dC_out, dn_out, dm_out, h = _laid_out((dh, q, k, v), (dC_out, dn_out, dm_out, h))
-    plan = _Plan(q, k, v, i, f, reverse, input_gate)
+    plan = Plan(q, k, v, reverse, input_gate == "exp")
     results = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)]
-    dq, dk, dv, di, df, dC0, dn0, dm0 = results
-    given = C0 is not None
-    factors = planes.new_empty(FACTORS, plan.N, plan.places)
-    links, ahead = (planes.new_empty(2, plan.N, plan.chunks) for _ in range(2))
-    per_chunk = plan.N * plan.chunks
-    lengths = (plan.S, plan.H, plan.DK, plan.DV)
-
-    with common.on(q):
-        dC, dnorm = torch.empty_like(C), torch.empty_like(norm)
-        backward.factors[(per_chunk,)](
-            dh, h, planes, segments, factors, links, plan.S, plan.H, plan.DV, *_strides(dh), plan.scales[0], eps,
-            EXP=plan.exp, NORMALIZE=normalize, BV=min(64, max(16, common.power_of_two(plan.DV))),
-            **plan.of_gates | {"num_warps": min(8, plan.chunk["L"] // 16)},
-        )
-        size = plan.size_of("state_gradients", q)
-        state_tiles = plan.k_tiles(size) * plan.v_tiles(size)
-        flows = planes.new_empty(plan.N, plan.chunks + 1, state_tiles)
-        backward.state_gradients[(plan.N * state_tiles,)](
-            q, dh, C, norm, C_out, n_out, dC_out, dn_out, planes, factors, links if plan.exp else None, dC, dnorm,
-            dC0 if given else None, dn0 if given else None, flows, ahead,
-            *lengths, *_strides(q, dh), **plan.of_dots, **size,
-        )
-        size = plan.size_of("gradients", q)
-        rows, columns = (planes.new_empty(plan.k_tiles(size), plan.N, plan.places) for _ in range(2))
-        backward.gradients[(plan.tiles * (2 * plan.k_tiles(size) + plan.v_tiles(size)),)](
-            q, k, v, dh, C, norm, dC, dnorm, planes, segments, factors, dq, rows, dk, columns, dv,
-            *lengths, *_strides(q, k, v, dh), plan.scales[1], **plan.of_dots, **size,
-        )
-        backward.gate_gradients[(per_chunk,)](
-            i, f, dm_out, planes, segments, factors, links, ahead, rows, columns, flows, di, df,
-            dm0 if given else None,
-            plan.S, plan.H, *_strides(i, f), rows.shape[0], columns.shape[0], flows.shape[2], EXP=plan.exp,
-            **{key: common.power_of_two(x.shape[at]) for key, x, at in (
-                ("ROWS", rows, 0), ("COLUMNS", columns, 0), ("STATES", flows, 2))},
-            **plan.of_gates,
-        )
+    given = tuple(results[5:]) if C0 is not None else (None, None, None)
+    plan.backward(
+        dh, (dC_out, dn_out, dm_out), q, k, v, i, f, h, (C_out, n_out, None), planes, segments, C, norm,
+        (*results[:5], *given), eps, normalize,
+    )
     if undefined is not None:
         nonfinite.fill(results, *undefined)
     return results

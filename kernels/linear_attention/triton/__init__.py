@@ -1,0 +1,120 @@
+"""Linear attention in Triton. The mathematics are those of linear_attention/torch.py.
+
+A decay per head, or none, without a delta rule: the kernels of the mLSTM, with its input gate, normaliser and
+stabiliser left out. Delta rules, decays per key and a bonus have kernels of their own:
+
+    forward    sums of decays; weights between the tokens of a chunk; the system of a delta rule, inverted; states
+               before every chunk (a program per block of the state, which stays in registers); outputs
+    backward   the first three again, then gradients of states, values, weights, queries and keys, decays
+
+    tensors.py, forward.py, backward.py   the kernels
+    sizes.py, launch.py                   chunks, tiles and warps; the launches and the ops of torch
+
+The system (I + A Diag(beta)) is inverted in float32: blocks of 16 tokens row by row, and those by products of parts
+that are bounded. Dots take bfloat16 as it is; float16 goes through tf32, float32 stays float32, as in the mLSTM.
+A decay per key has exponents of at most 0: within 16 tokens it is multiplied out, towards earlier blocks it is split
+where the later one begins. Nothing is transposed but by loading it that way. There are no atomic additions.
+
+The rule dplr has none of this: the torch implementation runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.self_check import normal
+from seqblocks.kernels.linear_attention.reference import read_out
+from seqblocks.kernels.linear_attention.triton import launch, sizes
+from seqblocks.kernels.mlstm.triton import sizes as mlstm_sizes
+
+Maybe = Tensor | None
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
+    state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.run`; the output has v's dtype. chunk_size is for the torch implementation only."""
+    tensors = (q, k, v, decay, beta, a, b, bonus, state)
+    single = q.shape[1] == 1 and not (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    )
+    if v.numel() == 0 or q.shape[3] == 0 or single:
+        run_torch = implementation("linear_attention", "torch").run
+        found: tuple[Tensor, Tensor] = run_torch(*tensors, resets, reverse, scale, normalize, chunk_size)
+        return found
+    marks = common.marks(resets)
+    if not _has_kernels_of_the_mlstm(decay, beta is not None, bonus is not None, q.shape[3]):
+        y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, marks, reverse, scale)
+    else:
+        if not scale > 0.0:  # its logarithm is taken
+            q, scale = q * scale, 1.0
+        y, last, *_ = launch.per_head(q, k, v, _of_heads(decay), state, marks, reverse, scale)
+    return read_out((y.float(), last), True) if normalize else (y, last)
+
+
+def _has_kernels_of_the_mlstm(decay: Maybe, delta: bool, bonus: bool, keys: int) -> bool:
+    return not delta and not bonus and (decay is None or decay.dim() == 3 or keys == 1)
+
+
+def _of_heads(decay: Maybe) -> Maybe:
+    """With one key per head, a decay per key is one per head."""
+    return decay.squeeze(3) if decay is not None and decay.dim() == 4 else decay
+
+
+def _refusal(rule: str = "add", widths: tuple[int, int] = (1, 1), **facts: Any) -> str:
+    if rule == "dplr":
+        return "the rule dplr has a torch implementation only"
+    if rule == "delta" and widths[0] > sizes.WIDEST_KEYS:
+        return f"delta rules take up to {sizes.WIDEST_KEYS} keys a head, not {widths[0]}"
+    return ""
+
+
+def _tiles(
+    arch: str, widths: tuple[int, int], rule: str = "add", decay: str | None = None, bonus: bool = False,
+    dtype: torch.dtype = torch.bfloat16, batch: int = 1 << 20, length: int | None = None,
+    dtypes: dict[str, Any] | None = None, **facts: Any,
+) -> dict[str, dict[str, int]]:
+    narrow = {dtype, *((dtypes or {}).get(name, dtype) for name in "qkv")} == {torch.bfloat16}
+    if rule == "add" and not bonus and (decay != "key" or widths[0] == 1):
+        size = mlstm_sizes.chunk(*widths, narrow)
+        launches = {kernel: size | mlstm_sizes.tiles(kernel, *widths, narrow, arch, batch)
+                    for kernel in ("states", "outputs", "state_gradients", "gradients")}
+        if length is not None:
+            launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > mlstm_sizes.WALKED)}
+        return launches
+    return {
+        kernel: {"L": sizes.chunk(narrow, rule == "delta", widths[0])}
+        | sizes.tiles(kernel, *widths, decay == "key" and widths[0] > 1, rule == "delta", narrow, arch)
+        for kernel in ("sums", "pairs", "solve", "states", "outputs", "state_gradients", "value_gradients",
+                       "weight_gradients", "key_gradients", "decay_gradients")
+    }
+
+
+def _example(
+    widths: tuple[int, int], rule: str = "add", decay: str | None = None, bonus: bool = False, resets: bool = False,
+    reverse: bool = False, dtype: torch.dtype = torch.float32, **facts: Any,
+) -> Any:
+    from seqblocks.kernels.linear_attention import linear_attention
+
+    (K, V), S, H, HV = widths, 150, 1, 2
+    tensors = {"q": normal(1, S, H, K), "k": normal(1, S, H, K, seed=1), "v": normal(1, S, HV, V, seed=2)}
+    tensors["k"] = torch.nn.functional.normalize(tensors["k"], dim=-1)
+    tensors["decay"] = -normal(1, S, HV, *((K,) if decay == "key" else ()), seed=3).exp()
+    if rule == "delta":
+        tensors["beta"] = normal(1, S, HV, seed=4).sigmoid()
+    if bonus:
+        tensors["bonus"] = normal(H, K, seed=5)
+    tensors["state"] = normal(1, HV, K, V, seed=6)
+    options: dict[str, Any] = {"reverse": reverse, "return_state": True}
+    if resets:
+        options["resets"] = (normal(1, S) > 2.0).to(facts["device"])
+    return linear_attention, tensors, options
+
+
+register("linear_attention", "triton", run, common.can_unless(_refusal), _tiles, _example)

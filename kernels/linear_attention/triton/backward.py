@@ -1,0 +1,453 @@
+"""Backward: gradients of the states, of values, of the weights between tokens, of keys and queries, of decays.
+
+With x the values that keys are written with, e = v - S'^T k and de its gradient, which is that of v:
+
+    dx = weights^T dy + (keys, decayed) dS        de = solved^T (beta dx)          dweights = dy x^T
+    dS' = dS + (queries, decayed)^T dy - of_state^T (beta dx)                      gradient of A: -de x^T
+
+The gradient of log decay at t is what tokens from t on read, less what they wrote, and <S, dS> of the state that leaves
+the chunk, channel by channel.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.linear_attention.triton.forward import earlier, written
+from seqblocks.kernels.linear_attention.triton.tensors import (
+    AFTER,
+    BEFORE,
+    WHOLE,
+    between,
+    cut,
+    decays_of,
+    exponents,
+    marks_of,
+    own_decay,
+    sign,
+    weight_across,
+    weight_down,
+    where,
+    within_block,
+)
+from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, load_tile, start, store_rows
+from seqblocks.kernels.triton_common import exp, jit, operand, tl
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def state_gradients(
+    q, k, dy, beta, since, until, blocks, through, of_state, weights, C, last, dlast, dC, dx, dstate, flows,
+    S, H, K: tl.constexpr, V: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, bb, bs, bh, scale,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """From the last chunk to the first. flows [parts, N, chunks + 1, W]: this program's part of <S, dS> before every
+    chunk and after the last; of a decay per key for each channel, and there parts are those of BV values alone."""
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
+    n = tl.program_id(0) // TILES
+    block = tl.program_id(0) % TILES
+    dk = block // ACROSS * BK + tl.arange(0, BK)
+    dv = block % ACROSS * BV + tl.arange(0, BV)
+    is_k = inside(dk, K, BK)
+    is_v = inside(dv, V, BV)
+    own = is_k[:, None] & is_v[None, :]
+    cell = dk[:, None] * V + dv[None, :]
+    wide = n.to(tl.int64)
+    N = tl.num_programs(0) // TILES
+    chunks = tl.cdiv(S, L)
+    j = tl.arange(0, L)
+    grad = tl.zeros((BK, BV), tl.float32)
+    if dlast is not None:
+        grad = tl.load(dlast + wide * K * V + cell, own, 0.0)
+    if flows is not None:
+        part = block % ACROSS if W > 1 else block
+        flows += (part.to(tl.int64) * N + wide) * (chunks + 1) * W
+        flow = grad * tl.load(last + wide * K * V + cell, own, 0.0)
+        if W > 1:
+            tl.store(flows + chunks * W + dk, tl.sum(flow, 1), is_k)
+        else:
+            tl.store(flows + chunks, tl.sum(flow))
+    if since is not None:
+        since += wide * chunks * L * W
+        until += wide * chunks * L * W
+        blocks += wide * chunks * (L // 16) * W
+        through += wide * chunks * W
+    after = N.to(tl.int64) * AFTER * chunks * (L // 16) * W
+    for back in range(chunks):
+        c = chunks - 1 - back
+        at = wide * chunks + c
+        live = j < S - c * L
+        kept = operand(grad, dC.dtype.element_ty, PRECISION)
+        tl.store(dC + at * K * V + cell, kept, own)
+        outs = load_rows(dy, n, H, c, S, gb, gs, gh, dv, live, is_v, REVERSE, L)
+        outs = operand(outs, DOT, PRECISION)
+        queries = load_columns(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, dk, live, is_k, REVERSE, L)
+        queries = queries.to(tl.float32) * scale
+        if since is not None:
+            queries *= weight_across(since + c * L * W, blocks + c * (L // 16) * W, j, dk, is_k, W)
+            if W == 1:
+                grad *= exp(tl.load(through + c))
+            else:
+                grad *= exp(tl.load(through + c * W + dk, is_k, 0.0))[:, None]
+        grad += tl.dot(operand(queries, DOT, PRECISION), outs, input_precision=PRECISION)
+        if beta is not None:
+            keys = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+            if until is not None:
+                keys = keys.to(tl.float32)
+                keys *= weight_down(until + c * L * W, blocks + after + c * (L // 16) * W, j, dk, is_k, W)
+            x = tl.dot(operand(keys, DOT, PRECISION), kept.to(DOT), input_precision=PRECISION)
+            read = tl.load(weights + at * L * L + j[None, :] * L + j[:, None], j[None, :] >= j[:, None], 0.0)
+            x += tl.dot(operand(read, DOT, PRECISION), outs, input_precision=PRECISION)
+            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
+            tl.store(dx + (at * L + j)[:, None] * V + dv[None, :], x.to(dx.dtype.element_ty), is_v[None, :])
+            x *= gain.to(tl.float32)[:, None]
+            read = load_tile(of_state + at * L * K, dk, j * K, is_k, live)
+            grad -= tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+        if flows is not None:
+            flow = grad * tl.load(C + at * K * V + cell, own, 0.0).to(tl.float32)
+            if W > 1:
+                tl.store(flows + c * W + dk, tl.sum(flow, 1), is_k)
+            else:
+                tl.store(flows + c, tl.sum(flow))
+    if dstate is not None:
+        tl.store(dstate + wide * K * V + cell, grad, own)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def value_gradients(
+    k, dy, beta, until, blocks, weights, solved, dx, dC, dv,
+    S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, gb, gs, gh, bb, bs, bh,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """A program per chunk and BV values."""
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    at = (tl.program_id(0) // ACROSS).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = tl.program_id(0) // ACROSS // chunks
+    c = tl.program_id(0) // ACROSS % chunks
+    d = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
+    is_d = inside(d, V, BV)
+    j = tl.arange(0, L)
+    live = j < S - c * L
+    t, s = j[None, :], j[:, None]
+    if beta is not None:
+        gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
+        x = load_tile(dx + at * L * V, j * V, d, live, is_d).to(tl.float32) * gain.to(tl.float32)[:, None]
+        read = tl.load(solved + at * L * L + t * L + s, t >= s, 0.0)
+        total = tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+    else:
+        if until is not None:
+            until += at * L * W
+            blocks += ((tl.num_programs(0) // ACROSS).to(tl.int64) * AFTER + at) * (L // 16) * W
+        x = load_rows(dy, n, H, c, S, gb, gs, gh, d, live, is_d, REVERSE, L)
+        read = tl.load(weights + at * L * L + t * L + s, t >= s, 0.0)
+        total = tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+        for first in range(0, K, BK):
+            dk = first + tl.arange(0, BK)
+            is_k = inside(dk, K, BK)
+            b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+            if until is not None:
+                b = b.to(tl.float32) * weight_down(until, blocks, j, dk, is_k, W)
+            state = load_tile(dC + at * K * V, dk * V, d, is_k, is_d)
+            total += tl.dot(operand(b, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
+    store_rows(dv, total, n, H, c, S, d, live, is_d, V, REVERSE, L)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def weight_gradients(
+    v, dy, beta, errors, dx, dv, between_keys, of_queries, of_keys, dbeta,
+    S, H, V: tl.constexpr, vb, vs, vh, gb, gs, gh, bb, bs, bh, eb, es, eh, scale,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr, BV: tl.constexpr,
+):
+    """of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: of A, of a delta rule. With them the
+    gradient of beta, e . (dx - A^T de). A program per chunk."""
+    at = tl.program_id(0).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    j = tl.arange(0, L)
+    live = j < S - c * L
+    t, s = j[:, None], j[None, :]
+    place = at * L * L + t * L + s
+    gain = tl.full((L,), 1.0, tl.float32)
+    if beta is not None:
+        betas = start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs
+        gain = tl.load(betas, live, 0.0).to(tl.float32)
+    read = tl.zeros((L, L), tl.float32)
+    keys = tl.zeros((L, L), tl.float32)
+    own = tl.zeros((L,), tl.float32)
+    for first in range(0, V, BV):
+        d = first + tl.arange(0, BV)
+        is_d = inside(d, V, BV)
+        a = load_rows(dy, n, H, c, S, gb, gs, gh, d, live, is_d, REVERSE, L)
+        if beta is None:
+            x = load_columns(v, n, H, c, S, vb, vs, vh, d, live, is_d, REVERSE, L)
+        else:
+            x = load_tile(errors + at * L * V, d, j * V, is_d, live)
+            b = load_rows(dv, n, H, c, S, eb, es, eh, d, live, is_d, REVERSE, L)
+            b = operand(b, DOT, PRECISION)
+            keys += tl.dot(b, operand(x, DOT, PRECISION), input_precision=PRECISION)
+            of_x = load_tile(dx + at * L * V, d, j * V, is_d, live)
+            own += tl.sum(x.to(tl.float32) * of_x.to(tl.float32), 0)
+        read += tl.dot(operand(a, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+    read = tl.where(t >= s, read * gain[None, :] * scale, 0.0)
+    tl.store(of_queries + place, operand(read, of_queries.dtype.element_ty, PRECISION))
+    if beta is not None:
+        keys = tl.where(t > s, keys, 0.0)
+        own -= tl.sum(keys * tl.load(between_keys + place, t > s, 0.0), 0)
+        to = start(0, n, H, c, S, tl.cast(S, tl.int64) * H, H, 1, REVERSE, L) + sign(REVERSE) * j * H
+        tl.store(dbeta + to, own.to(dbeta.dtype.element_ty), live)
+        tl.store(of_keys + place, operand(-keys * gain[None, :], of_keys.dtype.element_ty, PRECISION))
+
+
+@jit
+@no_type_check
+def _later(total, decays, marks, t, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
+    """Sums between tokens t and j of a block, from those between t - 1 and j."""
+    if BONUS:
+        passed = own_decay(decays + sign(REVERSE) * (t - 1) * gs, d, t - 1 < left, W)[None, :]
+        total += tl.where(j[:, None] < t - 1, passed, 0.0)
+    else:
+        total += own_decay(decays + sign(REVERSE) * t * gs, d, t < left, W)[None, :]
+    if marks is not None:
+        total += cut(marks + sign(REVERSE) * t, t < left)
+    return tl.where(j[:, None] < t, total, 0.0)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def key_gradients(
+    q, k, v, dy, dv, g, beta, bonus, resets, since, until, blocks, errors, C, dC, of_queries, of_keys,
+    dq, dk, dbonus, reads, writes,
+    S, H, K: tl.constexpr, V: tl.constexpr,
+    qb, qs, qh, kb, ks, kh, vb, vs, vh, yb, ys, yh, eb, es, eh, gb, gs, gh, bb, bs, bh, scale,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """Of queries and keys; reads, writes [parts, N, T, W]: what a token's decayed readings and its writing have of
+    gradients of exponents; without a bonus, which reads before its decay, reads has the difference. A program per
+    block of 16 tokens and BK channels, which are the parts of a decay per head."""
+    BLOCKS: tl.constexpr = L // 16
+    COLUMNS: tl.constexpr = (K + BK - 1) // BK
+    column = tl.program_id(0) % COLUMNS
+    block = tl.program_id(0) // COLUMNS % BLOCKS
+    at = (tl.program_id(0) // COLUMNS // BLOCKS).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = (at // chunks).to(tl.int32)
+    tile = (at % chunks).to(tl.int32) * BLOCKS
+    nk = n // GROUP
+    HK = H // GROUP
+    d = column * BK + tl.arange(0, BK)
+    is_d = inside(d, K, BK)
+    j = tl.arange(0, 16)
+    left = S - (tile + block) * 16
+    live = j < left
+    own_tile = at * BLOCKS + block
+    every = (tl.num_programs(0) // COLUMNS).to(tl.int64)
+    a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16).to(tl.float32)
+    b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
+    # what the state gives
+    of_q = tl.zeros((16, BK), tl.float32)
+    of_read = tl.zeros((16, BK), tl.float32)  # of k as what reads S' and earlier keys
+    of_write = tl.zeros((16, BK), tl.float32)
+    for first in range(0, V, BV):
+        e = first + tl.arange(0, BV)
+        is_e = inside(e, V, BV)
+        state = load_tile(C + at * K * V, e, d * V, is_e, is_d).to(DOT)
+        outs = load_rows(dy, n, H, tile + block, S, yb, ys, yh, e, live, is_e, REVERSE, 16)
+        of_q += tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
+        if beta is not None:
+            outs = load_rows(dv, n, H, tile + block, S, eb, es, eh, e, live, is_e, REVERSE, 16)
+            of_read -= tl.dot(operand(outs, DOT, PRECISION), state, input_precision=PRECISION)
+        x = written(v, beta, errors, n, H, tile + block, own_tile, S, vb, vs, vh, bb, bs, bh, e, live, is_e, V,
+                    REVERSE, 16)
+        state = load_tile(dC + at * K * V, e, d * V, is_e, is_d).to(DOT)
+        of_write += tl.dot(operand(x, DOT, PRECISION), state, input_precision=PRECISION)
+    of_q *= scale
+    whole = blocks
+    if since is not None:
+        chunk_blocks = blocks + at * BLOCKS * W
+        weight = weight_down(since + at * L * W, chunk_blocks + BEFORE * every * W, block * 16 + j, d, is_d, W)
+        of_q *= weight
+        of_read *= weight
+        of_write *= weight_down(until + at * L * W, chunk_blocks + AFTER * every * W, block * 16 + j, d, is_d, W)
+        whole = chunk_blocks + WHOLE * every * W
+    # what other blocks of the chunk give
+    row = at * L * L + (block * 16 + j)[:, None] * L + j[None, :]
+    across = at * L * L + j[None, :] * L + (block * 16 + j)[:, None]
+    earlier_q = tl.zeros((16, BK), tl.float32)
+    earlier_k = tl.zeros((16, BK), tl.float32)
+    for other in range(block):
+        seen = j < S - (tile + other) * 16
+        c = load_rows(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
+        if since is not None:
+            inner = within_block(until + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
+            c *= exp(inner + between(whole, other + 1, block, d, is_d, W))
+        c = operand(c, DOT, PRECISION)
+        read = operand(tl.load(of_queries + row + other * 16), DOT, PRECISION)
+        earlier_q += tl.dot(read, c, input_precision=PRECISION)
+        if beta is not None:
+            read = operand(tl.load(of_keys + row + other * 16), DOT, PRECISION)
+            earlier_k += tl.dot(read, c, input_precision=PRECISION)
+    later = tl.zeros((16, BK), tl.float32)
+    for other in range(block + 1, BLOCKS):
+        seen = j < S - (tile + other) * 16
+        c = load_rows(q, nk, HK, tile + other, S, qb, qs, qh, d, seen, is_d, REVERSE, 16).to(tl.float32)
+        weight = 1.0
+        if since is not None:
+            inner = within_block(since + (at * BLOCKS + other) * 16 * W, j, d, is_d, W)
+            weight = exp(inner + between(whole, block + 1, other, d, is_d, W))
+        read = operand(tl.load(of_queries + across + other * 16 * L), DOT, PRECISION)
+        later += tl.dot(read, operand(c * weight, DOT, PRECISION), input_precision=PRECISION)
+        if beta is not None:
+            c = load_rows(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
+            read = operand(tl.load(of_keys + across + other * 16 * L), DOT, PRECISION)
+            later += tl.dot(read, operand(c * weight, DOT, PRECISION), input_precision=PRECISION)
+    if since is not None:
+        weight = exp(within_block(since + own_tile * 16 * W, j, d, is_d, W))
+        earlier_q *= weight
+        earlier_k *= weight
+        later *= exp(within_block(until + own_tile * 16 * W, j, d, is_d, W))
+    of_q += earlier_q
+    of_read += earlier_k
+    of_write += later
+    # what tokens of the block give each other; without the token itself, whose parts of reads and writes cancel
+    decays = decays_of(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+    marks = marks_of(resets, n, H, tile + block, S, REVERSE, 16)
+    if W > 1:
+        queries = start(q, nk, HK, tile + block, S, qb, qs, qh, REVERSE, 16) + d
+        keys = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
+        own = at * L * L + (block * 16 + j) * L + block * 16  # of the token's weights, towards the block
+        total = tl.zeros((16, BK), tl.float32)
+        for y in range(16):
+            s = 15 - y
+            if y > 0:
+                total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
+            c = tl.load(keys + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
+            c = exp(total) * c[None, :]
+            of_q += tl.load(of_queries + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
+            if beta is not None:
+                of_read += tl.load(of_keys + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
+        own = at * L * L + block * 16 * L + block * 16 + j  # of tokens of the block, towards this one
+        total = tl.zeros((16, BK), tl.float32)
+        for t in range(16):
+            if t > 0:
+                total = _later(total, decays, marks, t, left, j, d, gs, bonus is not None, REVERSE, W)
+            weight = exp(total)
+            c = tl.load(queries + sign(REVERSE) * t * qs, where(d, K, t < left), 0.0).to(tl.float32)
+            read = tl.load(of_queries + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
+            of_write += read * weight * c[None, :]
+            if beta is not None:
+                c = tl.load(keys + sign(REVERSE) * t * ks, where(d, K, t < left), 0.0).to(tl.float32)
+                read = tl.load(of_keys + own + t * L, j < t, 0.0).to(tl.float32)[:, None]
+                of_write += read * weight * c[None, :]
+    else:
+        down, along = j[:, None], j[None, :]
+        past = exponents(decays, marks, left, gs, bonus is not None, REVERSE)
+        future = _turned(decays, marks, left, gs, bonus is not None, REVERSE)
+        c = operand(b, DOT, PRECISION)
+        read = tl.load(of_queries + row + block * 16, down > along, 0.0).to(tl.float32) * exp(past)
+        of_q += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
+        read = tl.load(of_queries + across + block * 16 * L, along > down, 0.0).to(tl.float32) * exp(future)
+        of_write += tl.dot(operand(read, DOT, PRECISION), operand(a, DOT, PRECISION), input_precision=PRECISION)
+        if beta is not None:
+            read = tl.load(of_keys + row + block * 16, down > along, 0.0).to(tl.float32) * exp(past)
+            of_read += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
+            read = tl.load(of_keys + across + block * 16 * L, along > down, 0.0).to(tl.float32) * exp(future)
+            of_write += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
+    if reads is not None:
+        read = a * of_q + b * of_read
+        if bonus is None:
+            read -= b * of_write
+        if W > 1:
+            place = (own_tile * 16 + j)[:, None] * W + d[None, :]
+            tl.store(reads + place, read, is_d[None, :])
+            if bonus is not None:
+                tl.store(writes + place, b * of_write, is_d[None, :])
+        else:
+            place = (column * every + own_tile) * 16 + j
+            tl.store(reads + place, tl.sum(read, 1))
+            if bonus is not None:
+                tl.store(writes + place, tl.sum(b * of_write, 1))
+    # what a token gives itself, whatever the decay
+    read = tl.load(of_queries + at * L * L + (block * 16 + j) * L + block * 16 + j).to(tl.float32)[:, None]
+    if bonus is not None:
+        tl.store(dbonus + own_tile * K + d, tl.sum(read * a * b, 0), is_d)
+        read *= tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)[None, :]
+    of_q += read * b
+    of_write += read * a
+    store_rows(dq, of_q, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
+    store_rows(dk, of_read + of_write, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
+
+
+@jit
+@no_type_check
+def _turned(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """As `exponents`, with s down and t across: nothing is transposed."""
+    s = tl.arange(0, 16)[:, None]
+    t = tl.arange(0, 16)[None, :]
+    total = tl.zeros((16, 16), tl.float32)
+    for x in range(1, 16):
+        exists = x < left
+        passed = (s < x) & (x <= t)
+        if resets is not None:
+            total += tl.where(passed, cut(resets + sign(REVERSE) * x, exists), 0.0)
+        if g is not None:
+            if BONUS:
+                passed = passed & (x < t)
+            total += tl.where(passed, tl.load(g + sign(REVERSE) * x * gs, exists, 0.0).to(tl.float32), 0.0)
+    return total
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def decay_gradients(
+    resets, reads, writes, flows, dg, S, H, parts, flow_parts,
+    FRESH: tl.constexpr, W: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
+):
+    """A program per chunk and BD channels, from the last token to the first. The decay of a token that begins a
+    sequence has no effect: one after a reset, and without a given state (FRESH) the first."""
+    chunks = tl.cdiv(S, L)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    is_d = inside(d, W, BD)
+    at = tl.program_id(0).to(tl.int64)
+    plane = tl.num_programs(0).to(tl.int64) * L * W
+    flow_plane = (tl.num_programs(0) // chunks).to(tl.int64) * (chunks + 1) * W
+    marks = marks_of(resets, n, H, c, S, REVERSE, L)
+    to = start(dg, n, H, c, S, tl.cast(S, tl.int64) * H * W, H * W, W, REVERSE, L) + d
+    total = tl.zeros((BD,), tl.float32)
+    for part in range(flow_parts):
+        total += tl.load(flows + part * flow_plane + (n.to(tl.int64) * (chunks + 1) + c + 1) * W + d, is_d, 0.0)
+    for back in range(L):
+        t = L - 1 - back
+        exists = t < S - c * L
+        place = (at * L + t) * W + d
+        read = tl.zeros((BD,), tl.float32)
+        wrote = tl.zeros((BD,), tl.float32)
+        for part in range(parts):
+            read += tl.load(reads + part * plane + place, is_d, 0.0)
+            if writes is not None:
+                wrote += tl.load(writes + part * plane + place, is_d, 0.0)
+        if writes is None:
+            total += read
+        else:
+            total -= wrote
+        begins = 0
+        if resets is not None:
+            begins = tl.load(marks + sign(REVERSE) * t, exists, 0).to(tl.int32)
+        found = tl.where(begins == 0, total, 0.0)
+        if FRESH:
+            found = tl.where(c + t == 0, 0.0, found)
+        tl.store(to + sign(REVERSE) * t * H * W, found.to(dg.dtype.element_ty), where(d, W, exists))
+        if writes is not None:
+            total += read
+        if resets is not None:
+            total = tl.where(begins == 0, total, 0.0)

@@ -1,0 +1,410 @@
+"""Forward: sums of decays, weights between tokens, the system of the delta rule, states before chunks, outputs."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.linear_attention.triton.tensors import (
+    AFTER,
+    BEFORE,
+    WHOLE,
+    between,
+    cut,
+    decays_of,
+    exponents,
+    marks_of,
+    own_decay,
+    sign,
+    weight_across,
+    weight_down,
+    where,
+    within_block,
+)
+from seqblocks.kernels.mlstm.triton.tensors import inside, load_columns, load_rows, load_tile, start, store_rows
+from seqblocks.kernels.triton_common import exp, jit, operand, tl
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def sums(
+    g, resets, since, until, blocks, through,
+    S, H, gb, gs, gh, W: tl.constexpr, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
+):
+    """A program per chunk and BD channels. One token after the other: sums are of one sign, and of few terms."""
+    chunks = tl.cdiv(S, L)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    is_d = inside(d, W, BD)
+    at = tl.program_id(0).to(tl.int64)
+    plane = tl.num_programs(0).to(tl.int64) * (L // 16) * W
+    since += at * L * W + d
+    until += at * L * W + d
+    blocks += at * (L // 16) * W + d
+    decays = decays_of(g, n, H, c, S, gb, gs, gh, REVERSE, L)
+    marks = marks_of(resets, n, H, c, S, REVERSE, L)
+    left = S - c * L
+    total = tl.zeros((BD,), tl.float32)
+    for block in range(L // 16):
+        tl.store(blocks + plane * BEFORE + block * W, total, is_d)
+        inner = tl.zeros((BD,), tl.float32)
+        for x in tl.static_range(16):
+            t = block * 16 + x
+            decay = tl.zeros((BD,), tl.float32)
+            if g is not None:
+                decay = tl.load(decays + sign(REVERSE) * t * gs + d, where(d, W, t < left), 0.0).to(tl.float32)
+            if resets is not None:
+                inner += cut(marks + sign(REVERSE) * t, t < left)
+            if BONUS:
+                tl.store(since + t * W, inner, is_d)
+                inner += decay
+            else:
+                inner += decay
+                tl.store(since + t * W, inner, is_d)
+        tl.store(blocks + plane * WHOLE + block * W, inner, is_d)
+        total += inner
+    tl.store(through + at * W + d, total, is_d)
+    total = tl.zeros((BD,), tl.float32)
+    for back in range(L // 16):
+        block = L // 16 - 1 - back
+        tl.store(blocks + plane * AFTER + block * W, total, is_d)
+        inner = tl.zeros((BD,), tl.float32)
+        for y in tl.static_range(16):
+            t = block * 16 + 15 - y
+            tl.store(until + t * W, inner, is_d)
+            if g is not None:
+                inner += tl.load(decays + sign(REVERSE) * t * gs + d, where(d, W, t < left), 0.0).to(tl.float32)
+            if resets is not None:
+                inner += cut(marks + sign(REVERSE) * t, t < left)
+        total += inner
+
+
+@jit
+@no_type_check
+def _inverse(A):
+    """(I + A)^-1 of a strictly lower triangular A [16, 16], row by row."""
+    row = tl.arange(0, 16)
+    found = -A
+    for t in range(1, 16):
+        own = tl.sum(tl.where(row[:, None] == t, found, 0.0), 0)
+        own += tl.sum(tl.where(row < t, own, 0.0)[:, None] * tl.where(row[:, None] < t, found, 0.0), 0)
+        found = tl.where(row[:, None] == t, own[None, :], found)
+    return found + tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def pairs(
+    q, k, g, beta, bonus, resets, since, until, blocks, weights, between_keys, solved,
+    S, H, K: tl.constexpr, qb, qs, qh, kb, ks, kh, gb, gs, gh, bb, bs, bh, scale,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr,
+):
+    """What a block of 16 tokens reads of the chunk, up to itself. Of a delta rule, whose beta is not None, `solved` has
+    the inverse of the block's own part, and left of it A Diag(beta); between_keys, if wanted, A.
+
+    A decay per key does not factor out of q . k: towards earlier blocks it is split where this block begins, within the
+    block it is multiplied out.
+    """
+    BLOCKS: tl.constexpr = L // 16
+    block = tl.program_id(0) % BLOCKS
+    at = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = (at // chunks).to(tl.int32)
+    tile = (at % chunks).to(tl.int32) * BLOCKS
+    nk = n // GROUP
+    HK = H // GROUP
+    j = tl.arange(0, 16)
+    left = S - (tile + block) * 16
+    live = j < left
+    whole = at * BLOCKS
+    if since is not None:
+        plane = tl.num_programs(0).to(tl.int64) * W * WHOLE
+        since += (whole + block) * 16 * W
+        until += whole * 16 * W
+        blocks += plane + whole * W
+    row = (whole + block) * 16 * L + j[:, None] * L + j[None, :]
+    for other in range(block):
+        seen = j < S - (tile + other) * 16
+        read = tl.zeros((16, 16), tl.float32)
+        keys = tl.zeros((16, 16), tl.float32)
+        for first in range(0, K, BK):
+            d = first + tl.arange(0, BK)
+            is_d = inside(d, K, BK)
+            a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16).to(tl.float32)
+            b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
+            c = load_columns(k, nk, HK, tile + other, S, kb, ks, kh, d, seen, is_d, REVERSE, 16).to(tl.float32)
+            if W > 1:
+                here = exp(within_block(since, j, d, is_d, W))
+                there = tl.load(until + (other * 16 + j)[None, :] * W + d[:, None], is_d[:, None], 0.0)
+                apart = tl.zeros((BK,), tl.float32)
+                for passed in range(other + 1, block):
+                    apart += tl.load(blocks + passed * W + d, is_d, 0.0)
+                a *= here
+                b *= here
+                c *= exp(there + apart[:, None])
+            c = operand(c, DOT, PRECISION)
+            read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
+            if beta is not None:
+                keys += tl.dot(operand(b, DOT, PRECISION), c, input_precision=PRECISION)
+        if since is not None and W == 1:
+            weight = tl.load(since + j)[:, None] + tl.load(until + other * 16 + j)[None, :]
+            weight = exp(weight + between(blocks, other + 1, block, j, live, 1))
+            read *= weight
+            keys *= weight
+        tl.store(weights + row + other * 16, operand(read * scale, weights.dtype.element_ty, PRECISION))
+        if beta is not None:
+            if between_keys is not None:
+                tl.store(between_keys + row + other * 16, keys)
+            gain = tl.load(start(beta, n, H, tile + other, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs,
+                           seen, 0.0).to(tl.float32)
+            tl.store(solved + row + other * 16, keys * gain[None, :])
+    decays = decays_of(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+    marks = marks_of(resets, n, H, tile + block, S, REVERSE, 16)
+    read = tl.zeros((16, 16), tl.float32)
+    keys = tl.zeros((16, 16), tl.float32)
+    own = tl.zeros((16,), tl.float32)
+    for first in range(0, K, BK):
+        d = first + tl.arange(0, BK)
+        is_d = inside(d, K, BK)
+        a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16)
+        b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16)
+        if bonus is not None:
+            u = tl.load(bonus + (nk % HK) * K + d, is_d, 0.0).to(tl.float32)
+            own += tl.sum(a.to(tl.float32) * b.to(tl.float32) * u[None, :], 1)
+        if W > 1:
+            total = tl.zeros((16, BK), tl.float32)
+            key = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
+            for y in range(16):
+                s = 15 - y
+                if y > 0:
+                    total = earlier(total, decays, marks, s, left, j, d, gs, bonus is not None, REVERSE, W)
+                c = tl.load(key + sign(REVERSE) * s * ks, where(d, K, s < left), 0.0).to(tl.float32)
+                c = exp(total) * c[None, :]
+                read += tl.where(j[None, :] == s, tl.sum(a.to(tl.float32) * c, 1)[:, None], 0.0)
+                if beta is not None:
+                    keys += tl.where(j[None, :] == s, tl.sum(b.to(tl.float32) * c, 1)[:, None], 0.0)
+        else:
+            c = load_columns(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16)
+            c = operand(c, DOT, PRECISION)
+            read += tl.dot(operand(a, DOT, PRECISION), c, input_precision=PRECISION)
+            if beta is not None:
+                keys += tl.dot(operand(b, DOT, PRECISION), c, input_precision=PRECISION)
+    if W == 1:
+        weight = exp(exponents(decays, marks, left, gs, bonus is not None, REVERSE))
+        read *= weight
+        keys *= weight
+    if bonus is not None:
+        read = tl.where(j[:, None] > j[None, :], read, tl.where(j[:, None] == j[None, :], own[:, None], 0.0))
+    else:
+        read = tl.where(j[:, None] >= j[None, :], read, 0.0)
+    tl.store(weights + row + block * 16, operand(read * scale, weights.dtype.element_ty, PRECISION))
+    if beta is not None:
+        keys = tl.where(j[:, None] > j[None, :], keys, 0.0)
+        if between_keys is not None:
+            tl.store(between_keys + row + block * 16, keys)
+        gain = tl.load(start(beta, n, H, tile + block, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs, live, 0.0)
+        tl.store(solved + row + block * 16, _inverse(keys * gain.to(tl.float32)[None, :]))
+
+
+@jit
+@no_type_check
+def earlier(total, decays, marks, s, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
+    """Sums between tokens j and s of a block, from those between j and s + 1."""
+    exists = s + 1 < left
+    passed = own_decay(decays + sign(REVERSE) * (s + 1) * gs, d, exists, W)[None, :]
+    if BONUS:
+        passed = tl.where(j[:, None] > s + 1, passed, 0.0)
+    if marks is not None:
+        passed += cut(marks + sign(REVERSE) * (s + 1), exists)
+    return tl.where(j[:, None] > s, total + passed, 0.0)
+
+
+@jit
+@no_type_check
+def _product(a, b):
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@common.kernel()
+@no_type_check
+def invert(solved, L: tl.constexpr):
+    """(I + A Diag(beta))^-1 from the inverses of its blocks of 16: the others by forward substitution, in float32. A
+    program per chunk."""
+    j = tl.arange(0, 16)
+    solved += tl.program_id(0).to(tl.int64) * L * L + j[:, None] * L + j[None, :]
+    DOWN: tl.constexpr = 16 * L
+    a = tl.load(solved)
+    b = tl.load(solved + DOWN + 16)
+    below = -_product(b, _product(tl.load(solved + DOWN), a))
+    tl.store(solved + DOWN, below)
+    if L == 64:
+        c = tl.load(solved + 2 * DOWN + 32)
+        d = tl.load(solved + 3 * DOWN + 48)
+        at_b = tl.load(solved + 2 * DOWN + 16)
+        c_b = -_product(c, _product(at_b, b))
+        c_a = -_product(c, _product(tl.load(solved + 2 * DOWN), a) + _product(at_b, below))
+        at_b = tl.load(solved + 3 * DOWN + 16)
+        at_c = tl.load(solved + 3 * DOWN + 32)
+        d_c = -_product(d, _product(at_c, c))
+        d_b = -_product(d, _product(at_b, b) + _product(at_c, c_b))
+        d_a = _product(tl.load(solved + 3 * DOWN), a) + _product(at_b, below)
+        d_a = -_product(d, d_a + _product(at_c, c_a))
+        tl.store(solved + 2 * DOWN + 16, c_b)
+        tl.store(solved + 2 * DOWN, c_a)
+        tl.store(solved + 3 * DOWN + 32, d_c)
+        tl.store(solved + 3 * DOWN + 16, d_b)
+        tl.store(solved + 3 * DOWN, d_a)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def solve(
+    k, v, since, blocks, solved, of_state, given,
+    S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, vb, vs, vh, W: tl.constexpr, GROUP: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """The inverse of the system times the keys, decayed (of_state), and the values (given, if wanted). A program per
+    chunk."""
+    chunks = tl.cdiv(S, L)
+    at = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(0) // chunks
+    c = tl.program_id(0) % chunks
+    j = tl.arange(0, L)
+    live = j < S - c * L
+    t, s = j[:, None], j[None, :]
+    found = operand(tl.load(solved + at * L * L + t * L + s, t >= s, 0.0), DOT, PRECISION)
+    if since is not None:
+        since += at * L * W
+        blocks += at * (L // 16) * W
+    for first in range(0, K, BK):
+        d = first + tl.arange(0, BK)
+        is_d = inside(d, K, BK)
+        b = load_rows(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, d, live, is_d, REVERSE, L)
+        if since is not None:
+            b = b.to(tl.float32) * weight_down(since, blocks, j, d, is_d, W)
+        b = tl.dot(found, operand(b, DOT, PRECISION), input_precision=PRECISION)
+        tl.store(of_state + (at * L + j)[:, None] * K + d[None, :],
+                 operand(b, of_state.dtype.element_ty, PRECISION), is_d[None, :])
+    if given is not None:
+        for first in range(0, V, BV):
+            d = first + tl.arange(0, BV)
+            is_d = inside(d, V, BV)
+            b = load_rows(v, n, H, c, S, vb, vs, vh, d, live, is_d, REVERSE, L)
+            b = tl.dot(found, operand(b, DOT, PRECISION), input_precision=PRECISION)
+            tl.store(given + (at * L + j)[:, None] * V + d[None, :], b.to(given.dtype.element_ty), is_d[None, :])
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def states(
+    k, v, beta, state, until, blocks, through, of_state, errors, C, last,
+    S, H, K: tl.constexpr, V: tl.constexpr, kb, ks, kh, vb, vs, vh, bb, bs, bh,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """The states before every chunk and after the last. A delta rule, which needs all of K in a program, turns what
+    `solve` left in errors into v - S'^T k. A program per block of the state, which stays in registers."""
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
+    n = tl.program_id(0) // TILES
+    block = tl.program_id(0) % TILES
+    dk = block // ACROSS * BK + tl.arange(0, BK)
+    dv = block % ACROSS * BV + tl.arange(0, BV)
+    is_k = inside(dk, K, BK)
+    is_v = inside(dv, V, BV)
+    own = is_k[:, None] & is_v[None, :]
+    cell = dk[:, None] * V + dv[None, :]
+    wide = n.to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    j = tl.arange(0, L)
+    total = tl.zeros((BK, BV), tl.float32)
+    if state is not None:
+        total = tl.load(state + wide * K * V + cell, own, 0.0)
+    if until is not None:
+        until += wide * chunks * L * W
+        blocks += ((tl.num_programs(0) // TILES).to(tl.int64) * AFTER + wide) * chunks * (L // 16) * W
+        through += wide * chunks * W
+    for c in range(chunks):
+        at = wide * chunks + c
+        kept = operand(total, C.dtype.element_ty, PRECISION)
+        tl.store(C + at * K * V + cell, kept, own)
+        live = j < S - c * L
+        if beta is not None:
+            gain = tl.load(start(beta, n, H, c, S, bb, bs, bh, REVERSE, L) + sign(REVERSE) * j * bs, live, 0.0)
+            places = (at * L + j)[:, None]
+            read = load_tile(of_state + at * L * K, j * K, dk, live, is_k)
+            x = tl.load(errors + places * V + dv[None, :], is_v[None, :], 0.0).to(tl.float32)
+            x -= tl.dot(operand(read, DOT, PRECISION), kept.to(DOT), input_precision=PRECISION)
+            tl.store(errors + places * V + dv[None, :], x.to(errors.dtype.element_ty), is_v[None, :])
+            x *= gain.to(tl.float32)[:, None]
+        else:
+            x = load_rows(v, n, H, c, S, vb, vs, vh, dv, live, is_v, REVERSE, L)
+        keys = load_columns(k, n // GROUP, H // GROUP, c, S, kb, ks, kh, dk, live, is_k, REVERSE, L)
+        if until is not None:
+            weight = weight_across(until + c * L * W, blocks + c * (L // 16) * W, j, dk, is_k, W)
+            keys = keys.to(tl.float32) * weight
+            if W == 1:
+                total *= exp(tl.load(through + c))
+            else:
+                total *= exp(tl.load(through + c * W + dk, is_k, 0.0))[:, None]
+        total += tl.dot(operand(keys, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+    tl.store(last + wide * K * V + cell, total, own)
+
+
+@common.kernel(do_not_specialize=["S"])
+@no_type_check
+def outputs(
+    q, v, beta, since, blocks, errors, weights, C, y,
+    S, H, K: tl.constexpr, V: tl.constexpr, qb, qs, qh, vb, vs, vh, bb, bs, bh, scale,
+    W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """A program per chunk and BV values."""
+    ACROSS: tl.constexpr = (V + BV - 1) // BV
+    at = (tl.program_id(0) // ACROSS).to(tl.int64)
+    chunks = tl.cdiv(S, L)
+    n = tl.program_id(0) // ACROSS // chunks
+    c = tl.program_id(0) // ACROSS % chunks
+    dv = tl.program_id(0) % ACROSS * BV + tl.arange(0, BV)
+    is_v = inside(dv, V, BV)
+    j = tl.arange(0, L)
+    live = j < S - c * L
+    if since is not None:
+        since += at * L * W
+        blocks += at * (L // 16) * W
+    total = tl.zeros((L, BV), tl.float32)
+    for first in range(0, K, BK):
+        d = first + tl.arange(0, BK)
+        is_d = inside(d, K, BK)
+        a = load_rows(q, n // GROUP, H // GROUP, c, S, qb, qs, qh, d, live, is_d, REVERSE, L)
+        if since is not None and W > 1:
+            a = a.to(tl.float32) * weight_down(since, blocks, j, d, is_d, W)
+        state = load_tile(C + at * K * V, d * V, dv, is_d, is_v)
+        total += tl.dot(operand(a, DOT, PRECISION), state.to(DOT), input_precision=PRECISION)
+    total *= scale
+    if since is not None and W == 1:
+        total *= weight_down(since, blocks, j, j, live, 1)
+    read = tl.load(weights + at * L * L + j[:, None] * L + j[None, :], j[:, None] >= j[None, :], 0.0)
+    x = written(v, beta, errors, n, H, c, at, S, vb, vs, vh, bb, bs, bh, dv, live, is_v, V, REVERSE, L)
+    total += tl.dot(operand(read, DOT, PRECISION), operand(x, DOT, PRECISION), input_precision=PRECISION)
+    store_rows(y, total, n, H, c, S, dv, live, is_v, V, REVERSE, L)
+
+
+@jit
+@no_type_check
+def written(
+    v, beta, errors, n, H, tile, at, S, vb, vs, vh, bb, bs, bh, d, live, is_d, V: tl.constexpr, REVERSE: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """The values that keys are written with, tokens down: v, or of a delta rule beta (v - S'^T k). `at`: the tile among
+    those of all heads."""
+    j = tl.arange(0, BT)
+    if beta is None:
+        return load_rows(v, n, H, tile, S, vb, vs, vh, d, live, is_d, REVERSE, BT)
+    else:
+        gain = tl.load(start(beta, n, H, tile, S, bb, bs, bh, REVERSE, BT) + sign(REVERSE) * j * bs, live, 0.0)
+        x = load_tile(errors + at * BT * V, j * V, d, live, is_d)
+        return x.to(tl.float32) * gain.to(tl.float32)[:, None]

@@ -1,0 +1,347 @@
+"""Launches, and the ops of torch: one for a decay per head without a delta rule, which has the mLSTM's kernels, and one
+for everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.linear_attention import separate
+from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
+from seqblocks.kernels.mlstm.triton import launch as mlstm
+from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.triton_common import ceil_div, tl
+
+Maybe = Tensor | None
+
+
+def _laid_out(lines: tuple[Maybe, ...], whole: tuple[Maybe, ...]) -> list[Any]:
+    """As kernels address them: rows in lines, or all of it."""
+    rows = [None if x is None else common.last_contiguous(x) for x in lines]
+    return rows + [None if x is None else x.contiguous() for x in whole]
+
+
+def _if(given: Maybe, x: Tensor) -> Maybe:
+    """x, if what it belongs to is given."""
+    return None if given is None else x
+
+
+def _summed(x: Tensor, like: Tensor) -> Tensor:
+    """The gradient of q or k [B, S, H, K], of those for each head of values."""
+    if x.shape[2] != like.shape[2]:
+        x = x.unflatten(2, (like.shape[2], -1)).sum(3)
+    return x.to(like.dtype)
+
+
+def _last(k: Tensor, v: Tensor) -> Tensor:
+    return v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+
+
+def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
+    """An empty tensor for the gradients of q or k, for each head of values: in float32 if they are summed."""
+    return x.new_empty(*v.shape[:3], x.shape[3], dtype=x.dtype if v.shape[2] == x.shape[2] else torch.float32)
+
+
+# ------------------------------------------------------------------------------
+# A decay per head, or none
+
+
+@common.custom_op("seqblocks::linear_attention_triton")
+def per_head(
+    q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe, reverse: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y, the last state; for the backward pass gates, segments, and states by chunks."""
+    (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
+    q, k, v, state, resets = _laid_out((q, k, v), (state, resets))
+    results = _per_head_fake(q, k, v, decay, state, resets, reverse, scale)
+    y, last, planes, segments, C = results
+    plan = mlstm.Plan(q, k, v, reverse, scale=scale)
+    marks = segments if resets is not None else None
+    plan.forward(
+        q, k, v, None, decay, (state, None, None), resets, y, (last, None, None), planes, marks, C, None, 0.0, False
+    )
+    if found is not None:
+        found.mark(y, last)
+    return results
+
+
+@per_head.register_fake
+def _per_head_fake(q, k, v, decay, state, resets, reverse, scale):  # type: ignore[no-untyped-def]
+    plan = mlstm.Plan(q, k, v, reverse, scale=scale)
+    planes, C = plan.workspaces(q)
+    return v.new_empty(v.shape), _last(k, v), planes, plan.segments(q, resets), C
+
+
+@common.custom_op("seqblocks::linear_attention_triton_backward")
+def per_head_backward(
+    dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe,
+    y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, reverse: bool, scale: float,
+) -> list[Tensor]:
+    """Return gradients of q, k, v, decay and the state; of a decay that is absent an empty one."""
+    undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, None, state), resets, reverse)
+    if undefined is not None:
+        (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
+        if found is not None:
+            (dy, dlast), (y, last) = found.clean_outputs(dy, dlast), found.clean_outputs(y, last)
+    dy, q, k, v, dlast = _laid_out((dy, q, k, v), (dlast,))
+    results = _per_head_backward_fake(dy, dlast, q, k, v, decay, state, *(None,) * 8)
+    dq, dk = _for_value_heads(q, v), _for_value_heads(k, v)
+    plan = mlstm.Plan(q, k, v, reverse, scale=scale)
+    plan.backward(
+        dy, (dlast, None, None), q, k, v, None, decay, y, (last, None, None), planes,
+        segments if resets is not None else None, C, None,
+        (dq, dk, results[2], None, _if(decay, results[3]), _if(state, results[4]), None, None), 0.0, False,
+    )
+    results[0], results[1] = _summed(dq, q), _summed(dk, k)
+    if undefined is not None:
+        undefined.fill(results[:3], results[3:4] if decay is not None else [], _if(state, results[4]))
+    return results
+
+
+@per_head_backward.register_fake
+def _per_head_backward_fake(  # type: ignore[no-untyped-def]
+    dy, dlast, q, k, v, decay, state, resets, y, last, planes, segments, C, reverse, scale
+):
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, decay, state)]
+
+
+def _save_per_head(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.reverse, ctx.scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _differentiate_per_head(ctx, dy, dlast, *_):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    grads = per_head_backward(common.filled(dy, saved[6]), dlast, *saved, ctx.reverse, ctx.scale)
+    return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), None, None, None
+
+
+per_head.register_autograd(_differentiate_per_head, setup_context=_save_per_head)
+per_head_backward.register_autograd(no_second_derivative("linear_attention", "Triton"))
+
+
+# ------------------------------------------------------------------------------
+# Delta rules, decays per key, a bonus
+
+
+class _Chunks:
+    """The grids, arguments and workspaces that launches share."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, resets: Maybe, reverse: bool,
+        scale: float,
+    ) -> None:
+        B, self.S, heads, self.K = q.shape
+        self.H, self.V = v.shape[2:]
+        self.given = (q, k, v, decay, beta, bonus, resets)
+        self.N, self.scale = B * self.H, scale
+        self.per_key = decay is not None and decay.dim() == 4 and self.K > 1
+        self.narrow = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+        exact = self.narrow or all(x.dtype == torch.float32 for x in (q, k, v))
+        self.dtype = torch.bfloat16 if self.narrow else torch.float32
+        self.L = sizes.chunk(self.narrow, beta is not None, self.K)
+        self.chunks = ceil_div(self.S, self.L)
+        self.places = self.chunks * self.L
+        self.W = self.K if self.per_key else 1
+        self.decayed = decay is not None or resets is not None
+        self.of_sums = {"W": self.W, "REVERSE": reverse, "L": self.L}
+        dot = {"DOT": tl.bfloat16 if self.narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
+        self.of_dots = {"GROUP": self.H // max(1, heads), "REVERSE": reverse, **dot, "L": self.L}
+        # sums over all keys of float32 are more than registers hold, but on tensor cores, in three parts of tf32
+        split = exact and not self.narrow and common.arch(q).startswith("sm_")
+        self.of_walks = self.of_dots | ({"PRECISION": "tf32x3"} if split else {})
+
+    def size(self, kernel: str) -> dict[str, int]:
+        delta = self.given[4] is not None
+        arch = common.arch(self.given[0])
+        return sizes.tiles(kernel, self.K, self.V, self.per_key, delta, self.narrow, arch)
+
+    def tiles(self, size: dict[str, int]) -> tuple[int, int]:
+        """Of keys and of values."""
+        return ceil_div(self.K, size.get("BK", self.K)), ceil_div(self.V, size.get("BV", self.V))
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.given[2].new_empty(shape, dtype=dtype or self.dtype)  # type: ignore[union-attr]
+
+    def prepare(self, errors: Maybe) -> dict[str, Any]:
+        """Sums of decays, weights between tokens, the system of a delta rule; solved for v into errors, if given."""
+        q, k, v, decay, beta, bonus, resets = self.given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        wide, N, T = torch.float32, self.N, self.places
+        work: dict[str, Any] = dict.fromkeys(
+            ("since", "until", "blocks", "through", "solved", "of_state", "between_keys"))
+        if self.decayed:
+            work |= {name: self.empty(N, T, self.W, dtype=wide) for name in ("since", "until")}
+            work["blocks"] = self.empty(3, N, T // 16, self.W, dtype=wide)
+            work["through"] = self.empty(N, self.chunks, self.W, dtype=wide)
+            size = self.size("sums")
+            forward.sums[N * self.chunks, ceil_div(self.W, size["BD"])](
+                decay, resets, work["since"], work["until"], work["blocks"], work["through"],
+                self.S, self.H, *_strides(decay), BONUS=bonus is not None, **self.of_sums, **size,
+            )
+        work["weights"] = self.empty(N, T, self.L)
+        if beta is not None:
+            work |= {"solved": self.empty(N, T, self.L, dtype=wide), "of_state": self.empty(N, T, self.K)}
+            if errors is None:
+                work["between_keys"] = self.empty(N, T, self.L, dtype=wide)
+        forward.pairs[(N * T // 16,)](
+            q, k, decay, beta, bonus, resets, work["since"], work["until"], work["blocks"], work["weights"],
+            work["between_keys"], work["solved"],
+            self.S, self.H, self.K, *_strides(q, k, decay, beta), self.scale, W=self.W, **self.of_dots,
+            **self.size("pairs"),
+        )
+        if beta is not None:
+            forward.invert[(N * self.chunks,)](work["solved"], L=self.L, num_warps=4)
+            forward.solve[(N * self.chunks,)](
+                k, v, work["since"], work["blocks"], work["solved"], work["of_state"], errors,
+                self.S, self.H, self.K, self.V, *_strides(k, v), W=self.W, **self.of_dots, **self.size("solve"),
+            )
+        return work
+
+
+def _strides(*tensors: Maybe) -> list[int]:
+    """Over batch, tokens, heads."""
+    return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
+
+
+@common.custom_op("seqblocks::linear_attention_triton_chunks")
+def chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
+    reverse: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y, the last state; for the backward pass states by chunks, and of a delta rule v - S'^T k."""
+    (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)
+    q, k, v, decay, bonus, state, resets = _laid_out((q, k, v, decay), (bonus, state, resets))
+    results = _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
+    y, last, C, errors = results
+    plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
+    with common.on(q):
+        work = plan.prepare(errors)
+        size = plan.size("states")
+        across, along = plan.tiles(size)
+        forward.states[(plan.N * across * along,)](
+            k, v, beta, state, work["until"], work["blocks"], work["through"], work["of_state"], errors, C, last,
+            plan.S, plan.H, plan.K, plan.V, *_strides(k, v, beta), W=plan.W, **plan.of_walks, **size,
+        )
+        size = plan.size("outputs")
+        forward.outputs[(plan.N * plan.chunks * plan.tiles(size)[1],)](
+            q, v, beta, work["since"], work["blocks"], errors, work["weights"], C, y,
+            plan.S, plan.H, plan.K, plan.V, *_strides(q, v, beta), plan.scale, W=plan.W, **plan.of_dots, **size,
+        )
+    if found is not None:
+        found.mark(y, last)
+    return results
+
+
+@chunks.register_fake
+def _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale):  # type: ignore[no-untyped-def]
+    plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
+    C = plan.empty(plan.N, plan.chunks * plan.K * plan.V)
+    errors = plan.empty(plan.N, plan.places * plan.V if beta is not None else 0)
+    return v.new_empty(v.shape), _last(k, v), C, errors
+
+
+@common.custom_op("seqblocks::linear_attention_triton_chunks_backward")
+def chunks_backward(
+    dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
+    state: Maybe, resets: Maybe, last: Tensor, C: Tensor, errors: Tensor, reverse: bool, scale: float,
+) -> list[Tensor]:
+    """Return gradients of q, k, v, decay, beta, bonus and the state; empty ones of what is absent."""
+    undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, beta, state), resets, reverse)
+    if undefined is not None:
+        (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)
+        if found is not None:
+            (dy, dlast), (_, last) = found.clean_outputs(dy, dlast), found.clean_outputs(None, last)
+    dy, q, k, v, decay, bonus, dlast, resets = _laid_out((dy, q, k, v, decay), (bonus, dlast, resets))
+    results = _chunks_backward_fake(dy, dlast, q, k, v, decay, beta, bonus, state, *(None,) * 6)
+    _, _, dv, ddecay, dbeta, _, dstate = results
+    dq, dk = _for_value_heads(q, v), _for_value_heads(k, v)
+    plan = _Chunks(q, k, v, decay, beta, bonus, resets, reverse, scale)
+    N, wide = plan.N, torch.float32
+    lengths = (plan.S, plan.H, plan.K, plan.V)
+    of_weights = {"W": plan.W, **plan.of_dots}
+    with common.on(q):
+        work = plan.prepare(None)
+        sums = (work["since"], work["until"], work["blocks"])
+        size = plan.size("state_gradients")
+        across, along = plan.tiles(size)
+        dC, dx = torch.empty_like(C), torch.empty_like(errors)
+        flows = None
+        if decay is not None:
+            flows = plan.empty(along if plan.per_key else across * along, N, plan.chunks + 1, plan.W, dtype=wide)
+        backward.state_gradients[(N * across * along,)](
+            q, k, dy, beta, *sums, work["through"], work["of_state"], work["weights"], C, last, dlast, dC, dx,
+            _if(state, dstate), flows, *lengths, *_strides(q, k, dy, beta), scale, W=plan.W, **plan.of_walks, **size,
+        )
+        size = plan.size("value_gradients")
+        backward.value_gradients[(N * plan.chunks * plan.tiles(size)[1],)](
+            k, dy, beta, work["until"], work["blocks"], work["weights"], work["solved"], dx, dC, dv,
+            *lengths, *_strides(k, dy, beta), **of_weights, **size,
+        )
+        of_queries = plan.empty(N, plan.places, plan.L)
+        of_keys = None if beta is None else torch.empty_like(of_queries)
+        backward.weight_gradients[(N * plan.chunks,)](
+            v, dy, beta, errors, dx, dv, work["between_keys"], of_queries, of_keys, _if(beta, dbeta),
+            plan.S, plan.H, plan.V, *_strides(v, dy, beta, dv), scale,
+            **{name: x for name, x in plan.of_dots.items() if name != "GROUP"}, **plan.size("weight_gradients"),
+        )
+        size = plan.size("key_gradients")
+        columns = plan.tiles(size)[0]
+        parts = 1 if plan.per_key else columns
+        reads = None if decay is None else plan.empty(parts, N, plan.places, plan.W, dtype=wide)
+        writes = torch.empty_like(reads) if reads is not None and bonus is not None else None
+        tiles = N * plan.places // 16
+        dbonus = None if bonus is None else plan.empty(tiles, plan.K, dtype=wide)
+        backward.key_gradients[(tiles * columns,)](
+            q, k, v, dy, dv, decay, beta, bonus, resets, *sums, errors, C, dC, of_queries, of_keys,
+            dq, dk, dbonus, reads, writes, *lengths, *_strides(q, k, v, dy, dv, decay, beta), scale,
+            **of_weights, **size,
+        )
+        if decay is not None:
+            assert flows is not None
+            size = plan.size("decay_gradients")
+            backward.decay_gradients[N * plan.chunks, ceil_div(plan.W, size["BD"])](
+                resets, reads, writes, flows, ddecay, plan.S, plan.H, parts, flows.shape[0], FRESH=state is None,
+                **plan.of_sums, **size,
+            )
+    results[0], results[1] = _summed(dq, q), _summed(dk, k)
+    if bonus is not None and dbonus is not None:
+        results[5] = dbonus.view(q.shape[0], *bonus.shape[:1], -1, plan.K).sum((0, 2)).to(bonus.dtype)
+    if undefined is not None:
+        named = [x for x, given in zip(results[3:5], (decay, beta), strict=True) if given is not None]
+        undefined.fill(results[:3], named, _if(state, results[6]), _if(bonus, results[5]))
+    return results
+
+
+@chunks_backward.register_fake
+def _chunks_backward_fake(  # type: ignore[no-untyped-def]
+    dy, dlast, q, k, v, decay, beta, bonus, state, resets, last, C, errors, reverse, scale
+):
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, decay, beta, bonus, state)]
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.reverse, ctx.scale = inputs
+    y, *kept = output
+    ctx.shape = y.shape
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *kept)
+    ctx.mark_non_differentiable(*kept[1:])
+
+
+def _differentiate(ctx, dy, dlast, *_):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    dy = saved[2].new_zeros(ctx.shape) if dy is None else dy
+    grads = chunks_backward(dy, dlast, *saved, ctx.reverse, ctx.scale)
+    return *(None if x is None else g for x, g in zip(saved[:7], grads, strict=True)), None, None, None
+
+
+chunks.register_autograd(_differentiate, setup_context=_save)
+chunks_backward.register_autograd(no_second_derivative("linear_attention", "Triton"))

@@ -1,0 +1,34 @@
+"""How kernels are launched: tokens of a chunk, channels that a program holds, warps and stages."""
+
+from __future__ import annotations
+
+from seqblocks.kernels import triton_common as common
+
+WIDEST_KEYS = 256  # of a delta rule, whose programs hold all of them
+
+
+def chunk(narrow: bool, delta: bool, keys: int) -> int:
+    """Not narrow: dots of float32, which take twice the room, as do wide keys."""
+    return 64 if narrow and not (delta and keys > 128) else 32
+
+
+def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narrow: bool, arch: str) -> dict[str, int]:
+    """BK, BV: columns of keys and of values that a program holds or takes at a time."""
+    BK, BV = (max(16, common.power_of_two(n)) for n in (keys, values))
+    most = 64 if narrow else 32
+    if kernel in ("sums", "decay_gradients"):
+        return {"BD": min(64, common.power_of_two(keys)) if per_key else 1, "num_warps": 1}
+    if kernel == "pairs":
+        return {"BK": min(most, BK), "num_warps": 2, "num_stages": 2}
+    if kernel == "weight_gradients":
+        return {"BV": min(most, BV), "num_warps": 4, "num_stages": 2}
+    amd = arch.startswith("gfx")
+    if kernel == "key_gradients":
+        return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": 2 if narrow else 4, "num_stages": 2}
+    if not (delta and kernel in ("states", "state_gradients")):
+        return {"BK": min(BK, most), "BV": min(BV, most), "num_warps": 4, "num_stages": 2}
+    # all keys of a chunk at once: what a program holds of values is little then, and its warps are many
+    large = BK > 128 or (BK > 64 and not narrow)
+    BV = min(BV, 16 if large or (BK > 64 and amd) else 32)
+    more = large or (BK > 64 and (amd or (per_key and kernel == "state_gradients")))
+    return {"BK": BK, "BV": BV, "num_warps": 8 if more else 4, "num_stages": 1 if amd or more else 2}

@@ -1,0 +1,151 @@
+"""Addresses, and exponents between tokens, of the kernels for delta rules and decays per key.
+
+q, k, v, g (the log decay), beta, dy have strides xb, xs, xh over batch, tokens and heads; y, dv [B, S, HV, V] and
+dq, dk [B, S, HV, K] are contiguous. N = B HV heads, T = chunks x L places in the order of the scan, W = K for a decay
+per key, 1 for one per head:
+
+    since, until [N, T, W]       sums of g within blocks of 16 tokens: from the first to this one; from the next to the
+                                 last. With a bonus `since` leaves out the token's own, which it is read before
+    blocks [3, N, T / 16, W]     sums over whole blocks: those before in the chunk, those after, the block itself
+    through [N, chunks, W]       sums over chunks
+    weights [N, T, L]            what a token (down) reads of those of its chunk (across), scale included
+    solved [N, T, L]             (I + A Diag(beta))^-1, A the same between keys
+    C, dC [N, chunks, K, V]      states before each chunk; gradients of states after it
+
+A reset is a decay of -inf: everything from before has a weight of 0. No sum has terms of both signs, so no digits are
+lost after a strong decay, and no factor exceeds 1.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from seqblocks.kernels.mlstm.triton.tensors import start
+from seqblocks.kernels.triton_common import constexpr, exp, jit, tl
+
+BEFORE, AFTER, WHOLE = constexpr(0), constexpr(1), constexpr(2)
+
+
+@jit
+@no_type_check
+def sign(REVERSE: tl.constexpr):
+    """Of the step from token to token."""
+    return -1 if REVERSE else 1
+
+
+@jit
+@no_type_check
+def weight_down(sums, blocks, t, d, is_d, W: tl.constexpr):
+    """e to the sums of tokens t [down] and channels d [across], from or to the chunk's boundary. W = 1: [down, 1]."""
+    if W == 1:
+        return exp(tl.load(sums + t) + tl.load(blocks + t // 16))[:, None]
+    else:
+        is_d = is_d[None, :]
+        inner = tl.load(sums + t[:, None] * W + d[None, :], is_d, 0.0)
+        return exp(inner + tl.load(blocks + (t // 16)[:, None] * W + d[None, :], is_d, 0.0))
+
+
+@jit
+@no_type_check
+def weight_across(sums, blocks, t, d, is_d, W: tl.constexpr):
+    """The same with tokens across."""
+    if W == 1:
+        return exp(tl.load(sums + t) + tl.load(blocks + t // 16))[None, :]
+    else:
+        is_d = is_d[:, None]
+        inner = tl.load(sums + t[None, :] * W + d[:, None], is_d, 0.0)
+        return exp(inner + tl.load(blocks + (t // 16)[None, :] * W + d[:, None], is_d, 0.0))
+
+
+@jit
+@no_type_check
+def within_block(sums, t, d, is_d, W: tl.constexpr):
+    """Sums of tokens t [down] within their block. W = 1: [down, 1]."""
+    if W == 1:
+        return tl.load(sums + t)[:, None]
+    else:
+        return tl.load(sums + t[:, None] * W + d[None, :], is_d[None, :], 0.0)
+
+
+@jit
+@no_type_check
+def between(blocks, first, end, d, is_d, W: tl.constexpr):
+    """Sum over whole blocks from `first` to before `end`: [1, channels], W = 1: [1, 1]."""
+    if W == 1:
+        total = tl.zeros((1,), tl.float32)
+        for block in range(first, end):
+            total += tl.load(blocks + block)
+        return total[None, :]
+    else:
+        total = tl.zeros(d.shape, tl.float32)
+        for block in range(first, end):
+            total += tl.load(blocks + block * W + d, is_d, 0.0)
+        return total[None, :]
+
+
+@jit
+@no_type_check
+def where(d, D: tl.constexpr, exists):
+    """Which of the channels d exist, of a token that may not."""
+    return d < tl.where(exists, D, 0)
+
+
+@jit
+@no_type_check
+def own_decay(g, d, exists, W: tl.constexpr):
+    """Of the token at g, or 0 where it does not exist: [channels], W = 1: [1]."""
+    if g is None:
+        return tl.zeros((1,), tl.float32)
+    else:
+        if W == 1:
+            return tl.load(g + tl.zeros((1,), tl.int32), exists, 0.0).to(tl.float32)
+        else:
+            return tl.load(g + d, where(d, W, exists), 0.0).to(tl.float32)
+
+
+@jit
+@no_type_check
+def cut(resets, exists):
+    """-inf at a reset, else 0."""
+    if resets is None:
+        return 0.0
+    else:
+        return tl.where(tl.load(resets, exists, 0).to(tl.int32) == 0, 0.0, float("-inf"))
+
+
+@jit
+@no_type_check
+def marks_of(resets, n, H, c, S, REVERSE: tl.constexpr, BT: tl.constexpr):
+    """Where those of a chunk or block begin, or None."""
+    if resets is None:
+        return None
+    else:
+        return start(resets, n, H, c, S, S, 1, 0, REVERSE, BT)
+
+
+@jit
+@no_type_check
+def decays_of(g, n, H, c, S, gb, gs, gh, REVERSE: tl.constexpr, BT: tl.constexpr):
+    if g is None:
+        return None
+    else:
+        return start(g, n, H, c, S, gb, gs, gh, REVERSE, BT)
+
+
+@jit
+@no_type_check
+def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """Of a decay per head, between tokens t (down) and s (across) of a block of which `left` exist."""
+    t = tl.arange(0, 16)[:, None]
+    s = tl.arange(0, 16)[None, :]
+    total = tl.zeros((16, 16), tl.float32)
+    for x in range(1, 16):
+        exists = x < left
+        passed = (s < x) & (x <= t)
+        if resets is not None:
+            total += tl.where(passed, cut(resets + sign(REVERSE) * x, exists), 0.0)
+        if g is not None:
+            if BONUS:
+                passed = passed & (x < t)
+            total += tl.where(passed, tl.load(g + sign(REVERSE) * x * gs, exists, 0.0).to(tl.float32), 0.0)
+    return total
