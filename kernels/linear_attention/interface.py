@@ -48,8 +48,8 @@ def linear_attention(
     scale: what q is multiplied by (default 1 / sqrt(K)). normalize: for the rule add without a bonus.
     state: S [B, HV, K, V], zeros if not given; with `normalize` [B, HV, K, V + 1], whose last column is z.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan: the state is zero
-    before it. reverse: scan from right to left. chunk_size: tokens per chunk of the torch implementation (default 64);
-    it changes rounding and speed only.
+    before it. reverse: scan from right to left. chunk_size: tokens per chunk of the torch implementation (default 64,
+    on a CPU 32); it changes rounding and speed only.
 
     Returns o [B, S, HV, V] in v's dtype, and with return_state the state after the last token.
     The state and all sums are float32, float64 if any input is. Sums of decays are float64: a token may follow others
@@ -76,7 +76,7 @@ def linear_attention(
     y, last = run(
         q, k, values, decay, beta, a, b, bonus, None if state is None else state.to(dtype),
         None if resets is None else resets.bool(), reverse, K**-0.5 if scale is None else scale, normalize,
-        chunk_size or 64,
+        chunk_size,
     )
     return (y.to(v.dtype), last) if return_state else y.to(v.dtype)
 

@@ -49,7 +49,7 @@ def step(
 def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
     bonus: Tensor | None, state: Tensor | None, resets: Tensor | None, reverse: bool, scale: float, normalize: bool,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The shapes of `linear_attention`; with `normalize` v and the state have a last column for z.
 

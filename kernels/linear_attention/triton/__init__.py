@@ -37,7 +37,7 @@ Maybe = Tensor | None
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
-    state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int,
+    state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.run`; the output has v's dtype. chunk_size is for the torch implementation only."""
     tensors = (q, k, v, decay, beta, a, b, bonus, state)

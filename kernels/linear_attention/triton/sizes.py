@@ -30,5 +30,5 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
     # all keys of a chunk at once: what a program holds of values is little then, and its warps are many
     large = BK > 128 or (BK > 64 and not narrow)
     BV = min(BV, 16 if large or (BK > 64 and amd) else 32)
-    more = large or (BK > 64 and (amd or (per_key and kernel == "state_gradients")))
+    more = large or (BK > 64 and amd) or (kernel == "state_gradients" and ((BK > 64 and per_key) or not narrow))
     return {"BK": BK, "BV": BV, "num_warps": 8 if more else 4, "num_stages": 1 if amd or more else 2}
