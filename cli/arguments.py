@@ -87,8 +87,12 @@ def _common(parser: Parser) -> None:
     group.add_argument("-q", "--quiet", action="store_true", help="print nothing when all is well")
 
 
-def _overrides(parser: Parser) -> None:
+def _set(parser: Parser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
+
+
+def _overrides(parser: Parser) -> None:
+    _set(parser)
     parser.add_argument("--strict", action="store_true", help="warnings are errors")
     parser.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
 
@@ -117,6 +121,14 @@ def _build(parser: Parser) -> None:
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
     parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
+
+
+def _convert(parser: Parser) -> None:
+    parser.add_argument("path", metavar="DIR", help="what seqblocks.save wrote, or weights of others")
+    parser.add_argument("--to", required=True, metavar="LAYOUT", help="official, hub, … (of the spec), or seqblocks")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist yet")
+    parser.add_argument("--spec", metavar="SPEC", help="path or bundled name; needed where DIR does not say it")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file, at most: 5GB, 500MB, …")
 
 
 def _check(parser: Parser) -> None:
@@ -161,6 +173,7 @@ class Verb(NamedTuple):
 VERBS = {
     "build": Verb("check a spec, build it, and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs without torch", (_overrides, _use, _imports, _check)),
+    "convert": Verb("write weights in another layout", (_set, _imports, _convert)),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb("show a spec at any stage, or the YAML of a bundled one", (_overrides, _use, _imports, _show)),

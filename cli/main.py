@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
 
             imports.run(options, table)
     # a verb's module is imported when the verb runs: `check` must pay neither for tables nor for torch
-    if options.verb in ("build", "check", "explain"):
+    if options.verb in ("build", "check", "convert", "explain"):
         run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
     else:
         run = getattr(importlib.import_module("seqblocks.cli.info"), options.verb)

@@ -24,11 +24,23 @@ Shape = tuple[int, ...]
 Tensor = Any  # torch's
 
 
+class Share(NamedTuple):
+    """The part of an official tensor that one parameter is: `start` to `stop` of a whole that is cut in this way."""
+
+    cut: tuple[Any, ...]
+    start: int
+    stop: int
+    whole: int | None = None  # where the last one stops, if that is known
+
+
 class Extent(NamedTuple):
-    """The shape of an official tensor, or the least one that it has: a slice does not say what follows it."""
+    """The shape of an official tensor, as far as one parameter says; a slice says nothing of what follows it.
+
+    share: the part that the parameter is; None where it is all of it.
+    """
 
     shape: Shape
-    least: bool = False
+    share: Share | None = None
     complex: bool = False
 
 
@@ -172,7 +184,7 @@ class Concat(FromSeveral):
             return list(self.sizes)
         count, whole = len(self.officials), shape[self.axis or 0]
         if whole % count:
-            raise RunError(f"{name} {list(shape)} is not {count} equal parts: add `sizes: [...]` to its recipe")
+            raise RunError(f"{list(shape)} is not {count} equal parts: add `sizes: [...]` to the recipe")
         return [whole // count] * count
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
@@ -231,7 +243,8 @@ class Split(FromOne):
         return whole.reshape(shapes[1]).select(self.axis or 0, self.part)
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
-        return (Extent(self.shape or self._shapes(shape)[0]),)
+        share = Share(("split", self.axis or 0, self.parts), self.part, self.part + 1, self.parts)
+        return (Extent(self.shape or self._shapes(shape)[0], share),)
 
 
 @dataclass(repr=False, eq=False)
@@ -268,9 +281,10 @@ class Slice(FromOne):
         return whole.unflatten(axis, (groups, rest[0])).narrow(axis + 1, start, length)
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
-        axis, groups = (self.axis or 0) % len(shape), self.groups or 1
-        end = ((self.start or 0) + shape[axis] // groups) * groups
-        return (Extent((*shape[:axis], end, *shape[axis + 1 :]), least=True),)
+        axis, groups, start = (self.axis or 0) % len(shape), self.groups or 1, self.start or 0
+        stop = start + shape[axis] // groups
+        share = Share(("slice", axis, groups), start, stop)
+        return (Extent((*shape[:axis], stop * groups, *shape[axis + 1 :]), share),)
 
     def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
         part = self._cut(name, tuple(ours.shape), out)
@@ -332,7 +346,7 @@ class Reshape(FromOne):
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
         if self.shape is None:
-            what = f"{name} is a reshape of {self.official}, whose shape is not known"
+            what = f"it is a reshape of {self.official}, whose shape is not known"
             raise RunError(f"{what}: add `shape: [...]` to the recipe")
         return (Extent(self.shape),)
 
@@ -353,7 +367,7 @@ class _ComplexPart(FromOne):
         return torch.view_as_real(whole).select(-1, self.part)
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
-        return (Extent(shape, complex=True),)
+        return (Extent(shape, Share(("complex",), self.part, self.part + 1, 2), complex=True),)
 
 
 class Real(_ComplexPart):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ def _mamba(config: Config) -> str:
     """Write a Mamba language model from a config of transformers."""
     _require(config, hidden_act="silu", use_mambapy=(False, True, None))
     return _mamba_text(
+        "mamba",
         dim=_whole(config, "hidden_size"),
         depth=_whole(config, "num_hidden_layers"),
         vocabulary=_whole(config, "vocab_size"),
@@ -48,6 +50,7 @@ def _mamba_ssm(config: Config) -> str:
     _require(config, attn_layer_idx=([], None), d_intermediate=(0, None), rms_norm=(True, None))
     multiple = _whole(config, "pad_vocab_size_multiple", 8)
     return _mamba_text(
+        "mamba",
         dim=_whole(config, "d_model"),
         depth=_whole(config, "n_layer"),
         vocabulary=-(-_whole(config, "vocab_size") // multiple) * multiple,
@@ -62,13 +65,37 @@ def _mamba_ssm(config: Config) -> str:
     )
 
 
+def _mamba2(config: Config) -> str:
+    """Write a Mamba-2 language model from a config of transformers."""
+    _require(config, hidden_act="silu", time_step_limit=([0, math.inf], [0, {"__float__": "Infinity"}], None))
+    expand, head = _expansion(config), _whole(config, "head_dim", 64)
+    inner, heads = int(expand * _whole(config, "hidden_size")), _whole(config, "num_heads", 128)
+    if heads * head != inner:
+        raise UsageError(f"config.json: num_heads * head_dim is {heads * head}, and expand * hidden_size is {inner}")
+    return _mamba_text(
+        "mamba2",
+        dim=_whole(config, "hidden_size"),
+        depth=_whole(config, "num_hidden_layers"),
+        vocabulary=_whole(config, "vocab_size"),
+        state=_whole(config, "state_size", 128),
+        expand=expand,
+        head=head,
+        groups=_whole(config, "n_groups", 8),
+        kernel=_whole(config, "conv_kernel", 4),
+        bias=_flag(config, "use_bias", False),
+        conv_bias=_flag(config, "use_conv_bias", True),
+        eps=_number(config, "layer_norm_epsilon", 1e-5),
+        tied=_flag(config, "tie_word_embeddings", False),
+    )
+
+
 def _mamba_text(
-    *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, rank: int, **block: int | float | bool
+    kind: str, *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, **block: int | float | bool
 ) -> str:
-    arguments = {**block, "rank": rank, "eps": eps}
+    arguments = {**block, "eps": eps}
     return f"""seqblocks: 1
-about: Mamba language model, as its config.json says
-use: [mamba]
+about: {kind} language model, as its config.json says
+use: [{kind}]
 
 let: {{dim: {dim}, depth: {depth}, vocabulary: {vocabulary}}}
 
@@ -80,13 +107,13 @@ model:
         name: layers
         times: depth
         steps:
-          - mamba_block: {{dim: dim, layers: layers, {_written(arguments)}}}
+          - {kind}_block: {{dim: dim, layers: layers, {_written(arguments)}}}
     - rms_norm: {{name: norm_f, eps: {_scalar(eps)}}}
     - unembed: {{bias: false{", tie: embed" if tied else ""}}}
 
 checkpoint:
   embed: backbone.embedding
-  layers.{{layer}}.mamba_block: backbone.layers.{{layer}}
+  layers.{{layer}}.{kind}_block: backbone.layers.{{layer}}
   norm_f: backbone.norm_f
   unembed: lm_head
   layouts: {{hub: {{embed: backbone.embeddings}}}}
@@ -201,6 +228,7 @@ checkpoint:
 FAMILIES: dict[str, Callable[[Config], str]] = {
     "mamba": _mamba,
     "mamba_ssm": _mamba_ssm,
+    "mamba2": _mamba2,
     "falcon_mamba": _falcon_mamba,
     "xlstm": _xlstm,
 }
@@ -214,7 +242,7 @@ def _require(config: Config, **values: Any) -> None:
     for key, allowed in values.items():
         allowed = allowed if isinstance(allowed, tuple) else (allowed, None)
         if config.get(key) not in allowed:
-            expected = " or ".join(repr(value) for value in allowed if value is not None)
+            expected = repr(next(value for value in allowed if value is not None))
             raise UsageError(f"config.json: {key} is {config[key]!r}, and seqblocks writes specs for {expected} alone")
 
 

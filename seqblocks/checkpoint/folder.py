@@ -29,7 +29,7 @@ from seqblocks.checkpoint.record import (
 )
 from seqblocks.checkpoint.weights import are_equal, check_fit, fill, own_tensors, unusable
 from seqblocks.errors import RunError, UsageError, listing
-from seqblocks.graph import ModelSpec
+from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
@@ -56,19 +56,24 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     source = model.spec.source
     if source is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
-    limit = _bytes(shard_size)
+    limit = checked_size(shard_size)
     safetensors()
     target = writing.target_of(as_path(path))
     tensors, tied = _tensors(model)
 
     def work(folder: Path) -> None:
-        sums = write_weights(folder, tensors, limit)
-        count = sum(tensor.numel() for tensor in tensors.values())
-        record = new_record(source, sums, count, tied)
-        (folder / SPEC).write_bytes(source.text.encode())
-        (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_model(folder, source, Weights(tensors, tensors.__getitem__), tied, limit)
 
     writing.write(target, work)
+
+
+def write_model(folder: Path, source: SpecSource, weights: Weights, tied: dict[str, str], limit: int) -> None:
+    """Write weights and spec into a folder, as `load` reads them."""
+    sums = write_weights(folder, weights, limit)
+    count = sum(header.numel() for header in weights.headers.values())
+    record = new_record(source, sums, count, tied)
+    (folder / SPEC).write_bytes(source.text.encode())
+    (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -82,40 +87,41 @@ def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def _bytes(size: int | str) -> int:
+def checked_size(size: int | str) -> int:
+    """Return the bytes of a shard size such as "5GB". Raise UsageError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
     if match is None or isinstance(size, bool) or not (found := int(float(match[1]) * UNITS[match[2]])):
         raise UsageError(f'a shard size is a number of bytes, such as 500_000_000 or "5GB", not {size!r}')
     return found
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
-    """Write tensors in shards of at most `limit` bytes. Return their checksums. Only one shard is copied at a time."""
-    shards = list(_shards(tensors, limit))
+def write_weights(folder: Path, weights: Weights, limit: int) -> dict[str, int]:
+    """Write tensors in shards of at most `limit` bytes. Return their checksums. Only one shard is read at a time."""
+    shards = list(_shards(weights.headers, limit))
     sums: dict[str, int] = {}
     places: dict[str, str] = {}
     for at, names in enumerate(shards, 1):
         file = WHOLE if len(shards) == 1 else f"model-{at:05}-of-{len(shards):05}.safetensors"
-        part = {name: _compact(tensors[name]) for name in names}
+        part = {name: _compact(weights.read(name)) for name in names}
         _save_file(part, folder / file)
         sums |= {name: checksum(name, tensor) for name, tensor in part.items()}
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(header.nbytes for header in weights.headers.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{WHOLE}{INDEX}").write_text(json.dumps(index, indent=1), encoding="utf-8")
     return sums
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
+def _shards(headers: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > limit:
+    for name, header in headers.items():
+        if names and size + header.nbytes > limit:
             yield names
             names, size = [], 0
         names.append(name)
-        size += tensor.nbytes
+        size += header.nbytes
     yield names
 
 
@@ -173,19 +179,26 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dtype: Any) -> SequenceModel:
-    record, text = _read_record(place, path)
-    weights = weights_in(place)
-    _check_tensors(path, record, weights)
-    spec = _analysed(record, text, set)
-    check_fit(spec, {name: weights.headers[name] for name in record["checksums"]})
+    spec, weights = read_model(place, path, set)
     model = build_model(spec, device="meta", dtype=dtype or torch.float32)
     if dtype is None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in weights.headers:  # or it is tied
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
-    fill(model, record["checksums"], lambda name: _read_tensor(path, record, weights, name))
+    fill(model, weights.headers, weights.read)
     return model
+
+
+def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> tuple[ModelSpec, Weights]:
+    """Return the spec of a folder that `save` wrote and its weights, whose checksums are compared as they are read."""
+    record, text = _read_record(place, path)
+    weights = weights_in(place)
+    _check_tensors(path, record, weights)
+    spec = _analysed(record, text, set)
+    headers = {name: weights.headers[name] for name in record["checksums"]}
+    check_fit(spec, headers)
+    return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
 
 
 def _read_tensor(path: Any, record: Mapping[str, Any], weights: Weights, name: str) -> Tensor:

@@ -27,10 +27,10 @@ EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 HERE = -100  # AT_FDCWD of Linux
 
 
-def target_of(path: Path) -> Path:
+def target_of(path: Path, replace: bool = True) -> Path:
     """Return the folder, present or not, that a path leads to through links. Raise UsageError where it cannot be one.
 
-    A folder that exists may be empty, or hold what an earlier save wrote and nothing else.
+    A folder that exists may be empty or, with `replace`, hold what an earlier save wrote and nothing else.
     """
     mode = 0
     try:
@@ -46,8 +46,10 @@ def target_of(path: Path) -> Path:
         raise UsageError(f"{path} is not a folder, and save writes one")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent if path.is_symlink() else path.parent}")
-    if mode:
-        _check_own(path, sorted(os.listdir(target)))
+    names = sorted(os.listdir(target)) if mode else []
+    if names and not replace:
+        raise UsageError(f"{path} is not empty; name a folder that does not exist yet")
+    _check_own(path, names)
     return target
 
 
@@ -92,7 +94,7 @@ def _prefix(target: Path) -> str:
 
 def _finish(folder: Path, target: Path) -> None:
     """Give the new files and their folder the modes that are due, and make them survive a power cut."""
-    usual = os.stat(folder / RECORD).st_mode  # by the umask; a library may have made others private
+    usual = os.stat(folder).st_mode & 0o666  # by the umask; a library may have made files private
     before = None
     if target.is_dir():
         before = os.stat(target)

@@ -24,7 +24,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="of the `hub` extra")
 
 
-FAMILIES = ["mamba", "falcon_mamba", "xlstm", "xlstm_fused"]
+FAMILIES = ["mamba", "mamba2", "falcon_mamba", "xlstm", "xlstm_fused"]
 
 
 def drawn_config(family: str, seed: int) -> dict[str, Any]:
@@ -42,6 +42,15 @@ def drawn_config(family: str, seed: int) -> dict[str, Any]:
             "norm_eps": chance.choice((1e-6, 1e-5)), "chunk_size": 16,
             "weight_mode": "fused" if family == "xlstm_fused" else "single",
         }  # fmt: skip
+    if family == "mamba2":
+        size, expand, groups = chance.choice((16, 32)), chance.choice((1, 2)), chance.choice((1, 2))
+        return {
+            "vocab_size": chance.randint(20, 50), "hidden_size": size, "num_hidden_layers": chance.randint(1, 3),
+            "expand": expand, "head_dim": 8, "num_heads": expand * size // 8, "n_groups": groups,
+            "state_size": chance.choice((4, 8)), "conv_kernel": chance.randint(2, 4), "chunk_size": 8,
+            "use_bias": chance.random() < 0.5, "use_conv_bias": chance.random() < 0.5,
+            "tie_word_embeddings": chance.random() < 0.5, "layer_norm_epsilon": chance.choice((1e-5, 1e-6)),
+        }  # fmt: skip
     return {
         "vocab_size": chance.randint(20, 50), "hidden_size": chance.choice((12, 20, 36)),
         "num_hidden_layers": chance.randint(1, 3), "state_size": chance.choice((4, 8)), "expand": chance.choice((1, 2)),
@@ -54,7 +63,7 @@ def drawn_config(family: str, seed: int) -> dict[str, Any]:
 def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
     """A model of transformers, with noise on every parameter."""
     library = transformers()
-    name = {"mamba": "Mamba", "falcon_mamba": "FalconMamba"}.get(family, "xLSTM")
+    name = {"mamba": "Mamba", "mamba2": "Mamba2", "falcon_mamba": "FalconMamba"}.get(family, "xLSTM")
     config = getattr(library, f"{name}Config")(**{**drawn_config(family, seed), **more})
     torch.manual_seed(seed)
     cls = getattr(library, f"{name}ForCausalLM")
@@ -139,9 +148,10 @@ XLSTM = {
     "ffn_round_up_to_multiple_of": 8
 }  # fmt: skip
 FALCON = {**MAMBA, "model_type": "falcon_mamba"}
+MAMBA2 = {**MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 8, "n_groups": 2}
 
 
-@pytest.mark.parametrize("config", [MAMBA, OFFICIAL, XLSTM, FALCON], ids=["mamba", "mamba_ssm", "xlstm", "falcon"])
+@pytest.mark.parametrize("config", [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON])
 def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
@@ -152,7 +162,7 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     ("config", "message"),
     [
         ([], "config.json is not a mapping"),
-        ({}, "config.json has no model_type, and seqblocks writes specs of mamba, mamba_ssm, falcon_mamba, xlstm"),
+        ({}, "no model_type, and seqblocks writes specs of mamba, mamba_ssm, mamba2, falcon_mamba, xlstm: give"),
         ({"model_type": "bert"}, "of model_type 'bert', and"),
         ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
         ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
@@ -164,6 +174,8 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
         ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2"}}, "layer is 'Mamba2', and seqblocks writes specs for 'Mamba1'"),
         ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], and"),
         ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
+        ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, and expand \* hidden_size is 32"),
+        ({**MAMBA2, "time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\], and"),
     ],
 )
 def test_a_config_that_is_none_of_ours(config: Any, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""`seqblocks convert`: write weights in another layout."""
+
+from __future__ import annotations
+
+import argparse
+
+from seqblocks._version import __version__
+from seqblocks.cli import output
+from seqblocks.cli.check import overrides
+from seqblocks.cli.imports import import_torch
+from seqblocks.errors import visible
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print what was written."""
+    import_torch("converting needs torch")
+    from seqblocks.checkpoint.convert import convert
+
+    more = {"spec": options.spec, "set": overrides(options), "shard_size": options.shard_size}
+    written = convert(options.path, options.to, options.out, **more)
+    size = sum(header.nbytes for header in written.headers.values())
+    facts = {"version": __version__, "ok": True, "out": options.out, "layout": options.to}
+    if options.format == "json":
+        output.dump({**facts, "tensors": len(written.headers), "bytes": size})
+    elif not options.quiet:
+        what = f"{len(written.headers):,} tensors as {options.to}, {output.bytes_of(size)}"
+        output.write(f"{visible(options.out)}: written, {what}")
+    return 0

@@ -1,0 +1,183 @@
+"""Writing weights in the layouts of others: the recipes of a `checkpoint:` map, backwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks import graph
+from seqblocks.analysis.translation import Translator, layouts
+from seqblocks.checkpoint import writing
+from seqblocks.checkpoint.folder import as_path, checked_size, read_model, write_model, write_weights
+from seqblocks.checkpoint.official import tied_together, translated
+from seqblocks.checkpoint.pretrained import CONFIG, spec_of
+from seqblocks.checkpoint.reading import Weights, weights_in
+from seqblocks.checkpoint.record import RECORD, safetensors
+from seqblocks.errors import RunError, UsageError, listing
+from seqblocks.graph import ModelSpec
+from seqblocks.recipes import Extent, Name, Recipe, Shape
+
+OURS = "seqblocks"  # the layout of `save`
+COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
+
+
+class _Piece(NamedTuple):
+    """What one of our parameters has of an official tensor."""
+
+    name: str
+    recipe: Recipe
+    at: int  # the official tensor among those of the recipe
+    extent: Extent
+
+
+def convert(
+    path: str | os.PathLike[str],
+    to: str,
+    out: str | os.PathLike[str],
+    *,
+    spec: Any = None,
+    set: Mapping[str, Any] | None = None,
+    shard_size: int | str = "5GB",
+) -> Weights:
+    """Write the weights of a folder or file in another layout, into a new folder. Returns what was written.
+
+    path: what `save` wrote, or weights of others (see `from_pretrained`, also for `spec` and `set`); a `config.json`
+    beside them is copied. to: a layout of the spec, such as official or hub, or seqblocks for a folder that `load`
+    reads. Values and dtypes stay, bit for bit. A tied parameter is written once. One shard and one parameter are in
+    memory.
+
+    RunError where weights do not fit the spec, or a recipe cannot be written: it does not say the shape of an official
+    tensor, or parameters leave gaps in one. UsageError where the arguments are at fault. OSError where the disk is.
+    """
+    place, limit = as_path(path), checked_size(shard_size)
+    safetensors()
+    model, ours = _source(place, spec, set)
+    if to not in (known := [OURS, *layouts(model)]):
+        raise UsageError(f"there is no layout {to!r}, only {listing(known)}")
+    target = writing.target_of(as_path(out), replace=False)
+    found = ours if to == OURS else official_weights(model, ours, to)
+    config = (place if place.is_dir() else place.parent) / CONFIG
+
+    def work(folder: Path) -> None:
+        if to == OURS and model.source is not None:
+            write_model(folder, model.source, found, graph_ties(model), limit)
+            return
+        write_weights(folder, found, limit)
+        if config.is_file():
+            shutil.copyfile(config, folder / CONFIG)
+
+    writing.write(target, work)
+    return found
+
+
+def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[ModelSpec, Weights]:
+    """Return a spec and weights under our names."""
+    if (place / RECORD).exists():
+        if spec is not None:
+            raise UsageError(f"{place} has a spec of its own: leave `spec` out")
+        return read_model(place, place, set)
+    model = spec_of(place, spec, set)
+    return model, translated(model, weights_in(place))[0]
+
+
+def graph_ties(model: ModelSpec) -> dict[str, str]:
+    """Return the parameters of a model that are another's, with that one."""
+    return {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
+
+
+def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
+    """Return our weights as a layout has them, made when they are read. Raise RunError where that is not possible."""
+    faults: list[str] = []
+    headers: dict[str, Tensor] = {}
+    pieces = _pieces(model, layout, faults)
+    for official, some in pieces.items():
+        try:
+            headers[official] = _header(official, some, ours.headers)
+        except RunError as error:
+            faults.append(str(error))
+    if faults:
+        count = f"and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise RunError("\n".join(filter(None, [*faults[:10], count])))
+    return Weights(headers, lambda official: _made(pieces[official], headers[official], ours), True, ours.source)
+
+
+def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[_Piece]]:
+    """Return what every official tensor is made of. A parameter is written by the first of its alternatives."""
+    translator = Translator(layout)
+    found: dict[str, list[_Piece]] = {}
+    for name, items in tied_together(model).items():
+        shape = next(item.parameter.shape for item in items if item.name == name)
+        recipe = translator.official(model, name)[0]
+        try:
+            extents = recipe.extents(name, shape)
+        except RunError as error:
+            faults.append(f"{name} cannot be written: {error}")
+            continue
+        for at, (official, extent) in enumerate(zip(recipe.names, extents, strict=True)):
+            found.setdefault(official, []).append(_Piece(name, recipe, at, extent))
+    return found
+
+
+def _header(official: str, pieces: list[_Piece], headers: Mapping[str, Any]) -> Tensor:
+    """Return the shape and dtype of an official tensor (on meta). Raise RunError where its pieces do not make it up."""
+    kinds = dict.fromkeys(headers[piece.name].dtype for piece in pieces)
+    names = listing([piece.name for piece in pieces], 4)
+    if len(kinds) > 1:
+        raise RunError(f"{official} is made of {names}, and they are of {listing(kinds)}")
+    (kind,) = kinds
+    if pieces[0].extent.complex:
+        if kind not in COMPLEX:
+            raise RunError(f"{official} is complex, and there are no complex numbers of {kind}: convert float32")
+        kind = COMPLEX[kind]
+    if reason := next(_misfits(pieces), None):
+        raise RunError(f"{official} cannot be written: it is made of {names}, and {reason}")
+    return torch.empty(_shape(pieces), dtype=kind, device="meta")
+
+
+def _shape(pieces: list[_Piece]) -> Shape:
+    """Return the largest shape that a piece asks for: all are the same, except that slices end where they end."""
+    return max(piece.extent.shape for piece in pieces)
+
+
+def _misfits(pieces: list[_Piece]) -> Iterator[str]:
+    """Yield why pieces do not make up one tensor."""
+    shares = sorted((piece.extent.share for piece in pieces if piece.extent.share), key=lambda share: share.start)
+    if len(shares) < len(pieces):
+        if len(pieces) > 1:
+            yield "one of them is all of it"
+        return
+    if len({len(piece.extent.shape) for piece in pieces}) > 1:
+        yield "they ask for several numbers of axes"
+        return
+    if len({share.cut for share in shares}) > 1:
+        yield "they cut it in several ways"
+        return
+    end = 0
+    for share in shares:
+        if share.start != end:
+            yield f"they {'overlap' if share.start < end else 'leave a gap'} at {min(end, share.start)}"
+        end = share.stop
+    if shares[0].whole not in (None, end):
+        yield f"they end at {end} of {shares[0].whole}"
+    whole = _shape(pieces)
+    axis = shares[0].cut[1] if shares[0].cut[0] == "slice" else None
+    for piece in pieces:
+        shape = piece.extent.shape
+        if any(size != expected for at, (size, expected) in enumerate(zip(shape, whole, strict=True)) if at != axis):
+            yield f"{piece.name} asks for {list(shape)} where another asks for {list(whole)}"
+
+
+def _made(pieces: list[_Piece], header: Tensor, ours: Weights) -> Tensor:
+    """Return an official tensor."""
+    if len(pieces) == 1 and isinstance(pieces[0].recipe, Name):
+        return ours.read(pieces[0].name)
+    out = torch.empty(header.shape, dtype=header.dtype, device="cpu")
+    for name, recipe, at, _ in pieces:
+        recipe.put(name, ours.read(name), at, out)
+    return out
