@@ -172,7 +172,8 @@ class ConvTranspose1d(_Conv):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import conv_transpose2d
 
-        state, length, first = {}, x.shape[1] * self.stride, self.later()
+        state: dict[str, Any] = {}
+        length, first = x.shape[1] * self.stride, self.later()
         if self.earlier() and not first:
             x, _, state = with_past(x, self.earlier(), call)
             first = self.earlier() * self.stride
