@@ -1,6 +1,6 @@
 """The state law over specs that hypothesis composes of all that streams, and makes small where one fails.
 
-    SEQBLOCKS_LAW_SPECS=5000 pytest tests/torch/test_generated_law.py -m ""     other specs in each run
+    SEQBLOCKS_LAW_SPECS=5000 pytest tests/torch/test_generated_law.py -m slow     other specs in each run
 """
 
 from __future__ import annotations
