@@ -39,7 +39,7 @@ from seqblocks.kernels.dispatch.registry import (
 
 __all__ = [
     "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "choose", "fallbacks", "implementation",
-    "load_implementations", "ops", "register", "requested", "same_backend", "use_backend", "why",
+    "load_implementations", "ops", "register", "requested", "same_backend", "transformed", "use_backend", "why",
 ]  # fmt: skip
 
 BACKENDS = ("auto", *IMPLEMENTATIONS)
@@ -177,7 +177,7 @@ def _may(
 ) -> tuple[bool, str]:
     """Whether an implementation that can run may run here and now: it may be wrong on this device."""
     found = implementation(op, name)
-    if found.by_hand and _transformed():
+    if found.by_hand and transformed():
         return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
     if found.example and dtypes is not None:
         # while code is compiled, sizes may be symbols
@@ -188,7 +188,8 @@ def _may(
 
 
 @constant
-def _transformed() -> bool:
+def transformed() -> bool:
+    """Return whether forward-mode derivatives are taken, or a transform of torch.func is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -264,3 +264,14 @@ def _operations(function: Any) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         function()
     return sum(event.count for event in recorded.key_averages() if event.key.startswith("aten::"))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for its attention
+def test_transforms_of_functions_take_the_other_way() -> None:
+    """`vmap` over sequences gives what a batch gives."""
+    model, x = build(), tokens()[:, 0]
+    with torch.no_grad():
+        expected, _ = model.step(x)
+        state = model.init_state(1)
+        found = torch.func.vmap(lambda token: model.step(token[None], state)[0][0])(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
