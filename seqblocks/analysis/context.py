@@ -37,6 +37,7 @@ class Body:
     value: int = -1  # what the current step reads unless it says otherwise
     nodes: dict[str, graph.Node] = field(default_factory=dict)  # so far, by namespace
     conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
+    named: dict[str, Step] = field(default_factory=dict)  # its steps by name, once they are looked for
     numbers: dict[str, int] = field(default_factory=dict)  # by a step's name: the last number that a hint added to it
     place: Body | None = None  # of the steps of an argument: the body in which they are written
 

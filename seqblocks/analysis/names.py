@@ -43,7 +43,7 @@ class Names(Mapping[str, Any]):
         return self.incomplete and isinstance(name, str) and name.isidentifier()
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self.known, **self.pending, **dict.fromkeys(self.outer or ())})
+        return iter({**self.known, **self.pending, **dict.fromkeys(() if self.outer is None else self.outer)})
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -63,7 +63,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
         if node.kind == "repeat" and not node.bodies:  # of no layers
             return
         raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
-    ctx.run.effort += (len(own) + len(owner.parameters)) // 16  # steps count it: a large owner may be shared often
+    ctx.run.effort += (len(own) + len(owner.parameters)) // 16
     _check_alike(own, owner.parameters, (step.name, step.span), (written, owner.span))
     _check_free(step, name, own, owner.parameters)
     del ctx.run.node_parameters[id(node)]  # they were those without sharing
@@ -109,6 +109,7 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
         if table:
             return _Owner(node, node.span, table)
         raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[_it_is(node.name, node.span)])
+    ctx.run.effort += len(table) // 16  # steps count it: a large step may be searched often
     inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
     if inside:
         found = _step_at(node, path.split("."))
@@ -135,8 +136,12 @@ def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
 
 def _steps_of(names: Iterable[str]) -> list[str]:
     """Return the steps and layers that have parameters of these names."""
-    parts = (accumulate(name.split(".")[:-1], "{}.{}".format) for name in names)
-    return list(dict.fromkeys(chain.from_iterable(parts)))
+    return list(dict.fromkeys(chain.from_iterable(_prefixes(name)[:-1] for name in names)))
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the steps around a parameter, the outermost first, and its own."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def _it_is(name: str, span: Span) -> Note:
@@ -146,7 +151,7 @@ def _it_is(name: str, span: Span) -> Note:
 def _no_step(ctx: Context, step: Step, name: str) -> Fault:
     """Return what to report of a name that is no step above: it may be below, or absent."""
     for body in bodies_around(ctx):
-        same = next((each for each in body.steps if each.name == name and each is not body.current), None)
+        same = _step_called(body, name)
         if same and body.conditions.get(id(same)) is False:
             message = f"{quote(name)} is absent, so its parameters cannot be shared"
             hint = f"give {step.name} the same `when`, or share with a step that is there"
@@ -154,11 +159,22 @@ def _no_step(ctx: Context, step: Step, name: str) -> Fault:
         if same:
             notes, hint = [_it_is(name, same.span)], "let the first of the two own the parameters"
             return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
-    known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
-    inside = "the steps of a block share with one another only" if ctx.callers else "name a step above this one"
-    words = ["all", "none"] if "share" in step.fields else []  # of a repeat
-    hint = did_you_mean(name, [*known, *words]) or inside
-    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=hint)
+
+    def meant() -> str:
+        known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
+        words = ["all", "none"] if "share" in step.fields else []  # of a repeat
+        inside = "the steps of a block share with one another only" if ctx.callers else "name a step above this one"
+        return did_you_mean(name, [*known, *words]) or inside
+
+    return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=meant)
+
+
+def _step_called(body: Body, name: str) -> Step | None:
+    """Return another step of a list of steps than the current one."""
+    if not body.named:
+        body.named = {each.name: each for each in reversed(body.steps)}
+    found = body.named.get(name)
+    return None if found is body.current else found
 
 
 # --- whether the two declare the same ---------------------------------------------------------------------------------
@@ -169,7 +185,7 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
 
     ours, theirs: what to call the two, and where they are.
     """
-    names = [name for name in dict.fromkeys((*owned, *own)) if _declared(own, name) != _declared(owned, name)]
+    names = [name for name in (owned if own.keys() == owned.keys() else {**owned, **own}) if _differ(name, own, owned)]
     if not names:
         return
     some, more = names[:MAX_DIFFERENCES], len(names) - MAX_DIFFERENCES
@@ -186,6 +202,12 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
         found=f"{listing(_declared(own, name) for name in some)}{also}",
         notes=[note for note in places.values() if note],
     )
+
+
+def _differ(name: str, *tables: Table) -> bool:
+    found = [table[name].parameter for table in tables if name in table]
+    facts = {(parameter.shape, parameter.full_precision) for parameter in found}
+    return len(found) < len(tables) or len(facts) > 1
 
 
 def _declared(table: Table, name: str) -> str:
@@ -251,20 +273,17 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
 
     others: parameters that steps share already.
     """
-    def is_named(key: str, name: str) -> bool:
-        return key == name or key.startswith(f"{name}.")
-
+    wanted = set(names)
     known = dict.fromkeys(chain.from_iterable(layers.values()))
-    for name in names:
-        if not any(is_named(key, name) for key in known):
-            expected = f"one of {listing(known)}" if known else "the layers have no parameters"
-            hint = owner_hint(name, others) or partial(did_you_mean, name, [*known, *_steps_of(known)])
-            message = f"no layer of this repeat has a parameter called {quote(name)}"
-            raise Fault("E312", message, at="share", expected=expected, hint=hint)
-    return {
-        label: {key: item for key, item in table.items() if any(is_named(key, name) for name in names)}
-        for label, table in layers.items()
-    }
+    found = {key: named for key in known if (named := [each for each in _prefixes(key) if each in wanted])}
+    missing = wanted.difference(*found.values())
+    unnamed = next((name for name in names if name in missing), None)
+    if unnamed is not None:
+        expected = f"one of {listing(known)}" if known else "the layers have no parameters"
+        hint = owner_hint(unnamed, others) or partial(did_you_mean, unnamed, [*known, *_steps_of(known)])
+        message = f"no layer of this repeat has a parameter called {quote(unnamed)}"
+        raise Fault("E312", message, at="share", expected=expected, hint=hint)
+    return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
 
 
 def _layer_span(step: Step, node: graph.Node, label: str) -> Span:

@@ -72,7 +72,8 @@ def lower_inside(
     assert outer.current
     path = (*outer.path, outer.current.name, *labels)
     body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
-    return lower_steps(replace(ctx, names=names or ctx.names, body=body, depth=ctx.depth + 1), steps, x)
+    names = ctx.names if names is None else names
+    return lower_steps(replace(ctx, names=names, body=body, depth=ctx.depth + 1), steps, x)
 
 
 def lower_steps(

@@ -6,8 +6,9 @@ becomes a vector, or a token (`Summary.counted_per`). State is counted per seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from seqblocks import graph
@@ -176,6 +177,9 @@ def _remarks(model: ModelSpec) -> list[str]:
 # --- the table: one row a step --------------------------------------------------------------------------------------
 
 
+Tree = Mapping[str, Any]  # names by their parts
+
+
 class _Table(NamedTuple):
     """What all rows of a body need: the types of the values, and the tokens of one input, if known.
 
@@ -187,31 +191,51 @@ class _Table(NamedTuple):
     tokens: int | None
     ahead: dict[str, int | str]
     path: str = ""
-    shared: frozenset[str] = frozenset()
+    shared: Tree = MappingProxyType({})
 
     def inside(self, label: str) -> _Table:
         """Return the table of what is below a name."""
-        path, start = graph.join(self.path, label), f"{label}."
-        if not (self.shared and label):
-            return self._replace(path=path)
-        shared = frozenset(n.removeprefix(start) for n in self.shared if n.startswith(start))
-        return self._replace(path=path, shared=shared)
+        shared = self.shared.get(label, {}) if self.shared and label else self.shared
+        return self._replace(path=graph.join(self.path, label), shared=shared)
 
     def in_direction(self, node: Node, name: str) -> _Table:
         """Return the table of one direction of a scan: of its own parameters, and of those that all directions use."""
-        own = self.inside(name).shared
-        return self._replace(shared=own | {n for n in self.shared if n.partition(".")[0] not in node.directions})
+        if not self.shared:
+            return self
+        common = {part: tree for part, tree in self.shared.items() if part not in node.directions}
+        return self._replace(shared={**common, **self.shared.get(name, {})})
+
+    def with_shared(self, names: Iterable[str]) -> _Table:
+        """Return the table with further shared parameters."""
+        return self._replace(shared=_tree(names, self.shared))
 
     def count(self, items: Iterable[graph.Named]) -> int:
         """Return the numbers of the parameters that are held here."""
-        return sum(item.parameter.numel for item in items if not (item.tied or item.name in self.shared))
+        return sum(item.parameter.numel for item in items if not (item.tied or _holds(self.shared, item.name)))
+
+
+def _tree(names: Iterable[str], more: Tree) -> dict[str, Any]:
+    root = {part: _tree((), tree) for part, tree in more.items()}
+    for name in names:
+        at = root
+        for part in name.split("."):
+            at = at.setdefault(part, {})
+    return root
+
+
+def _holds(tree: Tree, name: str) -> bool:
+    for part in name.split("."):
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _rows(table: _Table, body: Graph, depth: int | None) -> Iterator[Row]:
     """Yield a row for each step of a body, with `depth` levels (None: all)."""
     for node in body.nodes:
         below = table.inside(node.name)
-        below = below._replace(shared=below.shared | node.shared.keys()) if node.shared else below
+        below = below.with_shared(node.shared) if node.shared else below
         row = Row(
             names=[node.name],
             verb=node.verb,
@@ -242,25 +266,29 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
         return list(_rows(table, node.bodies[""], depth))
     if node.kind == "experts":
         experts = ((label, body) for label, body in node.bodies.items() if label)
-        each = _collapsed(_whole(table, body, [label], "expert", depth) for label, body in experts)
+        each = _collapsed(_whole(table.inside(label), body, [label], "expert", depth) for label, body in experts)
         return [*_rows(table, node.bodies[""], depth), *each]
     if node.kind != "repeat":
         return [_whole(table.inside(label), body, [label], "branch", depth) for label, body in node.bodies.items()]
-    return _collapsed(_layer(table.inside(label), node, label, depth) for label in node.bodies)
+    firsts = _first_layers(node)
+    layers = (_whole(table.inside(label), body, [label], "layer", depth) for label, body in node.bodies.items())
+    return _collapsed(_with_owner(row, firsts.get(row.names[0], "")) for row in layers)
 
 
-def _layer(table: _Table, node: Node, label: str, depth: int | None) -> Row:
-    row = _whole(table, node.bodies[label], [label], "layer", depth)
-    if first := _first_layer(node, label):
+def _with_owner(row: Row, first: str) -> Row:
+    """Return the row of a layer, with the layer whose parameters it uses, if it does."""
+    if first:
         row.shares = first
         row.notes = [f"{'some ' if row.params else ''}parameters of {first}"]
     return row
 
 
-def _first_layer(node: Node, label: str) -> str:
-    """Return the layer whose parameters another layer uses; empty where it has its own."""
-    own = ((key, *source) for key, source in node.shared.items() if key.startswith(f"{label}.") and not node.owner)
-    return next((name.partition(".")[0] for key, up, name in own if up == key.count(".") + 1), "")
+def _first_layers(node: Node) -> dict[str, str]:
+    """Return the layer whose parameters another layer uses, by label, but for those that have their own."""
+    if node.owner:
+        return {}
+    inside = ((key, name) for key, (up, name) in node.shared.items() if up == key.count(".") + 1)
+    return {key.partition(".")[0]: name.partition(".")[0] for key, name in inside}
 
 
 def _collapsed(layers: Iterable[Row]) -> list[Row]:

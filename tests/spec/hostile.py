@@ -510,3 +510,34 @@ def blocks_with_many_arguments_that_are_steps(k: float) -> str:
     given = each("a#: [silu], ", 3000 * k)
     head = f"blocks:\n  run: {{args: {{{args}}}, steps: [{steps}]}}\n  outer: {{steps: [run: {{{given}}}]}}\n"
     return spec(f"    - run: {{{given}}}\n    - outer\n", head)
+
+
+@case
+def layers_that_share_many_names(k: float) -> str:
+    words = each("{linear: {features: 8, name: l#}}, ", 10)
+    return spec(f"    - repeat: {{times: 4096, share: [{each('l0, ', 5000 * k)}l1], steps: [{words}]}}\n")
+
+
+@case
+def shares_in_shares(k: float) -> str:
+    text = "{linear: {features: 8}}"
+    for _ in range(int(12 * k)):
+        text = f"{{repeat: {{times: 2, share: all, steps: [{text}]}}}}"
+    return spec(f"    - {text}\n")
+
+
+@case
+def a_chain_of_shares(k: float) -> str:
+    shares = each("    - linear: {features: 8, name: n#, share: n<}\n", 8000 * k)
+    return spec("    - linear: {features: 8, name: n-1}\n".replace("-1", "_0") + shares.replace("n-1", "n_0"))
+
+
+@case
+def shares_with_nothing(k: float) -> str:
+    return spec(each("    - linear: {features: 8, name: n#, share: m#}\n", 8000 * k))
+
+
+@case
+def shares_with_parts_of_a_large_step(k: float) -> str:
+    layers = each("          - linear: {features: 8, name: l#}\n", 4)
+    return spec(LAYERS + layers + each("    - linear: {features: 8, name: n#, share: repeat.#.l1}\n", 4000 * k))
