@@ -230,7 +230,7 @@ class ExpectationError(SpecError):
 def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text) -> str:
     """Return all diagnostics as one text, with a closing count. dropped: how many more there are like the first."""
     parts = [d.render(style) for d in diagnostics]
-    closing = []
+    closing: list[str] = []
     for severity in dict.fromkeys(d.severity for d in diagnostics):
         shown = sum(d.severity == severity for d in diagnostics)
         more = 0 if closing else dropped

@@ -225,7 +225,7 @@ def _assert_facts(what: str, y: Tensor, facts: Facts) -> None:
     low, high = exact.min().item(), exact.max().item()
     assert facts.low - room <= low <= high <= facts.high + room, f"{what}: {low:g} to {high:g} is not {facts}"
     if facts.unit:
-        longest = exact.unflatten(-1, (facts.unit, -1)).norm(dim=-1).max().item()
+        longest = exact.reshape(*exact.shape[:-1], facts.unit, -1).norm(dim=-1).max().item()
         assert longest <= 1 + room, f"{what}: heads of length {longest:g} are longer than 1, as declared"
 
 

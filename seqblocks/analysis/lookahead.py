@@ -47,15 +47,17 @@ Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step; Ahead is of it
 
 
 def find(model: ModelSpec) -> Ahead | None:
-    """The lookahead of a model's output, of several the farthest.
+    """Return the lookahead of a model's output, of several the farthest; None where it has no meaning."""
+    return max(of_outputs(model).values(), key=lambda ahead: ahead.tokens, default=None)
 
-    None where it has no meaning: no sequence streams in, or no tokens leave.
-    """
+
+def of_outputs(model: ModelSpec) -> dict[int, Ahead]:
+    """Return the lookahead of each output by its value: of those that are sequences, if a sequence streams in."""
     outputs = [value for value in model.graph.results if _has_tokens(model.types[value])]
     if not outputs or model.input.kind not in SEQUENCES:
-        return None
+        return {}
     known = _values(model.graph, _inputs(model), "", {})
-    return max((known[value] for value in outputs), key=lambda ahead: ahead.tokens)
+    return {value: known[value] for value in outputs}
 
 
 def by_step(model: ModelSpec) -> dict[str, Ahead]:

@@ -263,7 +263,8 @@ def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | Non
     file, spec = check.check_text(text, record["name"], set={**overrides, **given}, files=record["files"])
     if spec is not None:  # other warnings were reported when the model was built
         known = {f"--set {path}={value}" for path, value in overrides.items()}
-        check.warn(each for each in spec.warnings if each.code == "W901" and each.span.source.name not in known)
+        unused = [each for each in spec.warnings if each.code == "W901" and each.span]
+        check.warn(each for each in unused if each.span and each.span.source.name not in known)
     return check.require_model(file, spec)
 
 
