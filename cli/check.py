@@ -33,8 +33,9 @@ def load(
     """Load and check a spec given on the command line; print its warnings and notes."""
     changes = {**overrides(options), **(more or {})}
     file, model = _load(spec, options, changes)
+    if not options.quiet:
+        output.warnings(file.warnings, file.dropped, options)
     if model is not None and not options.quiet:
-        output.warnings(model.warnings, model.dropped, options)
         output.notes([f"{visible(spec)}: {text}" for text in model.notes], options)
     return file, model
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _facts(file: SpecFile, model: ModelSpec | None) -> dict[str, Any]:
     if model is None:
-        return {"blocks": list(file.blocks)}
+        return {"blocks": list(file.blocks), "warnings": [each.as_data() for each in file.warnings]}
     facts = {"params": graph.count(model.graph), "input": model.input_text, "output": model.output_text}
     return facts | output.remarks_on(model)
 

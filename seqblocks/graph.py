@@ -170,8 +170,7 @@ class ModelSpec:
     expect: Any = None
     checkpoint: tuple[Entry, ...] = ()
     overridden: tuple[str, ...] = ()
-    warnings: tuple[Diagnostic, ...] = ()  # what is legal and most likely a mistake
-    dropped: int = 0  # how many more warnings there are
+    warnings: tuple[Diagnostic, ...] = ()  # those of its file
     notes: tuple[str, ...] = ()  # remarks on overrides that repeat what the spec says
     source: SpecSource | None = None
     inputs: dict[str, Wire] = field(default_factory=dict)

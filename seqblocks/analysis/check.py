@@ -54,8 +54,7 @@ def load_text(
 
 def _warned(checked: tuple[SpecFile, ModelSpec | None]) -> tuple[SpecFile, ModelSpec | None]:
     """Return a checked spec, after its warnings."""
-    if checked[1] is not None:
-        warn(checked[1].warnings)
+    warn(checked[0].warnings)
     return checked
 
 
@@ -99,9 +98,9 @@ def check_text(
     if file is None:
         raise SpecError(in_order(report.diagnostics), report.dropped)
     model = lower_file(file, report, cautions, Path(name).stem, changes.applied)
-    found = _raise_if_any(report, cautions, strict)
+    file.warnings, file.dropped = tuple(_raise_if_any(report, cautions, strict)), cautions.dropped
     if model is not None:
-        model.warnings, model.dropped = tuple(found), cautions.dropped
+        model.warnings = file.warnings
         model.source = SpecSource(name, text, tuple(changes.texts.items()), tuple(reader.texts.items()))
         if file.expect is not None:
             from seqblocks.analysis.expectations import check_expectations  # only specs that have it need it

@@ -82,6 +82,8 @@ class SpecFile:
     expect: Mapping | None = None
     checkpoint: Mapping | None = None
     incomplete: bool = False  # whether `use:` or `blocks:` may define verbs that could not be read
+    warnings: tuple[Diagnostic, ...] = ()  # after the analysis: what is legal and most likely a mistake
+    dropped: int = 0  # how many more warnings there are
 
 
 # --- where specs are found ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.errors import Fault
@@ -57,6 +58,12 @@ class SSM(Op):
         if self.skip:
             out["D"] = Parameter(size[:1], Init("ones"), decay=False, full_precision=True)
         return out
+
+    def warns(self, x: Wire, dt: Wire, *others: Wire | None) -> Iterator[Fault]:
+        if not self.softplus and dt.facts.low < 0:
+            message = "`dt` is a step, and may be below 0: the state may grow from token to token"
+            hint = "`softplus: true`, or end its steps with `- softplus`"
+            yield Fault("W904", message, at="dt", expected="at least 0", found=str(dt.facts), hint=hint)
 
     def state(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> dict[str, State]:
         return {"h": State((x.features, self.state_size))}

@@ -695,3 +695,16 @@ def test_streams_that_are_closed_full_or_endless(
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith(message) if message.startswith("error") else message in done.stderr
     assert message or not done.stderr
+
+
+def test_warnings_of_a_file_of_blocks(run_cli: Run, folder: Path) -> None:
+    steps = "[{linear: {features: d, as: [a, b]}}, {silu: {from: a}}]"
+    text = f"seqblocks: 1\nblocks: {{half: {{args: {{d: 8}}, steps: {steps}}}}}\n"
+    (folder / "lib.yaml").write_text(text)
+    done = run_cli("check", "lib.yaml", cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "lib.yaml: ok, 1 block (half)\n")
+    assert done.stderr.startswith("warning[W902]: nothing uses `b`, a part of linear: ")
+    assert done.stderr.endswith("\n\n1 warning\n")
+    record = json.loads(run_cli("check", "lib.yaml", "--format", "json", cwd=folder).stdout)
+    assert [each["code"] for each in record["specs"][0]["warnings"]] == ["W902"]
+    assert run_cli("check", "lib.yaml", "--strict", cwd=folder).returncode == 1

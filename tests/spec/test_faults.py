@@ -21,12 +21,11 @@ def told(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
     """Return the errors of a spec, or its warnings where it has no errors."""
     monkeypatch.chdir(FAULTS)
     try:
-        _, model = check.check_text(*locate(f"{name}.yaml"))
+        file, _ = check.check_text(*locate(f"{name}.yaml"))
     except SpecError as error:
         return error
-    assert model
-    assert model.warnings
-    return SpecError(model.warnings, model.dropped)
+    assert file.warnings
+    return SpecError(file.warnings, file.dropped)
 
 
 @pytest.mark.parametrize("name", CASES)
