@@ -13,7 +13,8 @@ def check_future(model: ModelSpec, warnings: Report) -> None:
         return
     for value, ahead in lookahead.of_outputs(model).items():
         wire = model.types[value]
-        predicts = wire and (wire.kind, wire.features, wire.rate) == ("sequence", model.input.features, model.input.rate)
+        expected = ("sequence", model.input.features, model.input.rate)
+        predicts = wire and (wire.kind, wire.features, wire.rate) == expected
         if predicts and ahead.first:
             warnings.fault(*_seen(model, ahead, *ahead.first))
 

@@ -171,41 +171,6 @@ def test_where_a_bad_value_was_written(run_cli: Run, folder: Path) -> None:
     assert "= note: `dim` is 5: --set dim=5\n" in done.stderr
 
 
-SPARE = GOOD.replace("{dim: 8}", "{dim: 8, heads: 2, half: heads / 2}")
-
-
-def test_an_override_that_repeats_the_spec_is_a_note_and_an_unused_one_a_warning(run_cli: Run, folder: Path) -> None:
-    (folder / "spare.yaml").write_text(SPARE)
-    done = run_cli("check", "spare.yaml", "--set", "dim=8", "--set", "let.heads=4", cwd=folder)
-    assert done.returncode == 0
-    assert done.stdout.startswith("spare.yaml: ok, 36 parameters")
-    assert done.stderr == (
-        "warning[W901]: the override let.heads=4 changes nothing: no step uses it\n"
-        " --> --set let.heads=4:1:17\n"
-        "  |\n"
-        "1 | --set let.heads=4\n"
-        "  |                 ^\n"
-        "  = hint: check its name: `seqblocks show SPEC --stage spec` lists the names, and what the steps read\n"
-        "\n"
-        "1 warning\n"
-        "note: spare.yaml: the override dim=8 changes nothing: the spec says so already\n"
-    )
-    arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
-    done = run_cli(*arguments, "--format", "json", cwd=folder)
-    assert done.stderr == ""
-    (warning,) = json.loads(done.stdout)["specs"][0]["warnings"]
-    assert (warning["code"], warning["severity"]) == ("W901", "warning")
-    assert warning["message"] == "the override heads=4 changes nothing: no step uses it"
-    done = run_cli(*arguments, "--format", "github", cwd=folder)
-    assert done.stdout.startswith("::warning file=--set heads=4,line=1,col=13")
-    assert run_cli(*arguments, "-q", cwd=folder).stderr == ""
-    strict = run_cli(*arguments, "--strict", "-q", cwd=folder)
-    assert strict.returncode == 1
-    assert strict.stderr.startswith("error[W901]")
-    assert strict.stderr.endswith("\n1 error\n")
-    assert run_cli("check", "good.yaml", "--set", "dim=9", cwd=folder).stderr == ""
-
-
 def test_json_is_one_document_good_or_bad(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "--format", "json", "good.yaml", "bad.yaml", cwd=folder)
     assert done.returncode == 1
@@ -695,16 +660,3 @@ def test_streams_that_are_closed_full_or_endless(
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith(message) if message.startswith("error") else message in done.stderr
     assert message or not done.stderr
-
-
-def test_warnings_of_a_file_of_blocks(run_cli: Run, folder: Path) -> None:
-    steps = "[{linear: {features: d, as: [a, b]}}, {silu: {from: a}}]"
-    text = f"seqblocks: 1\nblocks: {{half: {{args: {{d: 8}}, steps: {steps}}}}}\n"
-    (folder / "lib.yaml").write_text(text)
-    done = run_cli("check", "lib.yaml", cwd=folder)
-    assert (done.returncode, done.stdout) == (0, "lib.yaml: ok, 1 block (half)\n")
-    assert done.stderr.startswith("warning[W902]: nothing uses `b`, a part of linear: ")
-    assert done.stderr.endswith("\n\n1 warning\n")
-    record = json.loads(run_cli("check", "lib.yaml", "--format", "json", cwd=folder).stdout)
-    assert [each["code"] for each in record["specs"][0]["warnings"]] == ["W902"]
-    assert run_cli("check", "lib.yaml", "--strict", cwd=folder).returncode == 1
