@@ -127,7 +127,7 @@ class Body(StepModule):
         """
         states: States = {}
         plan = self._begin_phase(values, call, states) if call.phase else self._plan
-        last = self._plan[-1] if following else None
+        last = plan[-1] if following else None
         for group in plan:
             if group.fused and self._is_unobserved(group):
                 self._run_fused(group, group.fused, values, states, call)

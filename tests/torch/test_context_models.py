@@ -67,3 +67,41 @@ def test_an_agent_starts_an_episode_by_resets() -> None:
         fresh, _ = model.step(x[:, 1])
     torch.testing.assert_close(again["value"][0], fresh["value"][0])
     assert not torch.allclose(again["value"][1], fresh["value"][1])
+
+
+def test_a_model_streams_as_before_after_an_export() -> None:
+    """Exporting rebuilds the tuples in the attributes of modules."""
+    model = seqblocks.build("captioner", set=SMALL["captioner"]).eval()
+    x = random_input(model, 2, 5)
+    context = {name: each.detach() for name, each in random_context(model, 2).items()}
+    exported = torch.export.export(model, (x,), kwargs=context)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.module()(x, **context), model(x, **context))
+        torch.testing.assert_close(model(x, return_state=True, **context)[0], model(x, **context), rtol=1e-4, atol=1e-5)
+
+
+def test_modules_may_be_wrapped_and_those_of_the_context_replaced() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any, **more: Any) -> Any:
+            return self.inner(*args, **more)
+
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    model = seqblocks.build("captioner", set=SMALL["captioner"], dtype="float64").eval()
+    x, context = random_input(model, 2, 5), random_context(model, 2)
+    before = model(x, **context)
+    model.decoder[0] = Wrapper(model.decoder[0])
+    model.encoder[1] = Wrapper(model.encoder[1])
+    torch.testing.assert_close(model(x, return_state=True, **context)[0], before)
+    model.encoder = Twice()
+    y, state = model.step(x[:, 0], model.init_state(2, **context))
+    torch.testing.assert_close(y, model(x, **context)[:, 0])
+    model.decoder[1] = Twice()
+    with pytest.raises(seqblocks.RunError, match="carries no state"):
+        model.step(x[:, 1], state)
