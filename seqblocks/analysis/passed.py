@@ -62,7 +62,10 @@ def _key(ctx: Context, steps: Sequence) -> int:
     spend(ctx, len(words) // 4)
     values = [(name, ctx.names[name]) for name in words if name in ctx.names]
     spend(ctx, sum(size(value) for _, value in values))
-    inner = tuple((name, ctx.passed[name].key) for name in words if name in ctx.passed)
+    passed_on = [(name, ctx.passed[name]) for name in words if name in ctx.passed]
+    for _, passed in passed_on:  # equal steps may have been lowered before, with these in them
+        passed.used = True
+    inner = tuple((name, passed.key) for name, passed in passed_on)
     key = (id(steps), tuple((name, repr(value)) for name, value in values), inner)
     return run.passed_keys.setdefault(key, len(run.passed_keys) + 1)
 

@@ -20,7 +20,7 @@ from seqblocks.errors import Diagnostic, Fault, Lazy, Note, Report, Source, Span
 from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
-from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hint, missing_colon
+from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hint, missing_colon, nearest
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
@@ -450,7 +450,8 @@ class Reader:
     def _check_passed(self, block: Block) -> None:
         """Check the arguments of a block that are steps: the block runs them, and no other verb has their name."""
         passed = {name: argument for name, argument in block.args.items() if argument.type == "steps"}
-        run = verbs_in(block.steps) if passed else ()
+        run = verbs_in(block.steps) if passed else set()
+        unknown = [verb for verb in run if not (self.is_builtin(verb) or verb in block.home.visible)]
         for name, argument in passed.items():
             if self.is_builtin(name) or name in block.home.visible:
                 other = block.home.visible.get(name)
@@ -459,7 +460,7 @@ class Reader:
                 message = f"an argument that is steps becomes a verb, and {quote(name)} is {what}"
                 hint = "give the argument another name"
                 self.report.add(Diagnostic("E309", message, argument.span, notes=notes, hint=hint))
-            elif name not in run:
+            elif name not in run and block.steps and not nearest(name, unknown):  # else it is misspelt
                 message = f"block {block.name} never runs the steps of its argument {quote(name)}"
                 self.fault("E323", message, argument.span, hint=f"write `- {name}` where they run, or remove it")
 

@@ -541,3 +541,16 @@ def shares_with_nothing(k: float) -> str:
 def shares_with_parts_of_a_large_step(k: float) -> str:
     layers = each("          - linear: {features: 8, name: l#}\n", 4)
     return spec(LAYERS + layers + each("    - linear: {features: 8, name: n#, share: repeat.#.l1}\n", 4000 * k))
+
+
+@case
+def experts_in_experts(k: float) -> str:
+    text = "silu"
+    for _ in range(int(8 * k)):
+        text = f"experts: {{count: 4096, steps: [{text}]}}"
+    return spec(f"    - {text}\n")
+
+
+@case
+def many_experts(k: float) -> str:
+    return spec(each("    - experts: {count: 4096, name: e#, steps: [silu]}\n", 10 * k))

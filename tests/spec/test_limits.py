@@ -21,17 +21,22 @@ QUICK = (
     "scans_in_scans_that_are_accepted", "scans_of_six_orders", "blocks_that_double_and_are_not_used", "many_uses",
     "lists_of_lists", "many_parts", "a_long_word_in_layers",
     "map_of_a_long_pattern", "a_long_initialiser",
+    "steps_that_double", "steps_that_change_places", "steps_with_many_values", "experts_in_experts",
+    "blocks_with_many_arguments_that_are_steps",
 )  # fmt: skip
 REFUSED = (
     "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",
     "blocks_that_double", "many_arguments_in_layers", "a_long_let_in_layers", "a_long_word_in_layers",
     "many_wires_in_layers", "many_parts_in_layers", "lists_of_lists", "a_deep_list", "map_of_many_patterns",
     "shares_with_parts_of_a_large_step",
+    "steps_that_double", "steps_that_change_places", "steps_with_many_values", "steps_in_layers_with_many_names",
+    "experts_in_experts",
 )  # fmt: skip
 ACCEPTED = (
     "scans_in_scans_that_are_accepted", "as_many_steps_as_there_may_be", "ties_to_many_parameters", "long_patterns",
     "a_chain_of_names", "a_name_that_needs_all_others", "map_of_owned_parameters", "many_parameters_to_own",
     "many_uses", "many_blocks", "many_aliases", "layers_that_share_many_names", "shares_in_shares", "a_chain_of_shares",
+    "blocks_with_many_arguments_that_are_steps", "many_experts",
 )  # fmt: skip
 
 

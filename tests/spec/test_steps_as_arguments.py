@@ -135,5 +135,18 @@ def test_checkpoint_maps_reach_into_them() -> None:
         spec("[b: [{linear: 8}]]", block, more="checkpoint: {b.residual.mix.linr: w}")
 
 
+def test_a_misspelt_use_is_one_fault() -> None:
+    assert codes("[b: [silu]]", "b: {args: {mixer: steps}, steps: [mixr]}") == [("E301", 4)]
+    assert codes("[silu]", "b: {args: {mixer: steps}, steps: [tanh]}") == [("E323", 4)]
+    assert codes("[silu]", "b: {args: {mixer: steps}}") == [("E202", 4)]
+
+
+def test_a_second_use_may_share_the_parameters_of_the_first() -> None:
+    blocks = "b: {args: {m: steps}, steps: [m, {m: {name: again, share: m}}]}"
+    model = spec("[b: [{linear: 8}]]", blocks)
+    assert count(model.graph) == 72
+    assert [name for name, _ in names(model)] == ["b.m.linear.weight", "b.m.linear.bias"]
+
+
 def test_unused_steps_inside_them_are_reported() -> None:
     assert codes("[prenorm: [{linear: {features: 8, as: u}}, {silu: {from: input}}]]") == [("E315", 7)]
