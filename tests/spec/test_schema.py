@@ -59,6 +59,7 @@ model:
     - residual: [layer_norm, {linear: 8}]
     - parallel: [{one: [silu]}, {two: [{proj_down: 2 * 4}]}]
     - repeat: [{short: dim}]
+    - experts: {count: 4, top: 1, normalize: false, init: {router.weight: zeros}, steps: [{linear: dim}, gelu]}
     - around: [{linear: {features: dim, bias: false}}]
     - around: {inner: [layer_norm, gelu], name: again}
     - proj_down: {features: 8, name: back}
@@ -136,6 +137,9 @@ TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the f
     "pool: {mode: mean}": ("pool: {mode: mean, moed: 1}", False),
     "[layer_norm, {linear": ("[layer_nrom, {linear", True),
     "{linear: 8}]": ("{linear: 0}]", False),
+    "count: 4, top": ("cuont: 4, top", False),
+    "{count: 4": ("{count: 0", False),
+    "normalize: false, init": ("normalize: no, init", False),
     "around: [{linear": ("around: [{liner", True),
     "around: {inner": ("around: {iner", True),
     "inner: [layer_norm, gelu]": ("inner: layer_norm", True),
