@@ -130,7 +130,7 @@ def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
         return None
     tensors = _tensors(ctx, kinds[0], node.entries[kinds[0]][1], indices)
     numbers = _numbers(ctx, kinds[0], node)
-    return None if tensors is None or numbers is None else RECIPES[kinds[0]](tensors, **numbers)  # type: ignore[arg-type]
+    return None if tensors is None or numbers is None else RECIPES[kinds[0]](tensors, **numbers)
 
 
 def _check_words(ctx: Context, node: Mapping, words: tuple[str, ...]) -> None:

@@ -67,8 +67,8 @@ def convert(
     def work(folder: Path) -> None:
         if to == OURS and model.source is not None:
             write_model(folder, model.source, found, graph_ties(model), limit)
-            return
-        write_weights(folder, found, limit)
+        else:
+            write_weights(folder, found, limit)
         if config.is_file():
             shutil.copyfile(config, folder / CONFIG)
 

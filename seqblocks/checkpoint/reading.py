@@ -100,14 +100,24 @@ def _file(path: Path) -> Weights:
 
 
 def _safetensors(path: Path) -> Weights:
-    file = safetensors().safe_open(str(path), framework="pt")
     headers = {}
-    for name in file.keys():  # noqa: SIM118 - not a dict
-        part = file.get_slice(name)
-        if part.get_dtype() not in DTYPES:
-            raise UsageError(f"{path} holds {name} of {part.get_dtype()}, which torch or seqblocks does not read")
-        headers[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-    return Weights(headers, file.get_tensor, True, str(path))
+    with safetensors().safe_open(str(path), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            part = file.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise UsageError(f"{path} holds {name} of {part.get_dtype()}, which torch or seqblocks does not read")
+            headers[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
+
+    def read(name: str) -> Tensor:
+        """Return a tensor. The file is opened for each, as the pages of an open one would stay in memory."""
+        try:
+            with safetensors().safe_open(str(path), framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (OSError, safetensors().SafetensorError) as error:
+            raise UsageError(f"{path} has changed while it was read ({error})") from None
+
+    return Weights(headers, read, True, str(path))
 
 
 def _torch(path: Path, size: int) -> Weights:

@@ -8,6 +8,8 @@ import random
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 import warnings
 import zlib
@@ -420,6 +422,36 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(path: Path, mo
     assert same(load(path), model(2))
 
 
+@pytest.mark.parametrize("size", ["5GB", 100])
+def test_also_between_two_tensors(path: Path, size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(model(1), path)
+    read, times = folder._read_tensor, []
+
+    def replaced(*args: Any) -> Any:
+        found = read(*args)
+        if not times:
+            times.append(1)
+            save(model(2), path, shard_size=size)
+        return found
+
+    monkeypatch.setattr(folder, "_read_tensor", replaced)
+    assert same(load(path), model(2))
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_one_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(model(), path)
+    read = folder._read_tensor
+
+    def removed(*args: Any) -> Any:
+        found = read(*args)
+        (path / "model.safetensors").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(folder, "_read_tensor", removed)
+    with pytest.raises(seqblocks.UsageError, match=r"model\.safetensors has changed while it was read"):
+        load(path)
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -629,6 +661,30 @@ def test_only_one_tensor_is_read_at_a_time(path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(folder, "_read_tensor", counted)
     load(path)
     assert len(alive) == 3
+
+
+MEASURED = """
+import seqblocks, safetensors.torch, sys
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+seqblocks.build_text("{model: {input: {features: 4}, steps: [linear: {features: 4}]}, seqblocks: 1}")
+seqblocks.load, seqblocks.kernels
+before = peak()
+model = seqblocks.load(sys.argv[1])
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of memory is read from /proc")
+def test_memory_holds_the_model_and_one_tensor(path: Path, root: Path) -> None:
+    """128 MiB in tensors of 8; the interpreter and the analysis take some more."""
+    steps = [f"linear: {{features: {2048 if at % 2 == 0 else 1024}, bias: false, name: l{at}}}" for at in range(16)]
+    text = f"seqblocks: 1\nmodel: {{input: {{features: 1024}}, steps: [{', '.join(steps)}]}}"
+    save(seqblocks.build_text(text), path, shard_size="40MB")
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    printed = subprocess.run([sys.executable, "-c", MEASURED, path], env=env, check=True, stdout=subprocess.PIPE)
+    assert 128 * 2**20 <= int(printed.stdout) < (128 + 8 + 48) * 2**20
 
 
 # --- official weights -----------------------------------------------------------------------------------------------
