@@ -50,13 +50,14 @@ class State(NamedTuple):
     """One tensor that an op carries along the sequence; the shape is without the batch axis.
 
     dtype: "model" is the model's; "float32" does not follow it (stabilisers, accumulators), except to float64.
-    length: of what a stream keeps of its context, the name of the first axis, whose size a call decides; the shape has
-    0 there where the spec leaves it open.
+    context: it is kept of a stream's context, and stays as it is. length: of a sequence among these, the name of its
+    axis, whose size a call decides; the shape has 0 there where the spec leaves it open.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     fill: float = 0.0
+    context: bool = False
     length: str = ""
 
     @property

@@ -51,9 +51,8 @@ class _Reads:
 def _state(wire: Wire) -> State:
     """Return the declaration of a value that is kept: of a sequence in any length, as images may differ in size."""
     dtype = "int64" if wire.kind == "tokens" else "model"
+    sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])
     if wire.kind not in ("sequence", "tokens"):
-        return State(tuple(size for size in wire.axes[1:] if isinstance(size, int)), dtype)
-    width = (wire.features,) if wire.kind == "sequence" else ()
-    if isinstance(wire.length, int):
-        return State((wire.length, *width), dtype, length="length")
-    return State((0, *width), dtype, length=(wire.length or "seq").partition("/")[0])
+        return State(sizes, dtype, context=True)
+    name = "length" if isinstance(wire.length, int) else (wire.length or "seq").partition("/")[0]
+    return State(sizes, dtype, context=True, length=name)

@@ -12,6 +12,8 @@ from seqblocks.errors import RunError
 from seqblocks.runtime.sharing import Holder
 from seqblocks.state import States
 
+Phase = Literal["context", "stream"] | None
+
 
 @dataclass(slots=True)
 class Grid:
@@ -46,7 +48,7 @@ class Call:
     streaming: bool = False
     grid: Grid | None = None
     directed: dict[str, Holder] | None = None
-    phase: Literal["context", "stream"] | None = None
+    phase: Phase = None
     routed: dict[str, list[Any]] | None = None
 
     @property

@@ -214,7 +214,7 @@ class SequenceModel(Body):
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
-        if self._has_context or self.training or nn.modules.module._has_any_global_hook() or dispatch.transformed():
+        if self.training or nn.modules.module._has_any_global_hook() or dispatch.transformed():
             return None
         if self._stepper is None or not self._stepper.holds():
             self._stepper = stepper(self, self.spec, self._declared_state)

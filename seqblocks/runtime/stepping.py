@@ -10,7 +10,7 @@ each stream (`init_state`), since a change through `parameter.data` leaves no tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.graph import Graph, ModelSpec, Node, is_context
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
-from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.call import Call, Grid, Phase
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
@@ -60,7 +60,8 @@ class Stepper:
         self.dtype = next(model.parameters()).dtype
         self._types = spec.types
         self._grid = Grid(spec.input.grid)
-        self._call = Call(False, None, True, None, False, True, self._grid)
+        self._phase: Phase = "stream" if spec.graph.ports else None
+        self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
         self._modules = _Watched()
         self._parameters = _Watched()
         self._derived: list[tuple[Tensor, int, int]] = []  # what numbers are derived from: version and place in memory
@@ -69,8 +70,13 @@ class Stepper:
         self._observe(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
-        y = self._body(model, spec.graph, ["x"], ())
+        y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
+
+    def _context_inputs(self, body: Graph) -> Iterator[str]:
+        """Yield the variables of the inputs that do not stream; None of those that no step of the stream reads."""
+        for name in body.ports:
+            yield self._source.keep(("input", name)) if name in body.kept else "None"
 
     def holds(self) -> bool:
         """Return whether the model is still the one that this was made of."""
@@ -97,11 +103,14 @@ class Stepper:
 
     def _body(self, module: nn.Module, body: Graph, inputs: Sequence[str], path: Path) -> str:
         values = dict(zip(body.reads, inputs, strict=True))
-        for at, node in enumerate(body.nodes):
+        for node in filter(is_context, body.nodes):
+            values |= self._context_outputs(node, (*path, node.name))
+        nodes = [node for node in body.nodes if not is_context(node)]
+        for at, node in enumerate(nodes):
             if node.outputs[0] in values:  # a product with a step before it
                 continue
             read = [values[value] for value in node.reads]
-            alike = [other for other in body.nodes[at:] if other.reads == node.reads and not other.split]
+            alike = [other for other in nodes[at:] if other.reads == node.reads and not other.split]
             if len(alike) > 1 and not node.split and (made := self._one_product(module, alike, read)):
                 values |= made
                 continue
@@ -114,6 +123,16 @@ class Stepper:
             named = (f"{name!r}: {values[value]}" for name, value in body.outputs.items())
             return self._source.assign("{" + ", ".join(named) + "}")
         return values[body.result]
+
+    def _context_outputs(self, node: Node, path: Path) -> dict[int, str]:
+        """Return the variables of the outputs of a step of the context: None, unless they are kept."""
+        if not node.kept:
+            return dict.fromkeys(node.outputs, "None")
+        y = self._source.keep((*path, "output"))
+        if not node.split:
+            return {node.outputs[0]: y}
+        assert node.type
+        return dict(zip(node.outputs, self._source.split(y, node.split, node.type.feature_axis), strict=True))
 
     def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
         """Compute linear maps that read the same together. Returns the variables of their outputs, by number."""
@@ -159,7 +178,7 @@ class Stepper:
 
         def run(state: States | None, *tensors: Tensor) -> tuple[Tensor, States]:
             tensors = tuple(x.unsqueeze(1) if time else x for x, time in zip(tensors, timed, strict=True))
-            call = Call(False, state, True, None, False, True, self._grid)
+            call = Call(False, state, True, None, False, True, self._grid, phase=self._phase)
             y, states = call_child(module, tensors, call, path[-1], node)
             return (y.squeeze(1) if made else y), states
 
@@ -244,7 +263,8 @@ def _holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def _is_sequence(wire: Wire | None) -> bool:
-    return wire is not None and wire.kind in ("sequence", "tokens")
+    """Whether a wire has a token of the stream, not all of those of the context."""
+    return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
 def _is_pointwise(op: Op) -> bool:
@@ -292,9 +312,9 @@ class _Source:
         self.add(f"{name} = {expression}")
         return name
 
-    def split(self, y: str, widths: tuple[int, ...]) -> list[str]:
+    def split(self, y: str, widths: tuple[int, ...], axis: int = -1) -> list[str]:
         parts = [self.variable() for _ in widths]
-        self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, -1)")
+        self.add(f"{', '.join(parts)} = {y}.split_with_sizes({widths}, {axis})")
         return parts
 
     def constant(self, value: Any) -> str:
@@ -312,10 +332,17 @@ class _Source:
             if isinstance(item, State):
                 kind = self.constant(dtype_of(item, dtype))
                 sizes = "".join(f" {size}," for size in item.shape)
+                if item.length:  # the first axis is as long as the context
+                    sizes = f" {found}.shape[1],{''.join(f' {size},' for size in item.shape[1:])}"
                 self.add(f"if {found}.shape != (batch,{sizes}) or {found}.dtype is not {kind}: return None")
                 self.add(f"if {found}.device != device: return None")
             else:
                 self.unpack(item, inside, dtype)
+
+    def keep(self, path: Path) -> str:
+        """Return the variable of a part of the state that stays as it is."""
+        self._made[path] = self._given[path]
+        return self._given[path]
 
     def at_ports(self, node: Node, inputs: Sequence[str]) -> list[str]:
         """Return an argument for each port: joined where it reads several wires, None where it reads none."""
@@ -364,7 +391,7 @@ def reset(declared: States, state: States, resets: Tensor) -> States:
 
     def fresh(item: Any, given: Any) -> Any:
         if isinstance(item, State):
-            return given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
+            return given if item.context else given.masked_fill(resets.view(-1, *[1] * (given.dim() - 1)), item.fill)
         return {key: fresh(inner, given[key]) for key, inner in item.items()}
 
     return {key: fresh(item, state[key]) for key, item in declared.items()}

@@ -116,6 +116,25 @@ def test_the_law(text: str) -> None:
     check_law(model, seq=9)
 
 
+@pytest.mark.parametrize("text", [CAPTIONER, FILM, NESTED.replace("factor: 2", "factor: 1")])
+def test_planned_steps_are_those_of_the_whole_sequence(text: str) -> None:
+    model = built(text).eval()
+    x = random_input(model, 2, 6).detach()
+    context = {name: each.detach() for name, each in random_context(model, 2).items()}
+    marks = torch.zeros(2, 6, dtype=torch.bool)
+    marks[0, 2] = marks[1, 4] = True
+    with torch.no_grad():
+        for resets in (None, marks) if model._resets_obstacle is None else (None,):
+            whole = model(x, resets=resets, **context)
+            state = model.init_state(2, **context)
+            for t in range(6):
+                y, state = model.step(x[:, t], state, resets=None if resets is None else resets[:, t])
+                for name, found in (y.items() if isinstance(y, dict) else [("", y)]):
+                    expected = whole[name] if name else whole
+                    torch.testing.assert_close(found, expected[:, t] if name != "value" else expected)
+    assert model._stepper is not None
+
+
 def test_several_outputs_by_name() -> None:
     model = built(AGENT)
     x = draw(2, 5, 6)
