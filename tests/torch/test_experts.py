@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqblocks
 from seqblocks import graph
+from seqblocks.analysis.translation import official_name
+from seqblocks.checkpoint import load_official
 from seqblocks.report.summary import summarise
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
@@ -253,3 +256,78 @@ def test_active_parameters_and_costs() -> None:
     assert found.macs_per_token == 20 + 2 * (7 * 4 + 6 * 7)
     assert found.rows[0].rows[1].names == [str(each) for each in range(5)]
     assert found.as_data()["active_params"] == found.active_params
+
+
+# --- with other parts of the language ---------------------------------------------------------------------------------
+
+CONTEXT = """
+seqblocks: 1
+use: [prenorm, transformer]
+let: {dim: 8}
+blocks:
+  encoder:
+    args: {mixer: steps}
+    steps: [prenorm: [mixer], {prenorm: {mixer: [{experts: {count: 3, steps: [{swiglu: 12}]}}], name: network}}]
+  gated: {args: {mixer: steps, by: wire}, steps: [mixer, {gate: {by: by}}]}
+model:
+  inputs: {x: {features: 8}, other: {features: 8, length: 6}}
+  steps:
+    - encoder: {from: other, mixer: [{attention_layer: {dim: dim, heads: 2}}], as: memory}
+    - pool: {from: memory, mode: mean, as: seen}
+    - experts: {from: x, count: 4, steps: [{linear: {features: 8, as: v}}, {multiply: {by: v}}], as: h}
+    - multiply: {by: seen}
+    - gated: {mixer: [causal_conv, {experts: {count: 2, top: 1, steps: [{linear: 8}]}}], by: h, as: out}
+  outputs: [out]
+"""
+
+MIXTRAL = """
+seqblocks: 1
+use: [prenorm]
+blocks:
+  moe:
+    args: {expert: steps, count: 4}
+    steps: [{experts: {count: count, steps: [expert]}}]
+    checkpoint:
+      experts.router: gate
+      experts.{expert}.expert.swiglu.gate_weight: experts.{expert}.w1.weight
+      experts.{expert}.expert.swiglu.down_weight: experts.{expert}.w2.weight
+      experts.{expert}.expert.swiglu.up_weight: experts.{expert}.w3.weight
+model:
+  input: {features: 8}
+  steps:
+    - repeat: {name: layers, times: 2, steps: [prenorm: [{moe: {expert: [{swiglu: 12}], name: moe}}]]}
+checkpoint:
+  layers.{layer}.prenorm.residual.norm.rms_norm: model.layers.{layer}.post_attention_layernorm
+  layers.{layer}.prenorm.residual.mixer.moe: model.layers.{layer}.block_sparse_moe
+"""
+
+
+def test_the_law_with_context_in_which_there_are_experts_too() -> None:
+    model = seqblocks.build_text(CONTEXT, dtype=torch.float64)
+    check_law(model)
+    model.train()(x=torch.randn(2, 5, 8, dtype=torch.float64), other=torch.randn(2, 6, 8, dtype=torch.float64))
+    assert {*model.auxiliary_losses()} == {"memory.network.residual.mixer.experts", "h", "out.mixer.experts"}
+
+
+def test_names_of_an_official_release() -> None:
+    model, other = seqblocks.build_text(MIXTRAL), seqblocks.build_text(MIXTRAL, seed=1)
+    official = {official_name(model.spec, name): weight for name, weight in model.state_dict().items()}
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in official
+    assert "model.layers.0.block_sparse_moe.gate.weight" in official
+    load_official(other, official)
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    model = build("count: 4", steps="[{linear: 4}]")
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+
+    def gradients() -> list[Tensor]:
+        loss = model(x).square().sum() + sum(model.auxiliary_losses().values())
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = gradients()
+    step, own = model.get_submodule("experts"), model.get_submodule("experts").forward
+    step.forward = lambda *x, **more: checkpoint(own, *x, use_reentrant=False, **more)
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
