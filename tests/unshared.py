@@ -17,7 +17,12 @@ from seqblocks.testing import random_context, random_input
 def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
     """Return a model with the same weights in which each step has its own, and whose each of its parameters is."""
     spec = copy.deepcopy(model.spec)
-    for node in graph.walk(spec.graph):
+    nodes = list(graph.walk(spec.graph))
+    for node in nodes:
+        if node.owned:
+            inside = list(graph.parameters(node.bodies[""], shared=True))
+            node.owned = frozenset(graph.directed(node, inside))
+    for node in nodes:
         node.shared, node.owner = {}, None
     alone = seqblocks.build_model(spec, dtype=torch.float64).train(model.training)
     owners = {item.name: item.name for item in graph.parameters(model.graph)}

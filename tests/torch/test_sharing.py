@@ -422,6 +422,7 @@ def test_inside_a_scan_of_two_orders(own: str) -> None:
 
     x = linear(X, w["out.weight"], w["out.bias"])
     torch.testing.assert_close(model(X), one(x, "fwd") + one(x.flip(1), "rev").flip(1), rtol=1e-12, atol=1e-12)
+    check_unshared(model, seq=7)
 
 
 @pytest.mark.parametrize("own", ["none", "all", "[p]"])
@@ -432,3 +433,4 @@ def test_a_scan_that_shares_with_another(own: str) -> None:
     alone = built(scan.replace("NAME", "a"))
     assert model.state_dict().keys() == alone.state_dict().keys()
     torch.testing.assert_close(model(X), alone(alone(X)), rtol=0, atol=0)
+    check_unshared(model, seq=7)
