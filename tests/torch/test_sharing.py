@@ -434,3 +434,19 @@ def test_a_scan_that_shares_with_another(own: str) -> None:
     assert model.state_dict().keys() == alone.state_dict().keys()
     torch.testing.assert_close(model(X), alone(alone(X)), rtol=0, atol=0)
     check_unshared(model, seq=7)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "- experts: {EXPERTS, name: a}\n- experts: {EXPERTS, share: a}",
+        "- repeat: {times: 3, share: all, steps: [{residual: [{experts: {EXPERTS}}]}]}",
+        "- repeat: {times: 3, share: [experts.1, experts.router], steps: [{experts: {EXPERTS}}]}",
+    ],
+)
+def test_experts_that_are_shared(steps: str) -> None:
+    model = built(steps.replace("EXPERTS", "count: 3, top: 2, steps: [{swiglu: {hidden: 3}}]"))
+    check_unshared(model, seq=7)
+    check_law(model, seq=7, cuts=[3], tolerance=1e-12)
+    found = seqblocks.summarise(model)
+    assert found.params == sum(p.numel() for p in model.parameters())
