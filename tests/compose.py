@@ -324,7 +324,8 @@ class Composer(Mixers, Rates, Contexts):
                 image = {"size": list(size) if size[0] != size[1] else size[0], "channels": channels}
                 return Kind("image", channels, None, size), {"image": image}
         width = self.width()
-        return Kind("sequence", width, length), {"features": width} | ({"length": length} if length else {})
+        given = {"features": width} | ({"length": length} if length else {"sample_rate": 12.5})
+        return Kind("sequence", width, length), given
 
     def compose(self) -> str:
         """The spec as text."""

@@ -57,6 +57,8 @@ def held(text: str, seed: int, length: int | None = None) -> bool:
         return False
     assert checked is not None
     found = summarise(checked)
+    if found.streams is None and found.lookahead is not None:
+        assert found.latency == found.frame_size - 1 >= int(found.lookahead), "what streams waits for a frame at most"
     assert listing.text(checked)
     model = seqblocks.build_text(text, dtype=torch.float64, seed=seed).eval()
     assert sum(p.numel() for p in model.parameters()) == found.params
