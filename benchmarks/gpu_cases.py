@@ -138,6 +138,60 @@ def ours_step(x: Leaves, backend: str | None) -> Any:
     return h, *state
 
 
+# --- linear attention and delta rules ---------------------------------------------------------------------------------
+
+
+def draw_linear_attention(s: Shape) -> Leaves:
+    """per_key 1: a decay per key; delta 1: also beta."""
+    B, S, H, K, V = s["B"], s["S"], s["H"], s["K"], s["V"]
+    out = {"q": normal(B, S, H, K), "k": F.normalize(normal(B, S, H, K), dim=-1), "v": normal(B, S, H, V)}
+    out["decay"] = F.logsigmoid(normal(B, S, H, *((K,) if s["per_key"] else ()), shift=3.0))
+    return out | ({"beta": normal(B, S, H).sigmoid()} if s["delta"] else {})
+
+
+def ours_linear_attention(x: Leaves, backend: str | None) -> Any:
+    return kernels.linear_attention(**x, backend=backend)  # type: ignore[arg-type]
+
+
+def fla_chunks(x: Leaves) -> Any:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gla import chunk_gla
+    from fla.ops.kda import chunk_kda
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, g, per_key = x["q"], x["k"], x["v"], x["decay"], x["decay"].dim() == 4
+    if "beta" in x:
+        run = chunk_kda if per_key else chunk_gated_delta_rule
+        return run(q, k, v, g, x["beta"])[0]
+    return (chunk_gla if per_key else chunk_simple_gla)(q, k, v, g)[0]
+
+
+def moved_linear_attention(s: Shape) -> tuple[float, float]:
+    tokens, of_decay = s["B"] * s["S"] * s["H"], 4 * (s["K"] if s["per_key"] else 1) + 4 * s["delta"]
+    return (
+        tokens * (4.0 * s["K"] + 4 * s["V"] + of_decay), tokens * (8.0 * s["K"] + 6 * s["V"] + 2 * of_decay)
+    )
+
+
+def products_linear_attention(s: Shape) -> tuple[float, float]:
+    """In chunks of 64: within them, and through the states; of a delta rule its system, and keys and values solved."""
+    tokens, K, V = s["B"] * s["S"] * s["H"], s["K"], s["V"]
+    forward, backward = 32 * (K + V) + 2 * K * V, 32 * (3 * K + 2 * V) + 5 * K * V
+    if s["delta"]:
+        forward, backward = forward + 32 * (2 * K + V) + K * V, backward + 32 * (5 * K + 3 * V) + 3 * K * V
+    return tokens * float(forward), tokens * float(backward)
+
+
+def linear_attention_case(about: str, per_key: bool, delta: bool, widths: tuple[int, int], heads: int) -> Case:
+    K, V = widths
+    fixed = {"H": heads, "K": K, "V": V, "per_key": int(per_key), "delta": int(delta)}
+    return Case(
+        about, [{"B": 65536 // S, "S": S, **fixed} for S in (2048, 16384)], {"B": 1, "S": 400, "H": 2},
+        draw_linear_attention, ("q", "k", "v"), ours_linear_attention, moved_linear_attention,
+        peers={"fla, chunks": Peer("fla", dict, fla_chunks, lambda y: y)}, products=products_linear_attention,
+    )
+
+
 # --- sLSTM ----------------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +387,12 @@ CASES = {
         [{"B": 8, "S": 2048, "D": 4096}], {"B": 2, "S": 208},
         draw_norm, ("x", "weight", "bias"), ours_norm, moved_rows, ("weight", "bias"), has_torch=True,
     ),
+    "gated_delta": linear_attention_case(
+        "Gated DeltaNet, 16 heads of 128, 65,536 tokens in all", False, True, (128, 128), 16),
+    "kda": linear_attention_case("KDA, 16 heads of 128, 65,536 tokens in all", True, True, (128, 128), 16),
+    "simple_gla": linear_attention_case(
+        "simple GLA, the recurrence of Mamba-2: 16 heads of 128, 65,536 tokens in all", False, False, (128, 128), 16),
+    "gla": linear_attention_case("GLA, 4 heads of 128 by 256, 65,536 tokens in all", True, False, (128, 256), 4),
     "mlstm_heads_of_128": Case(
         "mLSTM, 8 heads of 128, and the patches of a small vision model",
         [{"B": 8, "S": 2048, "H": 8, "DK": 128, "DV": 128}, {"B": 64, "S": 196, "H": 4, "DK": 192, "DV": 192}],

@@ -21,9 +21,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     WHOLE,
     between,
     cut,
-    decays_of,
     exponents,
-    marks_of,
     own_decay,
     sign,
     weight_across,
@@ -318,8 +316,12 @@ def key_gradients(
     of_read += earlier_k
     of_write += later
     # what tokens of the block give each other; without the token itself, whose parts of reads and writes cancel
-    decays = decays_of(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
-    marks = marks_of(resets, n, H, tile + block, S, REVERSE, 16)
+    decays = g
+    if g is not None:
+        decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+    marks = resets
+    if resets is not None:
+        marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
     if W > 1:
         queries = start(q, nk, HK, tile + block, S, qb, qs, qh, REVERSE, 16) + d
         keys = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
@@ -421,7 +423,9 @@ def decay_gradients(
     at = tl.program_id(0).to(tl.int64)
     plane = tl.num_programs(0).to(tl.int64) * L * W
     flow_plane = (tl.num_programs(0) // chunks).to(tl.int64) * (chunks + 1) * W
-    marks = marks_of(resets, n, H, c, S, REVERSE, L)
+    marks = resets
+    if resets is not None:
+        marks = start(resets, n, H, c, S, S, 1, 0, REVERSE, L)
     to = start(dg, n, H, c, S, tl.cast(S, tl.int64) * H * W, H * W, W, REVERSE, L) + d
     total = tl.zeros((BD,), tl.float32)
     for part in range(flow_parts):

@@ -11,9 +11,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     WHOLE,
     between,
     cut,
-    decays_of,
     exponents,
-    marks_of,
     own_decay,
     sign,
     weight_across,
@@ -42,8 +40,12 @@ def sums(
     since += at * L * W + d
     until += at * L * W + d
     blocks += at * (L // 16) * W + d
-    decays = decays_of(g, n, H, c, S, gb, gs, gh, REVERSE, L)
-    marks = marks_of(resets, n, H, c, S, REVERSE, L)
+    decays = g
+    if g is not None:
+        decays = start(g, n, H, c, S, gb, gs, gh, REVERSE, L)
+    marks = resets
+    if resets is not None:
+        marks = start(resets, n, H, c, S, S, 1, 0, REVERSE, L)
     left = S - c * L
     total = tl.zeros((BD,), tl.float32)
     for block in range(L // 16):
@@ -160,8 +162,12 @@ def pairs(
             gain = tl.load(start(beta, n, H, tile + other, S, bb, bs, bh, REVERSE, 16) + sign(REVERSE) * j * bs,
                            seen, 0.0).to(tl.float32)
             tl.store(solved + row + other * 16, keys * gain[None, :])
-    decays = decays_of(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
-    marks = marks_of(resets, n, H, tile + block, S, REVERSE, 16)
+    decays = g
+    if g is not None:
+        decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
+    marks = resets
+    if resets is not None:
+        marks = start(resets, n, H, tile + block, S, S, 1, 0, REVERSE, 16)
     read = tl.zeros((16, 16), tl.float32)
     keys = tl.zeros((16, 16), tl.float32)
     own = tl.zeros((16,), tl.float32)

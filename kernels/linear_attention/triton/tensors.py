@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from seqblocks.kernels.mlstm.triton.tensors import start
 from seqblocks.kernels.triton_common import constexpr, exp, jit, tl
 
 BEFORE, AFTER, WHOLE = constexpr(0), constexpr(1), constexpr(2)
@@ -111,25 +110,6 @@ def cut(resets, exists):
         return 0.0
     else:
         return tl.where(tl.load(resets, exists, 0).to(tl.int32) == 0, 0.0, float("-inf"))
-
-
-@jit
-@no_type_check
-def marks_of(resets, n, H, c, S, REVERSE: tl.constexpr, BT: tl.constexpr):
-    """Where those of a chunk or block begin, or None."""
-    if resets is None:
-        return None
-    else:
-        return start(resets, n, H, c, S, S, 1, 0, REVERSE, BT)
-
-
-@jit
-@no_type_check
-def decays_of(g, n, H, c, S, gb, gs, gh, REVERSE: tl.constexpr, BT: tl.constexpr):
-    if g is None:
-        return None
-    else:
-        return start(g, n, H, c, S, gb, gs, gh, REVERSE, BT)
 
 
 @jit

@@ -1,0 +1,124 @@
+"""The Triton kernels of linear attention: stored cases, and what has broken those of others."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import linear_attention
+from seqblocks.kernels.linear_attention import torch as chunkwise
+from seqblocks.kernels.linear_attention.triton import sizes
+from tests.kernels import test_linear_attention as stored
+from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, Subject, check, draw, on_device
+from tests.kernels.linear_attention import LINEAR_ATTENTION
+
+SHORT = ("op_key_T9", "op_gated_delta_T9", "op_rwkv6_T9", "op_kda_T1", "op_head_T1")
+LONG = (
+    "op_kda_T130_strong", "op_gated_delta_T130_beta2_strong", "op_gated_delta_T65_resets", "op_kda_T65_gva",
+    "op_key_T130_strong", "op_rwkv6_T65_strong", "op_head_T130_strong", "op_linear_normalized_T33",
+    "op_delta_product_T17", "op_delta_T63_beta2", "op_key_T65_resets",
+)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)])
+def test_float32_loses_what_the_naive_functions_lose(case: str) -> None:
+    """As the torch implementation: ten times that, and 1e-6 of the largest number; where beta is close to 2, ten times
+    that."""
+    cfg, _ = stored.load(case)
+    measured = cfg["measured"]
+    lost = {f"out/{n}": x for n, x in measured["maxdiff_f32_vs_f64"].items()}
+    lost |= {f"grad/{n}": x for n, x in measured["maxdiff_grad_f32"].items()}
+    factor = 10 if cfg.get("beta") == "two" else 1
+    found, wanted = stored.run(case, "triton", torch.float32)
+    for name, bound in lost.items():
+        error = (found[name].double() - wanted[name]).abs().max().item()
+        assert error <= factor * (10 * bound + 1e-6 * max(1.0, wanted[name].abs().max().item())), name
+
+
+@INTERPRETED
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("per_key", [False, True])
+def test_what_follows_a_strong_decay_keeps_its_digits(per_key: bool, delta: bool) -> None:
+    """A decay of -1000, and of -inf, and then -0.001, within a block of 16 and across them."""
+    q, k, v, g = (draw(1, 40, 1, 4, seed=at) for at in range(4))
+    k, beta = torch.nn.functional.normalize(k, dim=-1), g[..., 0].sigmoid() if delta else None
+    decay = torch.full((1, 40, 1, 4) if per_key else (1, 40, 1), -0.001, dtype=torch.float64)
+    decay[:, :3], decay[:, 20] = -1000.0, -torch.inf
+
+    def call(dtype: torch.dtype, backend: str) -> tuple[Tensor, list[Tensor]]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = linear_attention(*leaves, decay=decay.to(dtype), beta=None if beta is None else beta.to(dtype),
+                               backend=backend)
+        assert isinstance(out, Tensor)
+        return out, list(torch.autograd.grad(out.square().sum(), leaves))
+
+    (wanted, exact), (found, grads) = call(torch.float64, "reference"), call(torch.float32, "triton")
+    for x, y in zip((found, *grads), (wanted, *exact), strict=True):
+        assert (x - y).abs().max() <= 2e-6 * y.abs().max()
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "mlstm"])
+def test_nothing_is_transposed_added_atomically_or_left_to_a_scan_of_several_warps(op: str, root: Path) -> None:
+    """Compilers for sm_90 have made transposed accumulators wrong; scans are left to programs of one warp."""
+    files = sorted((root / "kernels" / op / "triton").glob("*.py"))
+    assert files
+    for file in files:
+        called = {
+            node.attr for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tl"
+        }
+        assert not called & {"trans", "permute", "reshape", "view", "flip", "sort"}, file
+        assert not {name for name in called if name.startswith("atomic")}, file
+        if op == "linear_attention":
+            assert not called & {"cumsum", "associative_scan"}, file
+
+
+@on_device
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["key", "bonus", "delta", "gated delta", "key delta"])
+def test_gradients_at_any_number_of_warps(
+    variant: str, dtype: torch.dtype, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others had wrong gradients at one number of warps, with chunks of 64 tokens, and right ones at the next."""
+    chosen = sizes.tiles
+
+    def changed(*args: Any) -> dict[str, int]:
+        return {**chosen(*args), "num_warps": warps}
+
+    monkeypatch.setattr(sizes, "tiles", changed)
+    subject = Subject(LINEAR_ATTENTION, variant, IMPLEMENTATIONS["gpu"])
+    check(subject, subject.inputs(S=200, K=64, V=64), precision=Precision(dtype))
+
+
+@pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_reset_stops_nan_where_nobody_looks_at_the_results(rule: str, reverse: bool) -> None:
+    """On other devices than a CPU the definition does not run instead: what is not finite never meets a product."""
+    x = {name: draw(2, 40, 2, 4, seed=at) for at, name in enumerate(("q", "k", "v"))}
+    x["decay"] = -draw(2, 40, 2, 4, seed=3).abs()
+    if rule == "delta":
+        x["beta"] = draw(2, 40, 2, seed=4).sigmoid()
+    elif rule == "dplr":
+        x |= {"a": -x["k"], "b": 0.1 * x["k"]}
+    resets = torch.zeros(2, 40, dtype=torch.bool)
+    resets[:, 17] = True
+    before, after = (slice(18, 40), slice(0, 18)) if reverse else (slice(0, 17), slice(17, 40))
+    wanted = linear_attention(**x, resets=resets, reverse=reverse, backend="reference")  # type: ignore[arg-type]
+    for name in x:
+        bad = {**x, name: x[name].clone()}
+        bad[name][0, before][1] = torch.nan
+        with mock.patch.object(chunkwise, "_usable", return_value=True):
+            found = linear_attention(**bad, resets=resets, reverse=reverse, backend="torch")  # type: ignore[arg-type]
+        assert isinstance(found, Tensor)
+        assert isinstance(wanted, Tensor)
+        torch.testing.assert_close(found[:, after], wanted[:, after], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-9)
+        assert found[0, before].isnan().any()
