@@ -163,7 +163,7 @@ def _cost(found: Summary, options: argparse.Namespace) -> str:
     batch = "" if found.input_macs is None else output.short(options.batch * found.input_macs, "MACs")
     if found.counted_per != "token" and found.input_macs is not None:
         one, flops = output.short(found.input_macs, "MACs"), output.short(2 * found.input_macs, "FLOPs")
-        each = f"{one} = {flops} per {found.counted_per} ({tokens:,} tokens)"
+        each = f"{one} = {flops} per {found.counted_per}" + (f" ({tokens:,} tokens)" if tokens else "")
         return each + (f"; {batch} for {options.batch}" if options.batch > 1 else "")
     if found.open_memories:
         return f"MACs per token depend on the length of {', '.join(found.open_memories)}, which the spec leaves open"

@@ -80,7 +80,7 @@ class Summary:
     latency_ms: float | None = None
     sample_rate: float | None = None  # of the input, in Hz
     input_macs: float | None = None  # of one whole input; None: unknown
-    counted_per: str = "token"  # what a person counts costs by: token, sequence or image
+    counted_per: str = "token"  # what a person counts costs by: token, sequence, image, or input
     notes: list[str] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)  # by name, where the spec names them
     outputs: dict[str, str] = field(default_factory=dict)
@@ -159,6 +159,8 @@ def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
 
 def _counted_per(model: ModelSpec, tokens: int | None) -> str:
     """Return what costs are counted by: a classifier has one answer for all tokens, an image is one input."""
+    if model.input.kind == "vector":
+        return "input"
     if tokens and model.input.kind == "image":
         return "image"
     return "sequence" if tokens and model.output and model.output.kind == "vector" else "token"

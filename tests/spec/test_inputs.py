@@ -141,3 +141,10 @@ def test_check_as_data(tmp_path: Path) -> None:
     )
     (record,) = json.loads(done.stdout)["specs"]
     assert record["output"] == "logits [batch, words, 10], value [batch, 1]"
+
+
+def test_a_vector_as_the_only_input_is_counted_by_inputs() -> None:
+    found = summarise(load("seqblocks: 1\nmodel: {input: {vector: 4}, steps: [{linear: 3}]}"))
+    assert (found.input, found.counted_per, found.input_macs) == ("[batch, 4]", "input", 12)
+    assert found.streams is not None
+    assert "one vector" in found.streams
