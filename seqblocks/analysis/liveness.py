@@ -128,7 +128,7 @@ class _Liveness:
             if not (live.isdisjoint(node.outputs) or (self.by_gradient and _is_constant(node))):
                 self.used.append(node)
                 if node.owner:
-                    self.kept.add(id(node.owner))
+                    self._keep(node.owner)
                 if not live.issuperset(node.outputs) and _may_own(node) and not self._is_kept(node):
                     idle.parts.append((node, tuple(value for value in node.outputs if value not in live)))
                 live |= self._reads(node, idle)
@@ -138,6 +138,12 @@ class _Liveness:
                 idle.steps.append(node)
                 waiting.update(node.reads)
         return _Used(frozenset(live), idle)
+
+    def _keep(self, owner: Node) -> None:
+        """Note a step whose parameters a used one shares, with those that steps inside it share."""
+        if id(owner) not in self.kept:
+            self.kept.add(id(owner))
+            self.kept.update(id(each.owner) for each in _with_inner(owner) if each.owner)
 
     def _is_kept(self, node: Node) -> bool:
         """Whether a used step has the parameters of this one, or of a step inside it."""

@@ -68,7 +68,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     _check_free(step, name, own, owner.parameters)
     del ctx.run.node_parameters[id(node)]  # they were those without sharing
     node.shared = {key: _source(item.name, owner.parameters[key]) for key, item in own.items()}
-    node.owner, node.owner_name = owner.node, written
+    node.owner, node.owner_name = owner.node.owner or owner.node, written
 
 
 def _source(own: str, owned: Named) -> Source:
@@ -124,8 +124,8 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
 
 
 def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
-    """Return the innermost step that a path leads to or through."""
-    for at in range(len(path)):
+    """Return the innermost step that a path leads to or through, or one around it that shares all its parameters."""
+    for at in () if node.owner else range(len(path)):
         for label, body in node.bodies.items():
             rest = path[at:] if not label else path[at + 1 :] if label == path[at] else []
             inner = next((each for each in body.nodes if rest and each.name == rest[0]), None)

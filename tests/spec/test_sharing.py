@@ -213,6 +213,12 @@ def test_an_unused_step_whose_parameters_are_shared() -> None:
     model(steps)
     with pytest.raises(SpecError, match="E315"):
         model(f"{steps}\n- silu: {{from: x}}")
+    model("- identity: {as: x}\n- lin(a)\n- linear: {from: x, features: 8, name: b, share: a}\n"
+          "- linear: {from: x, features: 8, share: b}")  # b and a reach nothing
+    model("- identity: {as: x}\n- lin(a)\n- residual: {from: x, name: b, steps: [lin(l of a)]}\n"
+          "- residual: {from: x, share: b, steps: [lin(l)]}")
+    model("- identity: {as: x}\n- residual: {name: a, steps: [lin(l)]}\n"
+          "- residual: {from: x, share: a, name: b, steps: [lin(l)]}\n- linear: {from: x, features: 8, share: b.l}")
     inner = "- residual: [lin(a), {linear: {from: input, features: 8}}]"
     with pytest.raises(SpecError, match="E315"):
         model(inner)

@@ -356,6 +356,19 @@ def test_official_weights_of_the_sharing_step_alone() -> None:
     assert torch.equal(model.get_parameter("layers.0.linear.weight"), torch.arange(16.0).reshape(4, 4))
 
 
+def test_official_weights_with_one_name_for_all_layers() -> None:
+    model = seqblocks.build_text(OFFICIAL.replace('"deep.{layer}"', "deep"))
+    load_official(model, official("net.0.weight", "net.0.bias", "deep.weight"))
+    assert torch.equal(model.get_parameter("layers.0.linear.weight"), torch.arange(16.0).reshape(4, 4))
+
+
+def test_a_long_chain_is_copied_and_pickled() -> None:
+    steps = "".join(f"- linear: {{features: 4, name: n{i}, share: n{i - 1}}}\n" for i in range(1, 600))
+    model = built(f"- linear: {{features: 4, name: n0}}\n{steps}")
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(each(X), model(X), rtol=0, atol=0)
+
+
 def test_official_weights_that_differ() -> None:
     weights = official(*ONCE, "net.1.weight")
     weights["net.1.weight"] += 1
