@@ -51,6 +51,16 @@ class Mixers(Tokens):
             self.add(body, "constant", now, features=now.width, learned=self.maybe(0.7), value=0.5)
             self.add(body, "add", now, **{"from": source, "with": self.named(body)})
 
+    def rotation(self, body: Body) -> None:
+        """Heads, each of them several times, and turned by angles that tokens choose."""
+        heads, width, times = self.chance.randint(1, 2), 2 * self.chance.randint(1, 2), self.chance.randint(1, 2)
+        self.linear(body, heads * width)
+        self.add(body, "repeat_heads", replace(body.now, width=times * heads * width), heads=heads, times=times)
+        now, source = body.now, self.named(body)
+        self.project(body, source, now, times * heads * self.chance.randint(1, width // 2))
+        self.add(body, "phase", body.now)
+        self.add(body, "rotate", now, **{"from": source, "by": self.named(body), "heads": times * heads})
+
     def centaurus(self, body: Body) -> None:
         mode = self.chance.choice(["neck", "pointwise", "s5", "dws", "full"])
         width = body.now.width if mode == "dws" else self.width()

@@ -100,3 +100,10 @@ class Positive(Activation):
 @primitive("one_minus_exp")
 class OneMinusExp(Activation):
     """1 - exp(x): of a log decay, the share that is lost."""
+
+
+@primitive("rational_exp")
+class RationalExp(Activation):
+    """1 + x, for negative x 1 / (1 - x): positive and smooth, and slower than exp."""
+
+    source = "Mamba-3 (ICLR 2026)"

@@ -16,7 +16,7 @@ from seqblocks.types import Facts
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "positive", "one_minus_exp",
+    "positive", "one_minus_exp", "rational_exp",
 )  # fmt: skip
 DECAYS = ("softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru")
 PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}
@@ -25,6 +25,8 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     *(("log_decay", {"kind": kind, "heads": 2}) for kind in DECAYS),
     ("log_decay", {"kind": "logsigmoid", "lower": "part"}),
     ("time_step", {"least": 0.5, "most": 2}),
+    ("phase", {}),
+    ("repeat_heads", {"heads": 2, "times": 1}),
     ("lerp", {"to": "bounded"}),
     ("lerp", {"to": "bounded", "by": "low"}),
     ("select", {"features": 8}),

@@ -24,6 +24,7 @@ SMALL = {
     "vil_small_block": {"dim": 8},
     "mamba_130m": {"dim": 16, "depth": 2, "vocabulary": 11},
     "mamba2_130m": {"dim": 8, "depth": 2, "vocabulary": 11, "state": 4, "head": 4},
+    "mamba3_130m": {"dim": 8, "depth": 2, "vocabulary": 11, "state": 4, "head": 4},
     "gla_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
     "retnet_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},
     "deltanet_1_3b": {"dim": 16, "depth": 2, "vocabulary": 11, "heads": 2},

@@ -256,6 +256,9 @@ INITIALISED = {
     "linspace": "linspace(3, 6)",
     "ramp": "ramp(0.1)",
     "wang": "wang(8, 2)",
+    "log_of_uniform": "log_of_uniform(1, 16)",
+    "falling": "falling(0.5)",
+    "waves": "waves(-1, 1, 2, 0.5, 4)",
 }
 
 

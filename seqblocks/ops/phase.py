@@ -1,0 +1,91 @@
+"""Rotations by angles that the tokens choose.   D angles, H heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from seqblocks.errors import Fault
+from seqblocks.op import Op, Port, X, argument, must_divide, primitive
+from seqblocks.parameters import State
+from seqblocks.types import Facts, Wire
+
+
+@primitive("phase")
+class Phase(Op):
+    """Running sums of angles, from 0 to 2 pi; sums are float64. State per sequence: the sums so far [D], float32."""
+
+    ports = (X._replace(about="what each token adds"),)
+    reads = "past"
+    reversible = True
+    source = "Mamba-3 (ICLR 2026)"
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(0.0, 2 * math.pi)
+
+    def state(self, x: Wire) -> dict[str, State]:
+        return {"sum": State((x.features,))}
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels import gated_recurrence
+
+        exact = x.double()
+        out: Any = gated_recurrence(
+            exact, torch.zeros_like(exact), state=call.state["sum"] if call.state else None,
+            return_state=True, resets=call.resets, reverse=call.reverse,
+        )  # fmt: skip
+        turns, last = (angle - 2 * math.pi * (angle / (2 * math.pi)).floor().detach() for angle in out)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return turns.to(dtype), {"sum": last.to(dtype)} if call.return_state else {}
+
+
+@primitive("rotate")
+class Rotate(Op):
+    """Turn pairs of each head's features, 2j and 2j + 1, by angles; later features than there are angles for stay."""
+
+    ports = (X, Port("by", "the angles, as many for each head"))
+    heads: int = argument(..., "number of heads; must divide the width and the number of angles", ge=1)
+    source = "Mamba-3 (ICLR 2026)"
+
+    def shape(self, x: Wire, by: Wire) -> Wire:
+        width = must_divide(self.heads, x.features, "heads", "the width")
+        angles = must_divide(self.heads, by.features, "heads", "the number of angles", at="by")
+        if 2 * angles > width:
+            expected = f"at most {width // 2 * self.heads}, one for each pair of {width} features"
+            raise Fault("E402", "there are more angles than pairs", at="by", expected=expected, found=str(by.features))
+        return x
+
+    def facts(self, x: Wire, by: Wire) -> Facts:
+        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation keeps lengths
+
+    def macs(self, x: Wire, by: Wire) -> int:
+        return 4 * by.features
+
+    def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
+        import torch
+
+        x, by = x.unflatten(-1, (self.heads, -1)), by.unflatten(-1, (self.heads, -1))
+        turned, rest = x[..., : 2 * by.shape[-1]].unflatten(-1, (-1, 2)), x[..., 2 * by.shape[-1] :]
+        a, b = turned.unbind(-1)
+        pairs = torch.stack([a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()], -1).to(x.dtype)
+        return torch.cat([pairs.flatten(-2), rest], -1).flatten(-2)
+
+
+@primitive("repeat_heads")
+class RepeatHeads(Op):
+    """Each head's features several times, next to each other: heads a b become a a b b."""
+
+    heads: int = argument(1, "number of heads; must divide the width", ge=1)
+    times: int = argument(..., "how often each head occurs", ge=1)
+
+    def shape(self, x: Wire) -> Wire:
+        must_divide(self.heads, x.features, "heads", "the width")
+        return x.with_features(self.times * x.features)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts.range
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)
