@@ -155,14 +155,16 @@ def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
         return
     inputs = {ctx.body.wires[name]: name for name in ctx.body.wires if ctx.body.wires[name] in body.reads}
     for item in node.items:
-        (value,) = read_wires(ctx, item)
-        name = item.text if isinstance(item, Scalar) else ""
+        if not isinstance(item, Scalar):
+            ctx.report(Fault("E203", "an output is the name of a wire", found=kind_of(item)), item.span)
+            continue
+        (value,), name = read_wires(ctx, item), item.text
         if name in body.outputs:
             ctx.report(Fault("E318", f"the output {quote(name)} is listed twice"), item.span)
         elif value in inputs:
             expected = "the output of a step, named with `as:`"
             ctx.report(Fault("E318", f"{quote(name)} is an input of the model", expected=expected), item.span)
-        elif name:
+        else:
             body.outputs[name] = value
     body.result = next(iter(body.outputs.values()), body.result)
 

@@ -178,3 +178,26 @@ def test_a_window_is_exported_with_resets_and_state(causal: bool, strict: bool) 
         for S in (2, 5, 6, 40, 63):
             found, wanted = program(*call(S)), module(*call(S))
             near([found[0], *found[1]], [wanted[0], *wanted[1]]) if causal else near([found], [wanted])
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 2), (1, 7)])
+def test_a_memory_has_a_length_of_its_own(queries: int, keys: int, backend: str) -> None:
+    generator = torch.Generator().manual_seed(queries)
+    shapes = ((2, queries, 4, 3), (2, keys, 2, 3), (2, keys, 2, 5))
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
+    y = attention(q, k, v, causal=False, backend=backend)
+    wide = [x.repeat_interleave(2, 2) for x in (k, v)]
+    scores = torch.einsum("bshd,bthd->bhst", q, wide[0]) / 3**0.5
+    expected = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), wide[1])
+    torch.testing.assert_close(y, expected)
+    found = torch.autograd.grad(y.square().sum(), (q, k, v))
+    for a, b in zip(found, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": False, "window": 3}, {"causal": False, "rotary": 100.0}])
+def test_only_a_memory_has(more: dict[str, Any]) -> None:
+    q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 5, 1, 2)
+    with pytest.raises(ValueError, match="attention wants q"):
+        attention(q, k, k, **more)
