@@ -9,7 +9,7 @@ from seqblocks.combinators import COMBINATORS, Combinator, find_combinator
 from seqblocks.errors import Span
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.spec import STEP_KEYS, Argument, Block, SpecFile
-from seqblocks.op import Op, field_infos, fields_of, find_primitive
+from seqblocks.op import Op, field_infos, find_primitive
 
 BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
 
@@ -42,7 +42,9 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
     """Return what a verb stands for in a file; None if there is no such verb."""
     if verb in COMBINATORS:
         combinator = find_combinator(verb)
-        return Verb(combinator, (), tuple(fields_of(combinator)), steps=combinator.holds[0])
+        infos, holds = field_infos(combinator), combinator.holds[0]
+        required = tuple(key for key, info in infos.items() if info.is_required())
+        return Verb(combinator, required, tuple(infos), steps=holds if {*required} <= {holds} else None)
     if verb in file.visible:
         return _block_verb(file.visible[verb])
     op = find_primitive(verb)

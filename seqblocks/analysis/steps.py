@@ -22,7 +22,7 @@ from seqblocks.analysis.step import Step
 from seqblocks.combinators import COMBINATORS
 from seqblocks.errors import Fault, Note, listing, quote
 from seqblocks.language.document import Mapping, Node, Sequence, kind_of
-from seqblocks.language.spec import bundled
+from seqblocks.language.spec import Argument, bundled
 from seqblocks.language.vocabulary import instead_of, key_hint, nearest
 from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
@@ -180,9 +180,18 @@ def _report_no_verb(ctx: Context, step: Step) -> None:
 
 def _verb_hint(ctx: Context, verb: str) -> str:
     """Return what may be meant by an unknown verb."""
+    if ctx.callers and verb in ctx.callers[-1].args:
+        return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
     found = _offered(verb, ctx.file.visible) or instead_of(verb) or key_hint(verb, verbs)
     return found or _near_bundled(verb) or NO_VERB
+
+
+def _argument_hint(argument: Argument) -> str:
+    """Return a hint where the name of an argument is no verb."""
+    if argument.type == "steps":
+        return "default steps see the numbers and words among the arguments, and run no other steps of theirs"
+    return f"an argument that is run is steps: `{argument.name}: steps`, or a list of steps as its default"
 
 
 def _offered(verb: str, visible: Container[str]) -> str | None:

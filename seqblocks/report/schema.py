@@ -273,8 +273,10 @@ def _combinator(verb: type[Combinator], out: Schema) -> Schema:
         description = properties["branches"]["description"]
         properties["branches"] = {"type": "array", "description": description, "items": branch}
     items = properties[verb.holds[0]].get("items", STEP)
-    more = STEPS if verb.open_keys else False
-    return out | {"type": [*_types(out), "array"], "items": items, "additionalProperties": more}
+    out |= {"additionalProperties": STEPS if verb.open_keys else False}
+    if not {*out.get("required", ())} <= {verb.holds[0]}:
+        return out
+    return out | {"type": [*_types(out), "array"], "items": items}
 
 
 def _short(out: Schema, required: list[str]) -> Schema:
