@@ -1,4 +1,4 @@
-"""Folders that `save` writes, whatever happens meanwhile, and what `load` and `load_official` do with damaged ones."""
+"""Folders that `save` writes, whatever happens meanwhile, and what `load` does with damaged ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import seqblocks
 from seqblocks import load, save
-from seqblocks.checkpoint import folder, load_official, record, writing
+from seqblocks.checkpoint import folder, record, writing
 from seqblocks.checkpoint.record import RECORD
+from tests.torch.odd import ODD
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 
@@ -520,24 +521,6 @@ def test_a_record_of_something_else_is_one_clear_error(path: Path, data: str) ->
         load(path)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of what is sparse, quantised or nested
-def odd_tensors() -> dict[str, Any]:
-    ones = torch.ones(6, 4)
-    quantised: Any = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
-    return {
-        "integer": ones.long(), "bool": ones.bool(), "fp8": ones.to(torch.float8_e4m3fn), "complex": ones.cfloat(),
-        "uint16": ones.to(torch.uint16), "sparse": ones.to_sparse(), "rows": ones.to_sparse_csr(),
-        "quantised": quantised, "meta": ones.to("meta"), "expanded": torch.ones(1).expand(6, 4),
-        "transposed": torch.ones(4, 6).T, "list": [1.0], "none": None, "text": "1.0", "mapping": {},
-        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    }  # fmt: skip
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    ODD = odd_tensors()
-
-
 @pytest.mark.parametrize("kind", ["integer", "bool", "fp8", "complex", "uint16"])
 def test_a_tensor_of_another_kind_is_one_clear_error(path: Path, kind: str) -> None:
     about, tensors = parts()
@@ -685,108 +668,3 @@ def test_memory_holds_the_model_and_one_tensor(path: Path, root: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(root)}
     printed = subprocess.run([sys.executable, "-c", MEASURED, path], env=env, check=True, stdout=subprocess.PIPE)
     assert 128 * 2**20 <= int(printed.stdout) < (128 + 8 + 48) * 2**20
-
-
-# --- official weights -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [kind for kind in ODD if kind not in ("expanded", "transposed")])
-@pytest.mark.parametrize("name", ["up.weight", "down.weight"])
-def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -> None:
-    made, others = model(), dict(model(1).state_dict())
-    odd = ODD[kind]
-    if name == "down.weight" and isinstance(odd, Tensor) and not odd.is_nested and odd.layout != torch.sparse_csr:
-        odd = odd.t()  # which fits
-    with pytest.raises(seqblocks.RunError):
-        load_official(made, {**others, name: odd})
-    assert same(made, model())
-    load_official(made, others)
-    assert same(made, model(1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("integer", r"up\.weight of the official weights is of torch\.int64, and weights are float64, float32"),
-        ("bool", r"is of torch\.bool, and weights"),
-        ("fp8", r"is of torch\.float8_e4m3fn, and weights"),
-        ("sparse", r"is sparse \(torch\.sparse_coo\): to_dense\(\) it first"),
-        ("quantised", r"is quantised \(torch\.qint8\): dequantize\(\) it first"),
-        ("nested", r"is nested: pad it"),
-        ("none", r"is not a tensor, but NoneType"),
-    ],
-)
-def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> None:
-    with pytest.raises(seqblocks.RunError, match=message):
-        load_official(model(), {**model().state_dict(), "up.weight": ODD[kind]})
-
-
-def test_weights_that_a_dtype_does_not_hold_are_an_error(tmp_path: Path) -> None:
-    made = model()
-    large = {**model(1).state_dict(), "up.weight": torch.full((6, 4), 1e300, dtype=torch.float64)}
-    with pytest.raises(seqblocks.RunError, match=r"up\.weight hold numbers that float32 does not hold"):
-        load_official(made, large)
-    assert torch.equal(made.down.weight, model().down.weight)
-    with torch.no_grad():
-        made.up.weight.fill_(1e5)
-    save(made, tmp_path / "a")
-    with pytest.raises(seqblocks.RunError, match="float16 does not hold"):
-        load(tmp_path / "a", dtype="float16")
-    with torch.no_grad():
-        made.up.weight.fill_(torch.inf)
-    load_official(model(1).half(), made.state_dict())  # infinite before
-
-
-def test_weights_without_storage_are_an_error() -> None:
-    gone = torch.ones(6, 4)
-    gone.untyped_storage().resize_(0)  # as sharding leaves what is elsewhere
-    with pytest.raises(seqblocks.RunError, match=r"up\.weight of the official weights has lost its storage"):
-        load_official(model(), {**model().state_dict(), "up.weight": gone})
-    made = model()
-    made.up.weight.untyped_storage().resize_(0)
-    with pytest.raises(seqblocks.RunError, match=r"up\.weight has lost its storage"):
-        load_official(made, model(1).state_dict())
-
-
-def test_a_model_that_cannot_be_written_is_not_half_filled() -> None:
-    made = model()
-    made.down.weight = nn.Parameter(torch.ones(1).expand(4, 6))
-    with pytest.raises(seqblocks.RunError, match=r"down\.weight repeats one number in memory"):
-        load_official(made, model(1).state_dict())
-    assert torch.equal(made.up.weight, model().up.weight)
-    made = model()
-    with torch.inference_mode():
-        made.down.weight = nn.Parameter(torch.ones(4, 6), requires_grad=False)
-    with pytest.raises(seqblocks.RunError, match=r"down\.weight was made in inference mode"):
-        load_official(made, model(1).state_dict())
-    assert torch.equal(made.up.weight, model().up.weight)
-
-
-def test_integers_are_not_saved(tmp_path: Path) -> None:
-    made = model()
-    made.down.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(seqblocks.RunError, match=r"down\.weight is of torch\.int8, and weights are float64"):
-        save(made, tmp_path / "m")
-
-
-def test_a_part_of_a_larger_storage_is_saved_alone(path: Path) -> None:
-    made = model()
-    everything = torch.zeros(100_000)
-    everything[:24] = made.down.weight.detach().flatten()
-    made.down.weight = nn.Parameter(everything[:24].view(4, 6))
-    save(made, path)
-    assert (path / "model.safetensors").stat().st_size < 20_000
-    assert same(load(path), made)
-
-
-def test_nan_is_tied_to_nan(tmp_path: Path) -> None:
-    steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
-    text = f"seqblocks: 1\nmodel: {{input: {{tokens: 5}}, steps: {steps}}}"
-    made = seqblocks.build_text(text, device="meta").to_empty(device="cpu")  # which parts what is tied
-    table = torch.full((5, 4), float("nan"))
-    with torch.no_grad():
-        made.embed.weight.copy_(table)
-        made.unembed.weight.copy_(table)
-    save(made, tmp_path / "m")
-    assert load(tmp_path / "m").embed.weight.isnan().all()
