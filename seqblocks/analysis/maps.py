@@ -53,6 +53,10 @@ def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
     """Return the entries of a map; those at fault in themselves are reported and left out."""
     entries = _entries(ctx, node, "")
     layouts = node.get(LAYOUTS) if node else None
+    if isinstance(layouts, Mapping) and len(layouts.entries) > MAX_ALTERNATIVES:
+        fault = Fault("E104", "a map has too many layouts", expected=f"at most {MAX_ALTERNATIVES}")
+        ctx.report(fault, layouts.span)
+        return tuple(entries)
     for layout, span, inside in layouts if isinstance(layouts, Mapping) else ():
         if layout == OFFICIAL:
             what = f"the map itself is the layout {quote(OFFICIAL)}"

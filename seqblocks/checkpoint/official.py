@@ -16,7 +16,8 @@ from seqblocks.checkpoint.reading import Weights
 from seqblocks.checkpoint.weights import are_equal, check_writable, copy_weights, misfit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec, Named
-from seqblocks.recipes import Name, Recipe
+from seqblocks.ops.positions import resized_grid
+from seqblocks.recipes import Name, Recipe, Shape
 from seqblocks.runtime.model import SequenceModel
 
 MOST = 20  # lines of one error
@@ -28,18 +29,21 @@ class LeftOut(NamedTuple):
 
     missing: dict[str, str]  # parameters that keep their initial values, and why
     left_over: list[str]  # official tensors that were not read
+    resampled: dict[str, Shape]  # positions of an image, interpolated from grids of this shape
 
     def __str__(self) -> str:
+        resized = [f"{name} is interpolated from {list(shape)}" for name, shape in self.resampled.items()]
         kept = [f"{name} keeps its initial values: {why}" for name, why in self.missing.items()]
         spare = [f"not read: {listing(self.left_over, MOST)}"] if self.left_over else []
-        return "\n".join([*kept[:MOST], *([f"and {len(kept) - MOST} more"] if len(kept) > MOST else []), *spare])
+        more = [f"and {len(kept) - MOST} more"] if len(kept) > MOST else []
+        return "\n".join([*resized, *kept[:MOST], *more, *spare])
 
 
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
     """Load an official state dict through the spec's `checkpoint:` maps; its layout is found by its names.
 
     All of its tensors must be used. With `partial`, what does not fit is left out: parameters keep the values that they
-    have. Returns what was left out.
+    have, and positions of an image are interpolated to its grid. Returns what was left out.
 
     Raises RunError naming all that is missing, left over, of another shape or of another kind (integers, 8-bit floats,
     sparse, quantised), and then nothing is loaded; also where the model is on meta, in pieces, or no longer what its
@@ -72,16 +76,20 @@ def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tupl
     """
     choice = min((_choice(spec, layout, weights.headers) for layout in layouts(spec)), key=_distance)
     headers: dict[str, Tensor] = {}
-    unfit: dict[str, str] = {}
+    left_out = LeftOut(_missing(choice, weights, partial), choice.spare, {})
     for name, pairs in choice.found.items():
         try:
-            headers[name] = _header(pairs, weights)
+            headers[name] = _header(pairs, weights, left_out.resampled if partial else None)
         except RunError as error:
-            unfit[name] = str(error)
-    left_out = LeftOut({**_missing(choice, weights, partial), **unfit}, choice.spare)
+            left_out.missing[name] = str(error)
     if not partial:
         _raise_if_any(left_out)
-    return Weights(headers, lambda name: _read(name, choice.found[name], weights), True, weights.source), left_out
+
+    def read(name: str) -> Tensor:
+        made = _read(name, choice.found[name], weights)
+        return resized_grid(made, headers[name].shape[1:3]) if name in left_out.resampled else made
+
+    return Weights(headers, read, True, weights.source), left_out
 
 
 class _Choice(NamedTuple):
@@ -125,8 +133,11 @@ def _is_held(recipe: Recipe, headers: Mapping[str, Any]) -> bool:
     return all(official in headers for official in recipe.names)
 
 
-def _header(pairs: Pairs, weights: Weights) -> Tensor:
-    """Return the shape and dtype (on meta) of a parameter that is made of official tensors. Raise RunError."""
+def _header(pairs: Pairs, weights: Weights, resampled: dict[str, Shape] | None) -> Tensor:
+    """Return the shape and dtype (on meta) of a parameter that is made of official tensors. Raise RunError.
+
+    resampled: where positions of an image that have another grid are noted; None where they are not allowed.
+    """
     made, headers = [], weights.headers
     for item, recipe in pairs:
         for official in recipe.names:
@@ -135,9 +146,19 @@ def _header(pairs: Pairs, weights: Weights) -> Tensor:
         known = [headers[official] for official in recipe.names]
         parts = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in known]
         made.append(_follow(recipe, item, parts))
+        if resampled is not None and _is_other_grid(item, made[-1]):
+            resampled[item.name] = tuple(made[-1].shape)
+            made[-1] = made[-1].new_empty(item.parameter.shape)
         if reason := misfit(item, made[-1]):
             raise RunError(reason)
     return made[0]
+
+
+def _is_other_grid(item: Named, found: Tensor) -> bool:
+    """Return whether a tensor has the positions of an image, [1, rows, columns, features], in another grid."""
+    shape = item.parameter.shape
+    grid = item.node.verb == "position_embed" and len(shape) == found.ndim == 4
+    return grid and found.shape != shape and (found.shape[0], found.shape[3]) == (shape[0], shape[3])
 
 
 def _follow(recipe: Recipe, item: Named, parts: list[Tensor]) -> Tensor:

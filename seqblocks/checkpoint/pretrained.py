@@ -46,9 +46,10 @@ def from_pretrained(
     tensors are called. None reads what `save` wrote, or writes the spec from `config.json`. Each parameter has the
     dtype of the file, or all have `dtype`; `set` and `allow_use` as in `build`.
 
-    partial: what does not fit is left out, with a PartialWarning: such parameters are drawn with `seed`. Otherwise
-    RunError names all that is missing, left over, or of another shape. UsageError where files or arguments are at
-    fault. Tensors are read one at a time: what is in memory is the model and what one parameter is made of.
+    partial: what does not fit is left out, with a PartialWarning: such parameters are drawn with `seed`, and positions
+    of an image are interpolated to its grid. Otherwise RunError names all that is missing, left over, or of another
+    shape. UsageError where files or arguments are at fault. Tensors are read one at a time: what is in memory is the
+    model and what one parameter is made of.
     """
     place, device = as_path(path), checked_device(device)
     if spec is None and (place / RECORD).exists():

@@ -64,7 +64,7 @@ class PositionEmbed(Op):
         if weight.ndim == 4:
             from einops import rearrange
 
-            places = _resized(weight, call.grid_of(x))
+            places = resized_grid(weight, call.grid_of(x))
             return x + rearrange(places, "1 rows columns features -> 1 (rows columns) features"), {}
         before = call.state["position"] if call.state else None
         count = weight.shape[1]
@@ -82,7 +82,8 @@ class PositionEmbed(Op):
         return x + weight[0][index], {"position": after}
 
 
-def _resized(weight: Any, grid: tuple[int, int]) -> Any:
+def resized_grid(weight: Any, grid: tuple[int, int]) -> Any:
+    """Return positions [1, rows, columns, features] of an image, interpolated (bicubic) to another grid."""
     import torch
     from einops import rearrange
     from torch.nn.functional import interpolate

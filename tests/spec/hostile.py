@@ -217,6 +217,20 @@ def map_of_many_patterns(k: float) -> str:
 
 
 @case
+def map_of_many_layouts(k: float) -> str:
+    steps = each("    - layer_norm: {name: n#}\n", 8000 * k)
+    names = each("  n#: a#\n", 8000 * k)
+    return spec(steps) + f"checkpoint:\n{names}  layouts:\n" + each("    l#: {n0: b, n1: c}\n", 8000 * k)
+
+
+@case
+def map_of_layouts_of_many_names(k: float) -> str:
+    steps = each("    - layer_norm: {name: n#}\n", 2000 * k)
+    names = each("      n#: a#\n", 2000 * k)
+    return spec(steps) + "checkpoint:\n  layouts:\n" + "".join(f"    l{at}:\n{names}" for at in range(16))
+
+
+@case
 def map_of_a_long_pattern(k: float) -> str:
     axes = each("a# ", 150_000 * k)
     recipe = f'{{rearrange: a, pattern: "{axes}-> x"}}'

@@ -28,6 +28,7 @@ REFUSED = (
     "scans_in_scans", "scans_of_six_orders", "scans_that_share", "repeats_in_repeats", "repeats_of_nothing",
     "blocks_that_double", "many_arguments_in_layers", "a_long_let_in_layers", "a_long_word_in_layers",
     "many_wires_in_layers", "many_parts_in_layers", "lists_of_lists", "a_deep_list", "map_of_many_patterns",
+    "map_of_many_layouts",
     "shares_with_parts_of_a_large_step",
     "steps_that_double", "steps_that_change_places", "steps_with_many_values", "steps_in_layers_with_many_names",
     "experts_in_experts",
@@ -35,6 +36,7 @@ REFUSED = (
 ACCEPTED = (
     "scans_in_scans_that_are_accepted", "as_many_steps_as_there_may_be", "ties_to_many_parameters", "long_patterns",
     "a_chain_of_names", "a_name_that_needs_all_others", "map_of_owned_parameters", "many_parameters_to_own",
+    "map_of_layouts_of_many_names",
     "many_uses", "many_blocks", "many_aliases", "layers_that_share_many_names", "shares_in_shares", "a_chain_of_shares",
     "blocks_with_many_arguments_that_are_steps", "many_experts",
 )  # fmt: skip

@@ -344,6 +344,53 @@ def test_files_that_are_at_fault(tmp_path: Path, spec: Path, content: Any, messa
         seqblocks.from_pretrained(tmp_path / "w")
 
 
+def read_or_refused(place: Path, spec: Path) -> str:
+    """The error's message; empty where all is the same as ever."""
+    try:
+        model = seqblocks.from_pretrained(place, spec)
+    except (seqblocks.UsageError, seqblocks.RunError) as error:
+        return str(error)
+    assert torch.equal(model.body.bias, tensors()["body.bias"])
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "torch", "torch shards"])
+def test_damaged_files_are_one_clear_error(tmp_path: Path, spec: Path, kind: str) -> None:
+    place = write(tmp_path / "w", kind, tensors())
+    assert read_or_refused(place, spec) == ""
+    for file in sorted(place.iterdir()):
+        whole = file.read_bytes()
+        for length in range(0, len(whole), max(1, len(whole) // 20)):
+            file.write_bytes(whole[:length])
+            assert read_or_refused(place, spec), f"{file.name}, {length} of {len(whole)} bytes"
+        file.unlink()
+        assert read_or_refused(place, spec)
+        file.write_bytes(whole)
+    if "shards" in kind:
+        first, second = sorted(place.glob("*[0-9].*"))[:2]
+        one, two = first.read_bytes(), second.read_bytes()
+        first.write_bytes(two)
+        second.write_bytes(one)
+        assert "does not describe its files" in read_or_refused(place, spec)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"body.bias": torch.ones(4, dtype=torch.int64)}, "body.bias of the official weights is of torch.int64"),
+        ({"body.bias": torch.ones(4).to(torch.float8_e4m3fn)}, "is of torch.float8_e4m3fn"),
+        ({"body.bias": torch.ones(4).cfloat()}, "the weights for body.bias are complex"),
+        ({"body.kernel": torch.ones(5, 4)}, "the official body.kernel must be [4, 4], and is [5, 4]"),
+        ({"more": torch.ones(1)}, "the official weights hold more than the spec maps: more"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_clear_error(
+    tmp_path: Path, spec: Path, kind: str, change: dict[str, Tensor], message: str
+) -> None:
+    assert message in read_or_refused(write(tmp_path / "w", kind, tensors() | change), spec)
+
+
 def test_without_a_spec_and_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(seqblocks.UsageError, match=r"does not say what its model is: there is no config\.json there\."):
         seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", tensors()))

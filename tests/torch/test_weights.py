@@ -63,7 +63,7 @@ def test_a_layout_is_found_by_its_names() -> None:
     fused |= {f"layers.{i}.qk.weight": torch.cat(parts[1 + 2 * i : 3 + 2 * i]) for i in range(2)}
     for tensors in (*files, fused):
         model.reset_parameters()
-        assert load_official(model, tensors) == ({}, [])
+        assert load_official(model, tensors) == ({}, [], {})
         assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), parts, strict=True))
     with pytest.raises(seqblocks.UsageError, match="no layout 'hubb', only official, hub, fused"):
         official_name(model.spec, "embed.weight", "hubb")
@@ -136,6 +136,22 @@ def test_what_does_not_fit_is_left_out_only_where_that_is_asked_for() -> None:
     assert torch.equal(model.body.weight, other.body.weight)
     for name in left_out.missing:
         assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_positions_of_another_grid_are_interpolated_where_that_is_asked_for() -> None:
+    text = (
+        "seqblocks: 1\nmodel: {input: {image: {size: SIZE}}, steps: [patch_embed: {patch: 4, features: 8},"
+        " position_embed, pool: {mode: mean}, classifier: {classes: CLASSES}]}"
+    )
+    small = seqblocks.build_text(text.replace("SIZE", "16").replace("CLASSES", "3")).eval()
+    large = seqblocks.build_text(text.replace("SIZE", "24").replace("CLASSES", "3"), seed=1).eval()
+    with pytest.raises(seqblocks.RunError, match=r"is \[1, 4, 4, 8\], and \[1, 6, 6, 8\] here"):
+        load_official(large, small.state_dict())
+    left_out = load_official(large, small.state_dict(), partial=True)
+    assert left_out == ({}, [], {"position_embed.weight": (1, 4, 4, 8)})
+    assert str(left_out) == "position_embed.weight is interpolated from [1, 4, 4, 8]"
+    image = drawn(1, 3, 24, 24)
+    assert torch.equal(large(image), small(image)), "which interpolates at each call"
 
 
 def test_bundled_layouts() -> None:
