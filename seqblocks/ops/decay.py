@@ -132,8 +132,9 @@ def at_least(lower: Any, x: Any) -> Any:
     import torch
     from torch.nn.functional import logsigmoid
 
-    lower = lower.to(x.dtype)
-    return torch.logaddexp(lower.clamp(min=torch.finfo(x.dtype).tiny).log(), torch.log1p(-lower) + logsigmoid(x))
+    lower, alone = lower.to(x.dtype), logsigmoid(x)
+    both = torch.logaddexp(torch.where(lower > 0, lower, 1.0).log(), torch.log1p(-lower) + alone)
+    return torch.where(lower > 0, both, alone + lower * (-x).clamp(max=80).exp())  # the logarithm of 0 has no gradient
 
 
 @primitive("lower_decays")

@@ -295,3 +295,28 @@ checkpoint: {it: ""}
         states.append(model.state_dict())
     for key, t in states[0].items():
         assert torch.equal(t, states[1][key]), key
+
+
+# ------------------------------------------------------------------------------------------------ 16 bits
+
+
+@pytest.mark.filterwarnings("ignore:.*may be above 0")
+@pytest.mark.parametrize("name", CASES)
+def test_layers_in_16_bits(name: str) -> None:
+    """Decays are float32 there; what leaves is bfloat16, finite, and what was meant to a few percent."""
+    found, model = built(name, torch.bfloat16)
+    x = found.tensor("in/x", torch.bfloat16)
+    if CASES[name].wire:
+        wired = torch.zeros_like(x)
+        if CASES[name].wire != "zeros":
+            wired = found.tensor(f"in/{CASES[name].wire}", torch.bfloat16).expand_as(x)
+        x = torch.cat([x, wired], -1)
+    y, state = model(x, return_state=True)
+    assert y.dtype == torch.bfloat16
+    assert at(state["it"], CASES[name].step)[CASES[name].state].dtype == torch.float32
+    exact = torch.from_numpy(found.data["out/y"])
+    if "in/initial_state" not in found.data and "in/position_ids" not in found.data:
+        error = (y[..., : exact.shape[-1]].double() - exact).square().mean().sqrt()
+        assert error <= 0.05 * exact.square().mean().sqrt()
+    y.float().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
