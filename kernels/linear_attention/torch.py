@@ -135,7 +135,7 @@ def _pairs(x: Tensor, y: Tensor, to: Maybe, since: Maybe, seen: Tensor, block: i
 
 def _where_seen(x: Tensor, seen: Tensor) -> Tensor:
     """x [..., L, L], but 0 for unseen pairs."""
-    return x.masked_fill(~seen, 0.0)
+    return torch.where(seen, x, 0.0)
 
 
 def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, seen: Tensor, block: int) -> Tensor:
@@ -185,7 +185,8 @@ def _chunks(x: Tensor, heads: int, L: int) -> Tensor:
     """[B, S, heads or more, ...] as [B, heads, groups, N, L, ...], zeros after the end."""
     B, S = x.shape[:2]
     N = -(-S // L)
-    x = pad(x, (0, 0) * (x.dim() - 2) + (0, N * L - S))
+    if S < N * L:
+        x = pad(x, (0, 0) * (x.dim() - 2) + (0, N * L - S))
     x = x.reshape(B, N, L, heads, x.shape[2] // heads, *x.shape[3:]).movedim((3, 4), (1, 2))
     return x.contiguous()  # products would copy it one by one
 
@@ -333,14 +334,19 @@ def _states(
         elif solved is not None:
             values.append(given[:, n] + (of_state[:, n] @ state).masked_fill(~from_start[:, n], 0.0))
         state = now if solved is None else torch.baddbmm(now, keys[:, n], values[-1])
-    out = from_state @ torch.stack(before, 1).unflatten(0, heads)
-    if masks is not None:
-        out = out.masked_fill(~masks.from_start.unsqueeze(-1), 0.0)
-    if direct is not None:
-        out = out + direct
+    out = None if direct is None else each(direct)
     if solved is not None:
-        out = out + solved.weights @ torch.stack(values, 1).unflatten(0, heads)
-    return out, state.unflatten(0, heads)
+        out = _added(out, each(solved.weights), torch.stack(values, 1))
+    out = _added(out, each(from_state), torch.stack(before, 1), None if masks is None else from_start)
+    return out.unflatten(0, heads), state.unflatten(0, heads)
+
+
+def _added(x: Maybe, a: Tensor, b: Tensor, kept: Maybe = None) -> Tensor:
+    """x + a @ b of [M, N, ...], of the product those rows that are kept."""
+    if x is None or kept is not None:
+        product = a @ b if kept is None else (a @ b).masked_fill(~kept, 0.0)
+        return product if x is None else x + product
+    return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 @torch.library.custom_op("seqblocks::linear_attention", mutates_args=())
