@@ -24,6 +24,9 @@ SEQUENCES = ("sequence", "tokens")
 class Ahead(NamedTuple):
     """Of a value: a position sees the rest of its window of `window` input tokens, and `beyond` tokens more.
 
+    Nor does it see more than the rest of a frame of `frame` tokens, which holds whole windows of all sizes so far, and
+    `later` tokens more: the smaller bound where windows do not end together.
+
     `first` is the step by which the future enters, or by which it becomes the whole sequence. `mixes`: whether the
     value depends on other tokens of what the scan around was given, before or after. `context`: whether it depends on
     no token at all.
@@ -34,11 +37,13 @@ class Ahead(NamedTuple):
     first: tuple[str, Node] | None = None  # its path, and the step
     mixes: bool = False
     context: bool = False
+    frame: int = 1
+    later: float = 0
 
     @property
     def tokens(self) -> float:
         """How many later tokens it may depend on."""
-        return self.window - 1 + self.beyond
+        return min(self.window - 1 + self.beyond, self.frame - 1 + self.later)
 
 
 CONTEXT = Ahead(context=True)
@@ -152,7 +157,9 @@ def _op(node: Node, read: list[Ahead], path: str, meets_vector: bool) -> Ahead:
         window = max(window, made)
     elif adds:
         window, beyond = 1, most.tokens + adds
-    found = Ahead(window, beyond, most.first, most.mixes or node.op.reads != "token")
+    frame, later = math.lcm(most.frame, made), most.later + max(adds - max(made - rate, 0), 0)
+    mixes = most.mixes or node.op.reads != "token"
+    found = Ahead(window, beyond, most.first, mixes, frame=frame, later=later)
     enters = found.tokens > most.tokens and (most.first is None or found.tokens == WHOLE)
     return found._replace(first=(path, node)) if enters else found
 
@@ -164,7 +171,7 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
     outside = any(known[v].mixes for v in node.reads)
     in_order = all(order in ("forward", "rows") for order in node.arguments.orders)
     if result.mixes and not in_order and result.tokens < WHOLE:
-        result = Ahead(1, WHOLE, (path, node))
+        result = Ahead(1, WHOLE, (path, node), later=WHOLE)
     return result._replace(mixes=result.mixes or outside)
 
 
@@ -174,6 +181,8 @@ def _most(read: list[Ahead]) -> Ahead:
     most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)
+    beyond = max((ahead.beyond for ahead in read), default=0.0)
     if any(window % ahead.window for ahead in read):  # windows that do not end together
-        return Ahead(1, most.tokens, most.first, mixes)
-    return Ahead(window, max((ahead.beyond for ahead in read), default=0), most.first, mixes)
+        window, beyond = 1, most.tokens
+    frame, later = math.lcm(*(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
+    return Ahead(window, beyond, most.first, mixes, frame=frame, later=later)

@@ -41,6 +41,9 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         (f"{{repeat: {{times: 3, steps: [{{residual: {{steps: [{HOURGLASS}]}}}}]}}}}", 3, "repeat.0.residual.down"),
         (f"{HOURGLASS}, {DOWN % (8, 2)}, {UP % (8, 2)}", 7, "down"),
         (f"{HOURGLASS}, {DOWN % (6, 2)}, {UP % (6, 2)}", 8, "down"),
+        # and no more than the rest of a frame that holds whole windows of all sizes
+        (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}, {DOWN % (3, 3)}", 5, "down1"),
+        (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}", 3, "down1"),
         # what is joined, added or merged: the farthest
         (f"{{residual: {{steps: [{HOURGLASS}]}}}}", 3, "residual.down"),
         (f"{{parallel: {{branches: [{{a: [silu]}}, {{b: [{HOURGLASS}]}}]}}}}", 3, "parallel.b.down"),
