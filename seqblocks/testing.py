@@ -43,6 +43,8 @@ def check_law(
 ) -> None:
     """Assert `check_shapes`, `check_lookahead` and the law for a model that streams. RunError for another.
 
+    Inputs that do not stream are drawn once; gradients are compared with respect to them too.
+
     cuts: where the sequence is cut into chunks, by default at 1, 2 and 11 as far as it reaches. resets: (row, position)
     of tokens that begin a new sequence. For a model that changes the rate of its tokens, seq and cuts count frames of
     `model.frame_size` tokens, and there are no resets. UsageError for positions outside the sequence.

@@ -164,6 +164,9 @@ class Attention(_Heads):
             raise RunError(f"attention has seen {int(length.max())} {advice}")
 
 
+EMPTY = "cross_attention needs a memory of at least one token, and this one is empty"
+
+
 @primitive("cross_attention")
 class CrossAttention(_Heads):
     """Multi-head attention over another sequence, the memory: each token sees all of it.
@@ -197,8 +200,22 @@ class CrossAttention(_Heads):
         from seqblocks.kernels import attention
 
         if k.shape[1] == 0:
-            raise RunError("cross_attention needs a memory of at least one token, and this one is empty")
+            raise RunError(EMPTY)
         q = q.unflatten(-1, (self.heads, -1))
         k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
         out: Any = attention(q, k, v, causal=False, scale=self.scale or None)
         return out.flatten(-2)
+
+    def prepare_step(self, p: Any) -> Any:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        heads, shared, scale = self.heads, self.shared, self.scale or None
+
+        def run(q: Any, k: Any, v: Any) -> Any:
+            if k.shape[1] == 0:
+                raise RunError(EMPTY)
+            q = q.unflatten(-1, (heads, 1, -1))
+            k, v = (x.unflatten(-1, (shared, -1)).transpose(1, 2) for x in (k, v))
+            return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=shared != heads).flatten(1)
+
+        return run
