@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -75,7 +74,8 @@ def _project() -> bytes:
             text = file.read()
     except OSError:
         return b""
-    return text if re.search(rb"\btool\b\W*\bseqblocks\b", text) else b""
+    plain = text.translate(None, b" \t\"'")  # TOML allows both around the parts of a name
+    return text if any(table in plain for table in (b"tool.seqblocks", b"[tool]", b"tool={")) else b""
 
 
 def _report(error: SeqblocksError, options: Any) -> int:

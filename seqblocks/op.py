@@ -17,7 +17,6 @@ cost, and how it computes. The validator reads the declarations without torch; `
 import importlib
 import math
 import os
-import re
 import signal
 import sys
 import types
@@ -179,7 +178,7 @@ def primitive(verb: str) -> Callable[[T], T]:
     def register(cls: T) -> T:
         if not (isinstance(cls, type) and issubclass(cls, Op)):
             raise TypeError(f"a primitive is a class derived from Op, and {cls!r} is none")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", verb):
+        if not (verb.isascii() and verb.isidentifier()):
             raise ValueError(f"the verb {verb!r} is not a name: letters, digits and _, not beginning with a digit")
         known = PRIMITIVES.get(verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

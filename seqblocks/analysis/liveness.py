@@ -23,6 +23,7 @@ class Idle(NamedTuple):
 
     steps: list[Node]
     parts: list[tuple[Node, tuple[int, ...]]]  # a step with parameters, and the values of its output without a use
+    used: frozenset[int] = frozenset()  # the values that the body's result depends on
 
 
 def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) -> list[Idle]:
@@ -37,10 +38,10 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
     whole = [(body, path) for body, path in bodies]
     nothing = Idle([], [])
     found = _Liveness(frozenset(), by_gradient)
-    idle = [found.body(body).idle if _complete(body) else nothing for body, _ in whole]
+    idle = [found.body(body) if _complete(body) else nothing for body, _ in whole]
     if any(each.steps for each in idle) and (kept := _tied_to(whole, found.used)):
         found = _Liveness(kept, by_gradient)
-        idle = [found.body(body).idle if _complete(body) else nothing for body, _ in whole]
+        idle = [found.body(body) if _complete(body) else nothing for body, _ in whole]
     return idle
 
 
@@ -97,13 +98,6 @@ def _is_constant(node: Node) -> bool:
     return node.kind == "op" and node.type is not None and node.type.facts.is_constant
 
 
-class _Used(NamedTuple):
-    """Of a body: the values that its result depends on, and what is idle in it."""
-
-    values: frozenset[int]
-    idle: Idle
-
-
 class _Liveness:
     """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, whose parameters a used step has.
 
@@ -113,14 +107,14 @@ class _Liveness:
     def __init__(self, kept: frozenset[int], by_gradient: bool) -> None:
         self.kept, self.by_gradient = set(kept), by_gradient
         self.used: list[Node] = []
-        self._known: dict[int, _Used] = {}
+        self._known: dict[int, Idle] = {}
 
-    def body(self, body: Graph) -> _Used:
+    def body(self, body: Graph) -> Idle:
         if id(body) not in self._known:
             self._known[id(body)] = self._walk(body)
         return self._known[id(body)]
 
-    def _walk(self, body: Graph) -> _Used:
+    def _walk(self, body: Graph) -> Idle:
         live = set(body.results)
         waiting: set[int] = set()  # what idle steps read: it is idle because they are
         idle = Idle([], [])
@@ -137,7 +131,7 @@ class _Liveness:
             elif _may_own(node) and not self._is_kept(node):
                 idle.steps.append(node)
                 waiting.update(node.reads)
-        return _Used(frozenset(live), idle)
+        return idle._replace(used=frozenset(live))
 
     def _keep(self, owner: Node) -> None:
         """Note a step whose parameters a used one shares, with those that steps inside it share."""
@@ -158,15 +152,15 @@ class _Liveness:
         if node.kind == "block":
             body = node.bodies[""]
             ports = {"x": body.input, **body.ports}
-            inside = self.body(body).values
+            inside = self.body(body).used
             return {v for port, each in node.inputs.items() for v in each if ports[port] in inside}
         if node.kind == "repeat":
             return self._layers(node, idle)
         read = values if node.kind == "residual" else set()
         for body in node.bodies.values():
-            used = self.body(body)
-            read |= used.values
-            _add(idle, used.idle)
+            inside = self.body(body)
+            read |= inside.used
+            _add(idle, inside)
         return read
 
     def _layers(self, node: Node, idle: Idle) -> set[int]:
@@ -177,10 +171,10 @@ class _Liveness:
                 owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
                 idle.steps.extend(next(([each] for each in owners), []))
                 continue
-            used = self.body(body)
-            read |= used.values - {body.input}
-            _add(idle, used.idle)
-            wanted = body.input in used.values
+            inside = self.body(body)
+            read |= inside.used - {body.input}
+            _add(idle, inside)
+            wanted = body.input in inside.used
         return read | set(node.inputs["x"]) if wanted else read
 
 

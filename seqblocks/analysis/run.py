@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from seqblocks import graph
@@ -12,47 +11,50 @@ from seqblocks.errors import Report
 from seqblocks.types import Origin, Wire
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """One analysis of a file and the files it uses."""
+    """One analysis of a file and the files it uses.
 
-    report: Report
-    warnings: Report = field(default_factory=Report)
-    types: dict[int, Wire | None] = field(default_factory=dict)  # of every value; None is UNKNOWN
-    labels: dict[int, str] = field(default_factory=dict)
-    makers: dict[int, Origin] = field(default_factory=dict)  # the step that made a value
+    It is no dataclass: one of so many fields takes long to define, and `check` pays for that.
+    """
 
-    # limits
-    steps: int = 0
-    effort: int = 0  # spent on reading arguments, see `values.effort`
-    deepest: int = 0  # the most bodies that were open at once
-    full: bool = False  # whether a limit was exceeded, after which nothing is lowered
+    def __init__(self, report: Report, warnings: Report | None = None) -> None:
+        self.report = report
+        self.warnings = Report() if warnings is None else warnings
+        self.types: dict[int, Wire | None] = {}  # of every value; None is UNKNOWN
+        self.labels: dict[int, str] = {}
+        self.makers: dict[int, Origin] = {}  # the step that made a value
 
-    # caches, by the id of a document node or of a block
-    step_cache: dict[Any, Step] = field(default_factory=dict)
-    top_names: dict[int, Names] = field(default_factory=dict)  # `let:` of each file
-    bodies: dict[Any, tuple[graph.Graph, int, int]] = field(default_factory=dict)  # of blocks, by arguments and wires
-    words: dict[int, frozenset[str]] = field(default_factory=dict)  # in steps that are arguments
-    passed_keys: dict[Any, int] = field(default_factory=dict)  # of such steps, by what they depend on
-    maps: dict[int, tuple[graph.Entry, ...]] = field(default_factory=dict)
-    efforts: dict[int, int] = field(default_factory=dict)  # of calling each block
-    node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = field(default_factory=dict)
-    known: dict[int, tuple[graph.Node, bool]] = field(default_factory=dict)
+        # limits
+        self.steps = 0
+        self.effort = 0  # spent on reading arguments, see `values.effort`
+        self.deepest = 0  # the most bodies that were open at once
+        self.full = False  # whether a limit was exceeded, after which nothing is lowered
 
-    # for the checks that follow once all is lowered
-    map_checks: list[tuple[Any, ...]] = field(default_factory=list)  # arguments of `check_map`
-    lowered: list[tuple[Any, graph.Graph]] = field(default_factory=list)  # the context and the body
-    used: set[int] = field(default_factory=set)  # blocks that were called
-    unread: dict[int, bool] = field(default_factory=dict)  # by nodes of `let:` and of defaults: whether it has no use
-    overridden: bool = False  # whether values were given from outside
-    ties: int = 0
-    has_constants: bool = False  # whether a step's output is constant
-    may_look_ahead: bool = False  # whether a step may read later tokens
+        # caches, by the id of a document node or of a block
+        self.step_cache: dict[Any, Step] = {}
+        self.top_names: dict[int, Names] = {}  # `let:` of each file
+        self.bodies: dict[Any, tuple[graph.Graph, int, int]] = {}  # of blocks, by arguments and wires
+        self.words: dict[int, frozenset[str]] = {}  # in steps that are arguments
+        self.passed_keys: dict[Any, int] = {}  # of such steps, by what they depend on
+        self.maps: dict[int, tuple[graph.Entry, ...]] = {}
+        self.efforts: dict[int, int] = {}  # of calling each block
+        self.node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = {}
+        self.known: dict[int, tuple[graph.Node, bool]] = {}
 
-    # the model's input, for arguments that inherit from it
-    input_kind: str = ""
-    input_features: int = 0
-    has_context: bool = False  # whether it has inputs that do not stream
+        # for the checks that follow once all is lowered
+        self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`
+        self.lowered: list[tuple[Any, graph.Graph]] = []  # the context and the body
+        self.used: set[int] = set()  # blocks that were called
+        self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether it has no use
+        self.overridden = False  # whether values were given from outside
+        self.ties = 0
+        self.has_constants = False  # whether a step's output is constant
+        self.may_look_ahead = False  # whether a step may read later tokens
+
+        # the model's input, for arguments that inherit from it
+        self.input_kind = ""
+        self.input_features = 0
+        self.has_context = False  # whether it has inputs that do not stream
 
     def value(self, type: Wire | None, label: str) -> int:
         """Return the number of a new value."""

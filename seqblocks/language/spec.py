@@ -38,7 +38,6 @@ _LIKE = {  # what the mappings look like
     "model": "{input: {tokens: 256}, steps: […]}",
 }  # fmt: skip
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -176,7 +175,7 @@ def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> 
     if keyword.iskeyword(name):
         message = f"{quote(name)} has a meaning in expressions"
         report.add(Diagnostic("E311", message, span, hint="choose another name"))
-    elif not _NAME.match(name) or len(name) > 64:
+    elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
         expected = "letters, digits and _, not beginning with a digit"
         hint = missing_colon(name) if key else None
         report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected, hint=hint))
