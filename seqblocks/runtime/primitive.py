@@ -13,7 +13,7 @@ from seqblocks.graph import Node
 from seqblocks.op import Op
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Part
-from seqblocks.runtime.sharing import Holder
+from seqblocks.runtime.sharing import Holder, shared_parameters
 from seqblocks.runtime.step import Place, StepModule, broadcast, joining_axis, makes, vectors_of
 from seqblocks.state import States, compact
 
@@ -46,11 +46,11 @@ class Primitive(StepModule, Holder):
         return found | self._held_elsewhere(call) if self._elsewhere else found
 
     def _held_elsewhere(self, call: Call) -> dict[str, Any]:
-        found = self.shared_parameters()
+        found = shared_parameters(self)
         if call.directed and self._path in call.directed:
             holder = call.directed[self._path]
             found |= {name: getattr(holder, name) for name in self._elsewhere if hasattr(holder, name)}
-            found |= holder.shared_parameters()
+            found |= shared_parameters(holder)
         return found
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:

@@ -18,17 +18,17 @@ NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
 
 
 class Holder(nn.Module):
-    """A module with parameters, some of which may be read from others."""
+    """A module with parameters, some of which may be read from others.
+
+    It has no public names but those of torch, since steps may be below it.
+    """
 
     _owners: Mapping[str, tuple[nn.Module, str]] = NONE  # by parameter: the module that has it, and its name there
 
-    def read_from(self, name: str, owner: nn.Module, there: str) -> None:
-        """Read the parameter `name` from `owner`, which calls it `there`."""
-        self._owners = {**self._owners, name: (owner, there)}
 
-    def shared_parameters(self) -> dict[str, Any]:
-        """Return the parameters that other modules have."""
-        return {name: getattr(owner, there) for name, (owner, there) in self._owners.items()}
+def shared_parameters(holder: Holder) -> dict[str, Any]:
+    """Return the parameters of a module that other modules have."""
+    return {name: getattr(owner, there) for name, (owner, there) in holder._owners.items()}
 
 
 def connect(model: nn.Module, shared: Iterable[Named]) -> None:
@@ -38,4 +38,4 @@ def connect(model: nn.Module, shared: Iterable[Named]) -> None:
         owner, _, there = str(item.tied).rpartition(".")
         holder = model.get_submodule(path)
         assert isinstance(holder, Holder)
-        holder.read_from(name, model.get_submodule(owner), there)
+        holder._owners = {**holder._owners, name: (model.get_submodule(owner), there)}

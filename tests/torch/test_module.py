@@ -22,7 +22,6 @@ from seqblocks.analysis.nodes import RESERVED_NAMES
 from seqblocks.language.spec import bundled
 from seqblocks.parameters import INITIALISERS
 from seqblocks.runtime.primitive import Primitive
-from seqblocks.runtime.scan import Holder
 from seqblocks.testing import check_law
 
 STREAM = """
@@ -487,10 +486,11 @@ def test_parameter_groups_part_weights_from_gains_and_biases() -> None:
 
 
 def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
-    made = [built(STREAM), built(scan_text("[forward, reverse]", ", own: all"))]
+    scans = [scan_text("[forward, reverse]", f", own: {own}") for own in ("all", "[causal_conv.weight]")]
+    made = [built(text) for text in (STREAM, *scans)]
     for instance in made:
         for part in instance.modules():
-            if isinstance(part, Primitive | Holder):
+            if isinstance(part, Primitive):
                 continue  # a leaf: no step is below it
             public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules)
             assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
