@@ -112,6 +112,13 @@ class Node:
         captured = dict.fromkeys(value for body in self.bodies.values() for value in body.captures)
         return (*at_ports, *(value for value in captured if value not in at_ports))
 
+    @property
+    def whole_inputs(self) -> tuple[int, ...]:
+        """The inputs of an op that each of its tokens reads as a whole: vectors, and sequences of another length."""
+        ports = self.op.ports if self.op else ()
+        memories = (value for port in ports if port.length for value in self.inputs.get(port.name, ()))
+        return (*self.vectors, *memories)
+
     def macs_at(self, tokens: int | None) -> int:
         """Return the multiply-accumulates of an op for one token of its output, with `tokens` in the model's input."""
         if not tokens or self.op is None or self.type is None:
@@ -361,19 +368,23 @@ def _mixes_lengths(node: Node, model: ModelSpec) -> str | None:
         wire = model.types[value]
         if wire and wire.context and wire.places:
             return f"it reads {model.labels[value]} token by token, which is context"
-    return _meets_vector(node, model)
+    return _reads_whole(node, model)
 
 
-def _meets_vector(node: Node, model: ModelSpec) -> str | None:
-    wires = ((value, model.types[value]) for value in node.vectors)
-    found = next((model.labels[value] for value, wire in wires if wire and not wire.context), None)
-    return found and f"{found}, made of the whole sequence, meets each of its tokens"
+def _reads_whole(node: Node, model: ModelSpec) -> str | None:
+    """Return why each token of an op's output needs all of the stream; None if it does not."""
+    for value in node.whole_inputs:
+        wire, label = model.types[value], model.labels[value]
+        if wire and not wire.context:
+            vector = f"{label}, made of the whole sequence, meets each of its tokens"
+            return vector if value in node.vectors else f"each token reads all of {label}"
+    return None
 
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     """Return the name and place of a step that mixes sequences that resets separate, and why; None if none does."""
     for node in streamed(model.graph):
-        why = (node.op.ignores_resets(*node.wires) if node.op else None) or _meets_vector(node, model)
+        why = (node.op.ignores_resets(*node.wires) if node.op else None) or _reads_whole(node, model)
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
             why = f"it reads the sequence in the order {by_columns[0]}"
         if why:

@@ -128,7 +128,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
         return CONTEXT
     read = [known[v] for values in node.inputs.values() for v in values]
     if node.op is not None:
-        return _op(node, read, path, any(not known[v].context for v in node.vectors))
+        return _op(node, read, path, any(not known[v].context for v in node.whole_inputs))
     if node.kind == "scan":
         return _scan(node, known, path, steps)
     if node.kind == "repeat":
@@ -145,11 +145,11 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
     return _most([*(read if node.kind == "residual" else []), *results])
 
 
-def _op(node: Node, read: list[Ahead], path: str, meets_vector: bool) -> Ahead:
-    """meets_vector: whether one vector made of the sequence meets each of its tokens."""
+def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
+    """reads_whole: whether each token reads all of the sequence, or a vector made of it."""
     assert node.op is not None
     most = _most(read)
-    adds = WHOLE if meets_vector else node.op.looks_ahead(*node.wires)
+    adds = WHOLE if reads_whole else node.op.looks_ahead(*node.wires)
     rate = max((wire.rate for wire in node.wires if wire and not wire.context), default=1)
     made = node.type.rate if node.type else 1
     window, beyond = most.window, most.beyond

@@ -47,6 +47,7 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     vectors = _vectors(ctx, inputs, seen, cls) if joined or seen is not wires else ()
     wires = seen
     ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead or bool(vectors)
+    ctx.run.may_look_ahead |= any(port.length for port in cls.ports)
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)

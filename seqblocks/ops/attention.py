@@ -181,15 +181,6 @@ class CrossAttention(_Heads):
     )  # fmt: skip
     source = "Vaswani et al. 2017 (arXiv:1706.03762), encoder-decoder attention"
 
-    def cannot_stream(self, q: Wire, k: Wire, v: Wire) -> str | None:
-        return None if k.context and v.context else "it reads the whole sequence as its memory"
-
-    def ignores_resets(self, q: Wire, k: Wire, v: Wire) -> str | None:
-        return self.cannot_stream(q, k, v)
-
-    def looks_ahead(self, q: Wire, k: Wire, v: Wire) -> int | float:
-        return 0 if k.context and v.context else math.inf
-
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
         return k.length * self.pair(q, v) if isinstance(k.length, int) else 0
 

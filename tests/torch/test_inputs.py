@@ -14,9 +14,11 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 import seqblocks
 from seqblocks import state as states
+from seqblocks.analysis import lookahead
 from seqblocks.checkpoint import load, save
 from seqblocks.errors import RunError
 from seqblocks.kernels import use_backend
+from seqblocks.op import PRIMITIVES, Op, Port, primitive
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, check_shapes, random_context, random_input
 
@@ -303,7 +305,7 @@ OBSTACLES = [
     ("- pool: {mode: last, as: v}\n    - linear: {from: [x, v], features: 2}", "v, made of the whole sequence"),
     ("- linear: 4\n    - add: {with: fixed}", "it reads fixed token by token, which is context"),
     ("- linear: {features: 4, as: h}\n    - linear: {from: [fixed, h], features: 2}", "it reads fixed token by token"),
-    ("- cross_attention: {q: x, k: x, v: x, heads: 1}", "it reads the whole sequence as its memory"),
+    ("- cross_attention: {q: x, k: x, v: x, heads: 1}", "each token reads all of x"),
     ("- linear: 4\n    - residual: [{identity: {from: fixed}}]", "it reads identity token by token, which is context"),
     ("- residual: {from: fixed, steps: [{add: {with: x}}]}", "it reads fixed token by token"),
     ("- parallel: {branches: [{a: [{identity: {from: fixed}}]}, {b: [silu]}]}", "it reads identity token by token"),
@@ -329,9 +331,33 @@ def test_what_cannot_stream_with_a_context_says_why_and_runs_whole(steps: str, r
         model.init_state(2, fixed=fixed)
 
 
-def test_the_lookahead_does_not_count_the_context() -> None:
-    from seqblocks.analysis import lookahead
+def test_an_op_of_ones_own_reads_another_length() -> None:
+    """The port alone says that each token reads all of it, and that the rest may stream."""
 
+    @primitive("nearness")
+    class Nearness(Op):
+        """The sum of another sequence, weighted by its products with the token."""
+
+        ports = (Port("x", main=True), Port("other", length="other"))
+
+        def forward(self, p: Any, call: Any, x: Tensor, other: Tensor) -> Tensor:
+            return x @ other.transpose(1, 2) @ other
+
+    try:
+        text = "model:\n  inputs: {x: {features: 4}, m: {features: 4}}\n  steps: [{nearness: {other: m}}]"
+        check_law(built(text), seq=5, resets=[(0, 2)])
+        model = built("model: {input: {features: 4}, steps: [{nearness: {other: input}}]}")
+        assert (found := lookahead.find(model.spec)) is not None
+        assert found.tokens == lookahead.WHOLE
+        with pytest.raises(RunError, match="each token reads all of input"):
+            model.init_state(1)
+        with pytest.raises(RunError, match="would mix the sequences"):
+            model(draw(1, 3, 4), resets=torch.zeros(1, 3, dtype=torch.bool))
+    finally:
+        del PRIMITIVES["nearness"]
+
+
+def test_the_lookahead_does_not_count_the_context() -> None:
     assert (found := lookahead.find(built(CAPTIONER).spec))
     assert found.tokens == 0
     inputs = "{x: {features: 4}, m: {features: 4}}"

@@ -95,7 +95,7 @@ def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
     if node.op is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
-    if op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
+    if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
         return "reads other tokens than its own"
     return None
 
