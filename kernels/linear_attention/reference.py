@@ -65,9 +65,9 @@ def run(
     return y, last
 
 
-def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, *optional: Tensor | None) -> tuple[Any, ...]:
     """All in float32, or in float64 if any is, with zeros for a state, the last of them, that is not given."""
-    *others, state = others
+    *others, state = optional
     given = (q, k, v, *(x for x in (*others, state) if x is not None))
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
     if state is None:

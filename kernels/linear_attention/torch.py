@@ -53,7 +53,7 @@ class Decays:
 
     @cached_property
     def before(self) -> Maybe:
-        return None if self.upto is None else self.upto - self._own
+        return None if self.upto is None or self._own is None else self.upto - self._own
 
     @cached_property
     def last(self) -> Maybe:
@@ -451,7 +451,7 @@ def run(
     """As `reference.run`."""
     tensors = reference.in_one_dtype(q, k, v, decay, beta, a, b, bonus, state)
     if v.numel() == 0 or q.shape[3] == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
-        return reference.run(*tensors, resets, reverse, scale, normalize, chunk_size)
+        return reference.run(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, normalize, chunk_size)
 
     size = chunk_size or (32 if q.device.type == "cpu" else 64)
 

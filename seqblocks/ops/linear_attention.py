@@ -126,8 +126,14 @@ class LinearAttention(Op):
         products = {"add": 2, "delta": 3, "dplr": 4}[self.rule] + decays
         return products * (q.features // self.heads) * v.features
 
-    def calls(self, q: Wire, k: Wire, v: Wire, *others: Any) -> tuple[str, dict[str, Any]]:
-        return "linear_attention", {"rule": self.rule}
+    def calls(
+        self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any
+    ) -> tuple[str, dict[str, Any]]:
+        kind = "head" if self.fixed_decay != "none" else None
+        if decay is not None:
+            kind = "head" if decay.features == self.of_values else "key"
+        widths = (q.features // self.heads, v.features // self.of_values + self.normalize)
+        return "linear_attention", {"rule": self.rule, "widths": widths, "decay": kind, "bonus": self.bonus}
 
     def forward(
         self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,

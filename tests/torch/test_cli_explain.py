@@ -53,6 +53,28 @@ def compare(name: str, done: subprocess.CompletedProcess[str], root: Path, updat
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("name", "launched"),
+    [
+        ("retnet_1_3b", {"states", "outputs", "state_gradients", "gradients"}),
+        ("gla_1_3b", {"sums", "pairs", "states", "outputs", "state_gradients", "value_gradients", "weight_gradients",
+                      "key_gradients", "decay_gradients"}),
+        ("gated_deltanet_1_3b", {"sums", "pairs", "solve", "states", "outputs", "state_gradients", "value_gradients",
+                                 "weight_gradients", "key_gradients", "decay_gradients"}),
+        ("rwkv7_0_4b", None),
+    ],
+)
+def test_linear_attention_shows_its_launches(name: str, launched: set[str] | None, run_here: Run) -> None:
+    """Those of the rule and the decay; dplr says why it has none."""
+    done = run_here("explain", name, "--device", "cuda", "--dtype", "bf16", "--format", "json", env=PLAIN)
+    steps = [step for step in json.loads(done.stdout)["steps"] if step["kernel"] == "linear_attention"]
+    assert steps
+    for step in steps:
+        assert step["implementation"] == ("torch" if launched is None else "triton")
+        assert launched is None or set(step["tiles"]) == launched
+
+
+@needs_triton
 def test_json(run_here: Run) -> None:
     done = run_here("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
     data = json.loads(done.stdout)

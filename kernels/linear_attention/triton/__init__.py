@@ -77,7 +77,7 @@ def _refusal(rule: str = "add", widths: tuple[int, int] = (1, 1), **facts: Any) 
 
 def _tiles(
     arch: str, widths: tuple[int, int], rule: str = "add", decay: str | None = None, bonus: bool = False,
-    dtype: torch.dtype = torch.bfloat16, batch: int = 1 << 20, length: int | None = None,
+    resets: bool = False, dtype: torch.dtype = torch.bfloat16, batch: int = 1 << 20, length: int | None = None,
     dtypes: dict[str, Any] | None = None, **facts: Any,
 ) -> dict[str, dict[str, int]]:
     narrow = {dtype, *((dtypes or {}).get(name, dtype) for name in "qkv")} == {torch.bfloat16}
@@ -88,12 +88,12 @@ def _tiles(
         if length is not None:
             launches["gates"] = {"EACH": int(common.ceil_div(length, size["L"]) > mlstm_sizes.WALKED)}
         return launches
-    return {
-        kernel: {"L": sizes.chunk(narrow, rule == "delta", widths[0])}
-        | sizes.tiles(kernel, *widths, decay == "key" and widths[0] > 1, rule == "delta", narrow, arch)
-        for kernel in ("sums", "pairs", "solve", "states", "outputs", "state_gradients", "value_gradients",
-                       "weight_gradients", "key_gradients", "decay_gradients")
-    }
+    kernels = ["pairs", "states", "outputs", "state_gradients", "value_gradients", "weight_gradients", "key_gradients"]
+    kernels += ["solve"] if rule == "delta" else []
+    kernels += ["sums", "decay_gradients"] if decay else ["sums"] if resets else []
+    per_key = decay == "key" and widths[0] > 1
+    size = {"L": sizes.chunk(narrow, rule == "delta", widths[0])}
+    return {name: size | sizes.tiles(name, *widths, per_key, rule == "delta", narrow, arch) for name in kernels}
 
 
 def _example(

@@ -166,7 +166,7 @@ class _Chunks:
         return ceil_div(self.K, size.get("BK", self.K)), ceil_div(self.V, size.get("BV", self.V))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.given[2].new_empty(shape, dtype=dtype or self.dtype)  # type: ignore[union-attr]
+        return self.given[2].new_empty(shape, dtype=dtype or self.dtype)
 
     def prepare(self, errors: Maybe) -> dict[str, Any]:
         """Sums of decays, weights between tokens, the system of a delta rule; solved for v into errors, if given."""
