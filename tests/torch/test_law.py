@@ -17,6 +17,7 @@ from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead
+from tests.torch import test_context_models
 
 SMALL = {
     "xlstm_125m_7_1": {"dim": 16, "vocabulary": 11, "model.blocks.pattern": "m s m"},
@@ -112,6 +113,7 @@ def test_every_streaming_spec_is_here() -> None:
         "vil_small_block": ("vil_small_block",),
     }
     tested = {name for name in SMALL if name not in families} | {n for names in families.values() for n in names}
+    tested |= set(test_context_models.SMALL)
     streaming = set()
     for name, path in bundled().items():
         if path.parent.name != "models":
