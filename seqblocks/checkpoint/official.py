@@ -87,7 +87,11 @@ def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tupl
 
     def read(name: str) -> Tensor:
         made = _read(name, choice.found[name], weights)
-        return resized_grid(made, headers[name].shape[1:3]) if name in left_out.resampled else made
+        if name not in left_out.resampled:
+            return made
+        _, rows, columns, _ = headers[name].shape
+        resized: Tensor = resized_grid(made, (rows, columns))
+        return resized
 
     return Weights(headers, read, True, weights.source), left_out
 
