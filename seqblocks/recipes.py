@@ -12,7 +12,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
@@ -49,6 +48,19 @@ class Recipe(ABC):
 
     kind: ClassVar[str] = ""
     """Its key in a map, which holds the official name or names; empty for a name alone."""
+    words: ClassVar[dict[str, bool]] = {}
+    """The keys that go with it, which are its attributes, and whether each is required."""
+
+    def __init__(self, *values: Any, **more: Any) -> None:  # no dataclass: making ten of them takes 3 % of `check`
+        given = {**dict(zip(self.words, values, strict=False)), **more}
+        for word in self.words:
+            setattr(self, word, given.get(word))
+
+    def _with(self, **changes: Any) -> Recipe:
+        """Return the same recipe with some attributes changed."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **changes)
+        return new
 
     @property
     @abstractmethod
@@ -73,7 +85,7 @@ class Recipe(ABC):
 
     def as_data(self) -> Any:
         """Return it as a map has it: a name, or a mapping such as {"concat": ["q", "k"], "axis": 0}."""
-        values = {each: getattr(self, each) for each in own_fields(type(self))}
+        values = {each: getattr(self, each) for each in self.words}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {self.kind: self._source(), **{key: value for key, value in values.items() if value is not None}}
 
@@ -86,18 +98,19 @@ class Recipe(ABC):
         return None
 
 
-@dataclass(repr=False, eq=False)
 class FromOne(Recipe):
     """Base of recipes with one official tensor."""
 
-    official: str
+    def __init__(self, official: str, *values: Any, **more: Any) -> None:
+        self.official = official
+        super().__init__(*values, **more)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.official,)
 
     def renamed(self, change: Callable[[str], str]) -> Recipe:
-        return replace(self, official=change(self.official))
+        return self._with(official=change(self.official))
 
     def _source(self) -> str:
         return self.official
@@ -116,19 +129,22 @@ class FromOne(Recipe):
         self._require(tuple(whole.shape) in shapes, name, whole, f"be {expected}")
 
 
-@dataclass(repr=False, eq=False)
 class FromSeveral(Recipe):
     """Base of recipes that join official tensors along `axis` (0 if None)."""
 
-    officials: tuple[str, ...]
-    axis: int | None = None
+    words: ClassVar[dict[str, bool]] = {"axis": False}
+    axis: int | None
+
+    def __init__(self, officials: tuple[str, ...], *values: Any, **more: Any) -> None:
+        self.officials = officials
+        super().__init__(*values, **more)
 
     @property
     def names(self) -> tuple[str, ...]:
         return self.officials
 
     def renamed(self, change: Callable[[str], str]) -> Recipe:
-        return replace(self, officials=tuple(map(change, self.officials)))
+        return self._with(officials=tuple(map(change, self.officials)))
 
     def _source(self) -> list[str]:
         return list(self.officials)
@@ -151,12 +167,12 @@ class Name(FromOne):
         return (Extent(shape),)
 
 
-@dataclass(repr=False, eq=False)
 class Concat(FromSeveral):
     """Official tensors joined along an axis of ours: equal parts, or of these `sizes`."""
 
     kind = "concat"
-    sizes: Shape | None = None
+    words: ClassVar[dict[str, bool]] = {"axis": False, "sizes": False}
+    sizes: Shape | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         fault = super().misfit(name, shape)
@@ -213,7 +229,6 @@ class Stack(FromSeveral):
         out.copy_(ours.select(self.axis or 0, at))
 
 
-@dataclass(repr=False, eq=False)
 class Split(FromOne):
     """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat.
 
@@ -221,10 +236,11 @@ class Split(FromOne):
     """
 
     kind = "split"
+    words: ClassVar[dict[str, bool]] = {"parts": True, "part": True, "axis": False, "shape": False}
     parts: int
     part: int
-    axis: int | None = None
-    shape: Shape | None = None
+    axis: int | None
+    shape: Shape | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         fault = _no_axis(self.axis, name, shape, 0, len(shape))  # parts may lie along an axis after ours
@@ -247,7 +263,6 @@ class Split(FromOne):
         return (Extent(self.shape or self._shapes(shape)[0], share),)
 
 
-@dataclass(repr=False, eq=False)
 class Slice(FromOne):
     """As much of an official tensor as ours holds, from `start` on along `axis`.
 
@@ -255,9 +270,10 @@ class Slice(FromOne):
     """
 
     kind = "slice"
-    start: int | None = None
-    axis: int | None = None
-    groups: int | None = None
+    words: ClassVar[dict[str, bool]] = {"start": False, "axis": False, "groups": False}
+    start: int | None
+    axis: int | None
+    groups: int | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         fault = _no_axis(self.axis, name, shape, -len(shape), len(shape) - 1)
@@ -291,12 +307,12 @@ class Slice(FromOne):
         part.copy_(ours.reshape(part.shape))
 
 
-@dataclass(repr=False, eq=False)
 class Transpose(FromOne):
     """The last two axes swapped. `shape`: that of the official tensor, where the last of our axes are one there."""
 
     kind = "transpose"
-    shape: Shape | None = None
+    words: ClassVar[dict[str, bool]] = {"shape": False}
+    shape: Shape | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         if self.shape is None or len(shape) < 2:
@@ -323,12 +339,12 @@ class Transpose(FromOne):
         swapped.copy_(ours.reshape(swapped.shape))
 
 
-@dataclass(repr=False, eq=False)
 class Reshape(FromOne):
     """The same numbers in our shape. `shape`: that of the official tensor."""
 
     kind = "reshape"
-    shape: Shape | None = None
+    words: ClassVar[dict[str, bool]] = {"shape": False}
+    shape: Shape | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
         if self.shape is None or math.prod(self.shape) == math.prod(shape):
@@ -384,11 +400,11 @@ class Imag(_ComplexPart):
     part = 1
 
 
-@dataclass(repr=False, eq=False)
 class Rearrange(FromOne):
     """Axes split, permuted and joined, in einops' notation. A size may be UNKNOWN while a spec is read."""
 
     kind = "rearrange"
+    words: ClassVar[dict[str, bool]] = {"pattern": True, "sizes": False}
     pattern: str
     sizes: Mapping[str, Any]
 
@@ -424,19 +440,13 @@ RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
 }
 
 
-def words_of(kind: str) -> dict[str, bool]:
-    """Return the keys that go with a recipe's kind, and whether each is required."""
-    required = {"parts", "part", "pattern"}
-    own = own_fields(RECIPES[kind])
-    return {each: each in required for each in own if not (RECIPES[kind] is Rearrange and each == "sizes")}
-
-
 LISTS = ("sizes", "shape")  # words that take a list of whole numbers; the others take one
 
 
-def own_fields(cls: Any) -> tuple[str, ...]:
-    """Return the fields of a recipe besides its official names."""
-    return tuple(each.name for each in fields(cls)[1:])
+def words_of(kind: str) -> dict[str, bool]:
+    """Return the keys that go with a recipe's kind, and whether each is required."""
+    words = RECIPES[kind].words
+    return {"pattern": True} if RECIPES[kind] is Rearrange else words  # its sizes are keys of their own
 
 
 def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> Fault | None:
