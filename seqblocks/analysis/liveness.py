@@ -152,8 +152,8 @@ class _Liveness:
         if node.kind == "block":
             body = node.bodies[""]
             ports = {"x": body.input, **body.ports}
-            inside = self.body(body).used
-            return {v for port, each in node.inputs.items() for v in each if ports[port] in inside}
+            needed = self.body(body).used
+            return {v for port, each in node.inputs.items() for v in each if ports[port] in needed}
         if node.kind == "repeat":
             return self._layers(node, idle)
         read = values if node.kind == "residual" else set()
