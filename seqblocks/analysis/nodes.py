@@ -23,15 +23,16 @@ from seqblocks.types import Origin, Wire
 RESERVED_NAMES = frozenset(
     (
         "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
-        "parameter_groups", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module", "apply",
-        "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double", "dump_patches",
-        "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu",
-        "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
-        "parameters", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook",
-        "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook",
-        "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook",
-        "register_state_dict_pre_hook", "requires_grad_", "set_extra_state", "set_submodule", "share_memory",
-        "auxiliary_losses", "spec", "state_dict", "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
+        "parameter_groups", "stream", "tie", "reset_parameters", "frame_size", "input", "T_destination", "add_module",
+        "apply", "bfloat16", "buffers", "call_super_init", "children", "compile", "cpu", "cuda", "double",
+        "dump_patches", "eval", "extra_repr", "float", "get_buffer", "get_extra_state", "get_parameter",
+        "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children",
+        "named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer",
+        "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+        "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
+        "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook",
+        "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "auxiliary_losses", "spec", "state_dict",
+        "to", "to_empty", "train", "training", "type", "xpu", "zero_grad",
     )
 )  # fmt: skip
 
