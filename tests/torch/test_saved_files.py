@@ -526,7 +526,10 @@ def test_a_tensor_of_another_kind_is_one_clear_error(path: Path, kind: str) -> N
     about, tensors = parts()
     tensors["up.weight"] = ODD[kind]
     about["checksums"]["up.weight"] = record.checksum("up.weight", ODD[kind])
-    write(path, sealed(about), tensors)
+    try:
+        write(path, sealed(about), tensors)
+    except KeyError as error:  # what an older safetensors cannot write, it cannot read
+        pytest.skip(f"safetensors does not write {error}")
     with pytest.raises(seqblocks.UsageError, match=r"not written by .*: up\.weight is (of|complex)"):
         load(path)
 
