@@ -82,12 +82,38 @@ def linear_attention_cancellation(
     The gradient of a decay is a difference: of what tokens read and write, each counted as dq and dk. What two tokens
     of a chunk add to each other is the same number in both, so the sizes are those of <S, dS> at a token, all products
     positive, summed over channels for a decay per head.
+    Normalised, gradients have a part through the numerator, 6 (its cotangent is rounded, and has the divisor), and one
+    through the divisor, 8 (its cotangent has y, the quotient of two); the parts may cancel.
     """
     count = 12.0 if "beta" in x else 4.0
     sizes = {name: count * t.abs().max().item() for name, t in wanted.items() if t.numel()}
+    if options.get("normalize"):
+        for name, through in parts_of_the_quotient(x, given, **options).items():
+            sizes[name] = max(sizes.get(name, 0.0), 6 * through[0] + 8 * through[1])
     if "decay" in x and x["v"].numel():
         sizes["gradient of decay"] = 2 * count * flow(x, given, **options)
     return sizes
+
+
+def parts_of_the_quotient(x: Tensors, given: Tensors, **options: Any) -> dict[str, tuple[float, float]]:
+    """The largest gradients through the numerator and through the divisor; in the latter all products are positive."""
+    leaves = {name: t.detach().double().requires_grad_() for name, t in x.items()}
+    values = torch.cat([leaves["v"], torch.ones_like(leaves["v"][..., :1])], -1)
+    plain = {**options, "normalize": False, "return_state": True, "backend": "reference"}
+    out: Any = kernels.linear_attention(**{**leaves, "v": values}, **plain)
+    y, last = out
+    num, den = y[..., :-1], y[..., -1:]
+    dy = given["out"].double() / den.detach()
+    numerator = (num * dy).sum()
+    if "state" in given:
+        numerator = numerator + (last * given["state"].double()).sum()
+    divisor = (den * (dy * num / den).detach().abs().sum(-1, keepdim=True)).sum()
+    found = [
+        torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, allow_unused=True, materialize_grads=True)
+        for loss in (numerator, divisor)
+    ]
+    return {f"gradient of {name}": (a.abs().max().item(), b.abs().max().item())
+            for name, a, b in zip(leaves, *found, strict=True)}
 
 
 def flow(
