@@ -76,7 +76,7 @@ class Stepper:
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield the variables of the inputs that do not stream; None of those that no step of the stream reads."""
         for name in body.ports:
-            yield self._source.keep(("input", name)) if name in body.kept else "None"
+            yield self._source.carry_over(("input", name)) if name in body.kept else "None"
 
     def holds(self) -> bool:
         """Return whether the model is still the one that this was made of."""
@@ -128,7 +128,7 @@ class Stepper:
         """Return the variables of the outputs of a step of the context: None, unless they are kept."""
         if not node.kept:
             return dict.fromkeys(node.outputs, "None")
-        y = self._source.keep((*path, "output"))
+        y = self._source.carry_over((*path, "output"))
         if not node.split:
             return {node.outputs[0]: y}
         assert node.type
@@ -339,7 +339,7 @@ class _Source:
             else:
                 self.unpack(item, inside, dtype)
 
-    def keep(self, path: Path) -> str:
+    def carry_over(self, path: Path) -> str:
         """Return the variable of a part of the state that stays as it is."""
         self._made[path] = self._given[path]
         return self._given[path]
