@@ -351,7 +351,7 @@ class Composer(Mixers, Rates, Contexts):
                 self.add(body, "unembed", replace(body.now, width=7), bias=self.maybe(0.5))
         text = json.dumps([body.steps, self.blocks])
         others = {name: each for name, each in others.items() if f'"{name}"' in text}
-        inputs = {"inputs": {"stream": written, **others}} if others else {"input": written}
+        inputs = {"inputs": {"first": written, **others}} if others else {"input": written}
         model = {**inputs, "steps": body.steps}
         spec: dict[str, Any] = {"seqblocks": 1}
         spec |= {"let": let} if let else {}
