@@ -21,11 +21,12 @@ class Grid:
 
     size: tuple[int, int] | None = None  # the latest
     others: tuple[tuple[int, int], ...] = ()  # the earlier ones, where several steps cut the image
+    expected: tuple[int, int] | None = None  # those of the tokens that the present step reads, in the spec
 
     def of(self, tokens: int) -> tuple[int, int] | None:
-        """Return the latest rows and columns that make `tokens` tokens, or None."""
-        grids = (self.size, *self.others) if self.size else ()
-        return next((grid for grid in grids if grid and grid[0] * grid[1] == tokens), None)
+        """Return the rows and columns that make `tokens` tokens, or None: those of the spec first, then the latest."""
+        grids = [grid for grid in (self.size, *self.others) if grid and grid[0] * grid[1] == tokens]
+        return self.expected if self.expected in grids else next(iter(grids), None)
 
 
 @dataclass(slots=True)

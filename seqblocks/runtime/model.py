@@ -46,6 +46,7 @@ class SequenceModel(Body):
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
         self._has_context = bool(spec.graph.ports)
+        self._inputs = tuple(spec.inputs.values()) or (spec.input,)
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
@@ -87,11 +88,9 @@ class SequenceModel(Body):
             self._check_stream(x, state)
         if cu_seqlens is not None:
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
-        if grid is None and self.spec.input.kind != "image":
-            grid = self.spec.input.grid
         if self._has_experts:
             self._routed = {} if self.training else None
-        call = Call(self.training, state, return_state, resets, False, streaming, Grid(grid), routed=self._routed)
+        call = Call(self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed)
         if self._has_context:
             y, states = self._run_with_context(x, inputs, call)
         else:
@@ -117,12 +116,14 @@ class SequenceModel(Body):
 
     def _context_state(self, inputs: dict[str, Tensor]) -> States:
         """Run the steps that depend on the context alone, and return what a stream keeps of them."""
-        call = Call(self.training, grid=Grid(), phase="context", routed=self._routed)
-        for wire in self.spec.inputs.values():
-            if wire.grid and wire.context and wire.kind != "image":
-                call.set_grid(wire.grid)
+        call = Call(self.training, grid=self._grid(), phase="context", routed=self._routed)
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
+
+    def _grid(self, size: tuple[int, int] | None = None) -> Grid:
+        """Return the rows and columns of the inputs that are tokens; `size` replaces those of the first input."""
+        first, *others = [wire.grid if wire.kind != "image" else None for wire in self._inputs]
+        return Grid(size or first, tuple(grid for grid in others if grid))
 
     def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
         arguments.check_input(self.spec.input, x, who, axes)

@@ -14,7 +14,7 @@ from seqblocks.op import Op
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.sharing import Holder, shared_parameters
-from seqblocks.runtime.step import Place, StepModule, broadcast, joining_axis, makes, vectors_of
+from seqblocks.runtime.step import Place, StepModule, broadcast, grid_of, joining_axis, makes, vectors_of
 from seqblocks.state import States, compact
 
 
@@ -30,6 +30,7 @@ class Primitive(StepModule, Holder):
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
+        self._grid = grid_of(node, place)
         self._own, self._elsewhere = list(node.parameters), list[str]()
         if place.held_elsewhere:
             self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
@@ -54,6 +55,8 @@ class Primitive(StepModule, Holder):
         return found
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        if self._grid and call.grid:
+            call.grid.expected = self._grid
         out = self.op.forward(self.parameters_by_name(call), call, *self._at_ports(tensors))
         if not self._stateful:
             return out, {}

@@ -16,7 +16,7 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.sharing import Holder
-from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.runtime.step import Place, StepModule, call_child, grid_of, makes
 from seqblocks.state import States
 from seqblocks.types import Wire
 
@@ -38,6 +38,7 @@ class Scan(Body):
 
     def _describe(self, node: Node, place: Place) -> None:
         self._orders: tuple[str, ...] = node.arguments.orders
+        self._grid = grid_of(node, place)
         self._merge: str = node.arguments.merge
         self._sequences = [_is_ordered(place.types[value], node) for value in node.reads]
         self._in_place = _is_reversible(node.bodies[""])
@@ -60,7 +61,7 @@ class Scan(Body):
     def _in_order(self, order: str, tensors: tuple[Tensor, ...], call: Call) -> tuple[Call, tuple[Tensor, ...]]:
         """Return the call and the tensors in an order. Steps that run in reverse themselves need no flipped copies."""
         if order.startswith("columns"):
-            rows, columns = call.grid_of(tensors[0])
+            rows, columns = self._grid_of(tensors[0], call)
             tensors = self._each(tensors, lambda x: _transposed(x, rows, columns))
             call = replace(call, grid=Grid((columns, rows)))
         if not order.endswith("reverse"):
@@ -76,9 +77,14 @@ class Scan(Body):
         if order.endswith("reverse") and not self._in_place:
             y = y.flip(1)
         if order.startswith("columns"):
-            rows, columns = call.grid_of(y)
+            rows, columns = self._grid_of(y, call)
             y = _transposed(y, columns, rows)
         return y
+
+    def _grid_of(self, x: Tensor, call: Call) -> tuple[int, int]:
+        if call.grid:
+            call.grid.expected = self._grid
+        return call.grid_of(x)
 
     def _each(self, tensors: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         return tuple(change(x) if seq else x for x, seq in zip(tensors, self._sequences, strict=True))

@@ -69,6 +69,12 @@ def make(node: Node, place: Place) -> StepModule:
     return module
 
 
+def grid_of(node: Node, place: Place) -> tuple[int, int] | None:
+    """Return the rows and columns that the spec has for the tokens that a step reads, or None."""
+    types = (place.types[value] for value in node.reads)
+    return next((wire.grid for wire in types if wire and wire.grid and wire.kind != "image"), None)
+
+
 def call_child(
     child: nn.Module | None, tensors: Sequence[Tensor], call: Call, name: str, node: Node | None = None
 ) -> tuple[Tensor, States]:

@@ -173,3 +173,32 @@ def test_compiled_and_exported() -> None:
     x = draw(2, 9, 6)
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
+
+
+def test_as_many_tokens_in_another_grid() -> None:
+    turn = 'rearrange: {pattern: "rows columns f -> columns rows f"}'
+    grid, x = "features: 1, grid: [2, 3]", draw(1, 6, 1)
+    rows = built(grid, turn, 'reduce: {from: input, pattern: "rows columns f -> rows f"}')
+    agrees(rows, x, x.unflatten(1, (2, 3)).mean(2))
+    columns = built(grid, turn, "scan: {from: input, order: columns, steps: [{shift: 1}]}")
+    turned = rearrange(x, "b (r c) f -> b (c r) f", r=2)
+    shifted = torch.cat([torch.zeros_like(x[:, :1]), turned[:, :-1]], 1)
+    agrees(columns, x, rearrange(shifted, "b (c r) f -> b (r c) f", r=2))
+
+
+def test_the_grid_of_an_input_that_does_not_stream() -> None:
+    text = """
+    seqblocks: 1
+    model:
+      inputs: {x: {features: 2, grid: [2, 3]}, other: {features: 2, grid: [3, 2]}}
+      steps:
+        - reduce: {from: other, pattern: "rows columns f -> f columns", as: b}
+        - reduce: {from: x, pattern: "rows columns f -> f columns", as: a}
+      outputs: [b, a]
+    """
+    _, graph = load_text(text)
+    assert graph
+    x, other = draw(1, 6, 2), draw(1, 6, 2) + 1
+    found = build_model(graph, device="cpu", dtype=torch.float64)(x=x, other=other)
+    torch.testing.assert_close(found["a"], reduce(x, "b (r c) f -> b f c", "mean", r=2))
+    torch.testing.assert_close(found["b"], reduce(other, "b (r c) f -> b f c", "mean", r=3))
