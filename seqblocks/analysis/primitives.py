@@ -36,6 +36,8 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
         if values is not None:
             inputs[port.name] = values
         wires.append(wire_at(ctx, step, port, values))
+        if port.length:
+            ctx.run.may_look_ahead = True
     if "from" in step.common and not any(port.main for port in cls.ports):
         names = listing(port.name for port in cls.ports)
         fault = Fault("E201", f"{step.verb} has no `from`: its inputs have names", expected=names)
@@ -47,7 +49,6 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
     vectors = _vectors(ctx, inputs, seen, cls) if joined or seen is not wires else ()
     wires = seen
     ctx.run.may_look_ahead |= cls.reads == "all" or cls.looks_ahead is not Op.looks_ahead or bool(vectors)
-    ctx.run.may_look_ahead |= any(port.length for port in cls.ports)
     op = read_arguments(ctx, step, cls)
     declared = _declare(step, op, wires) if op and known else _Declared()
     parameters = dict(declared.parameters)

@@ -6,7 +6,7 @@ import pytest
 
 from seqblocks import op
 from seqblocks.analysis import check
-from seqblocks.combinators import COMBINATORS
+from seqblocks.combinators import COMBINATORS, find_combinator
 from seqblocks.errors import SpecError
 from seqblocks.report import listing, reference
 
@@ -71,7 +71,7 @@ def test_a_scalar_says_nothing_where_none_or_several_are_required(verb: str) -> 
 
 @pytest.mark.parametrize("verb", COMBINATORS)
 def test_a_list_is_the_steps_of_a_combinator(verb: str) -> None:
-    (key,) = COMBINATORS[verb].holds
+    (key,) = find_combinator(verb).holds
     steps = "[{a: [silu]}, {b: [relu]}]" if verb == "parallel" else "[silu, relu]"
     found = answer(f"{verb}: {steps}")
     assert found == answer(f"{verb}: {{{key}: {steps}}}")
