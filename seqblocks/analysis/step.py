@@ -52,9 +52,9 @@ def find_verb(file: SpecFile, verb: str) -> Verb | None:
         return None
     fields = field_infos(op)
     ports = tuple(port.name for port in op.ports)
-    required = (port.name for port in op.ports if not (port.main or port.optional))
+    needed = tuple(port.name for port in op.ports if not (port.main or port.optional))
     own = (*(port.name for port in op.ports if not port.main), *fields)
-    return Verb(op, (*required, *(key for key, info in fields.items() if info.is_required())), own, ports)
+    return Verb(op, (*needed, *(key for key, info in fields.items() if info.is_required())), own, ports)
 
 
 def _block_verb(block: Block) -> Verb:
