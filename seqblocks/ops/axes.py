@@ -59,6 +59,14 @@ def parse(pattern: str) -> Sides:
     return Sides(*sides)
 
 
+def _parsed(pattern: str) -> Sides:
+    return parse(pattern)
+
+
+# torch.compile runs it instead of tracing it, see kernels.dispatch.compiled.constant, which needs torch.
+_parsed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _fault(message: str, expected: str | None = None, found: str | None = None, hint: str | None = None) -> Fault:
     return Fault("E413", message, at="pattern", expected=expected, found=found, hint=hint)
 
@@ -210,7 +218,7 @@ class _Axes(Op):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import EinopsError
 
-        left, right = parse(self.pattern)
+        left, right = _parsed(self.pattern)
         if len(left) == 3 and x.dim() == 3:
             x = x.unflatten(1, call.grid_of(x))
         try:

@@ -33,6 +33,12 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
         raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
 
 
+def check_grid(wire: Wire, x: Tensor, grid: tuple[int, int]) -> None:
+    """Raise RunError unless the tokens x have as many rows and columns. Images have a grid of their own."""
+    if wire.kind == "sequence" and grid[0] * grid[1] != x.shape[1]:
+        raise RunError(f"grid={tuple(grid)} does not fit the {x.shape[1]} tokens: pass rows and columns of the input")
+
+
 def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the input that streams, whether it was given by position or by name, and those given besides it.
 

@@ -83,6 +83,8 @@ class SequenceModel(Body):
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
         self._check_call(x, "the model", ["batch", "seq"], resets, cu_seqlens)
+        if grid is not None:
+            arguments.check_grid(self.spec.input, x, grid)
         streaming = state is not None or return_state
         if streaming:
             self._check_stream(x, state)

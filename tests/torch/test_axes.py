@@ -173,6 +173,14 @@ def test_compiled_and_exported() -> None:
     x = draw(2, 9, 6)
     exported = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(exported(x), model(x))
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+def test_a_grid_that_does_not_fit_the_input() -> None:
+    model = built("features: 2, grid: [2, 3]", 'reduce: {pattern: "rows columns f -> rows f"}')
+    torch.testing.assert_close(model(draw(1, 8, 2), grid=(4, 2)), draw(1, 8, 2).unflatten(1, (4, 2)).mean(2))
+    with pytest.raises(RunError, match=r"grid=\(5, 5\) does not fit the 6 tokens"):
+        model(draw(1, 6, 2), grid=(5, 5))
 
 
 def test_as_many_tokens_in_another_grid() -> None:
