@@ -28,7 +28,7 @@ ANY_KIND = Port("", main=True)  # a body reads what its steps can
 def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> Passed:
     """Return the steps that a call gives for an argument."""
     if not isinstance(node, Sequence):
-        hint = f"{declared.name}: [{node.text}]" if isinstance(node, Scalar) and node.value is not None else None
+        hint = f"{declared.name}: [{node.text}]" if isinstance(node, Scalar) and isinstance(node.value, str) else None
         fault = Fault(
             "E203",
             f"{quote(declared.name)} of block {block.name} must be a list of steps",
