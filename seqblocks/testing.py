@@ -47,7 +47,8 @@ def check_law(
 
     cuts: where the sequence is cut into chunks, by default at 1, 2 and 11 as far as it reaches. resets: (row, position)
     of tokens that begin a new sequence. For a model that changes the rate of its tokens, seq and cuts count frames of
-    `model.frame_size` tokens, and there are no resets. UsageError for positions outside the sequence.
+    `model.frame_size` tokens, and there are no resets. UsageError for positions outside the sequence,
+    and for a model in training with dropout: call `model.eval()` first.
 
     tolerance: relative to the largest value of a tensor, or to 1 where all are smaller. Default: 1e-9 for a float64
     model, the one to check with, else half the digits of the dtype. A gradient is also allowed `tolerance` times 1e-4
@@ -59,10 +60,11 @@ def check_law(
     model.init_state(batch, **context)  # raises where the model cannot stream
     cuts = _checked_cuts(cuts, seq)
     _check_resets(resets, batch, seq)
+    x = random_input(model, batch, seq * model.frame_size, seed)
+    _check_not_random(model, x, context)
     check_shapes(model, seq=seq, batch=batch, seed=seed)
     check_lookahead(model, seq=seq, batch=batch, seed=seed, tolerance=tolerance)
     tolerance = _tolerance(model) if tolerance is None else tolerance
-    x = random_input(model, batch, seq * model.frame_size, seed)
     marks = _marks(x, resets, model.frame_size) if resets else None
     whole, last = model(x, return_state=True, resets=marks, **context)
     leaves = [t for t in (x, *context.values(), *model.parameters()) if t.requires_grad]
@@ -161,6 +163,16 @@ def _output_types(model: SequenceModel) -> dict[str, Wire]:
     """Return the types of the outputs by name; an output without a name is called ""."""
     types = model.spec.outputs or {"": model.spec.output}
     return {name: wire for name, wire in types.items() if wire}
+
+
+def _check_not_random(model: SequenceModel, x: Tensor, context: Context) -> None:
+    """Raise UsageError where a model in training gives two results for one input: its dropout would fail any law."""
+    if not model.training:
+        return
+    with torch.no_grad():
+        first, second = (_by_name(model(x, **context)) for _ in range(2))
+    if not all(torch.allclose(y, second[name], rtol=1e-2, atol=1e-2, equal_nan=True) for name, y in first.items()):
+        raise UsageError("two calls of this model differ, as with dropout in training: call model.eval() first")
 
 
 def _by_name(y: Output) -> dict[str, Tensor]:

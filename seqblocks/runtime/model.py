@@ -344,5 +344,6 @@ def _count(batch_size: Any) -> int:
     except TypeError:
         count = -1
     if count < 0:
-        raise UsageError(f"a state is that of a number of sequences, not of {batch_size!r}")
+        shown = repr(batch_size) if isinstance(batch_size, (str, int, float)) else type(batch_size).__name__
+        raise UsageError(f"a state is that of a number of sequences, not of {shown}")
     return count

@@ -166,3 +166,11 @@ def test_an_op_that_looks_further_ahead_than_it_says_is_caught(monkeypatch: pyte
     monkeypatch.setattr("seqblocks.ops.rate.Downsample.looks_ahead", lambda self, x: 0)
     with pytest.raises(AssertionError, match="lookahead 0: outputs before token"):
         check_lookahead(seqblocks.build_text(f"{head}{frame % 'silu'}]}}", dtype=torch.float64))
+
+
+def test_the_law_of_a_model_with_dropout_is_that_of_its_evaluation() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 3}, steps: [{dropout: {p: 0.5}}, {linear: 3}]}"
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    with pytest.raises(seqblocks.UsageError, match=r"call model\.eval\(\) first"):
+        check_law(model)
+    check_law(model.eval())

@@ -51,6 +51,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
         (lambda: checkpoint.save(small(), "."), r"\. holds what save did not write and would remove: "),
         (lambda: small().init_state("x"), "a state is that of a number of sequences, not of 'x'"),
+        (lambda: small().stream(torch.ones(2, 3)), "a state is that of a number of sequences, not of Tensor$"),
         (lambda: small().init_state(2.0), "not of 2.0"),
         (lambda: small().init_state(True), "not of True"),
         (lambda: small().init_state(None), "not of None"),
