@@ -235,8 +235,8 @@ def test_export_and_the_meta_device() -> None:
     assert seqblocks.build_text(text, device="meta")(torch.empty(2, 5, 4, device="meta")).shape == (2, 5, 6)
 
 
-def test_it_compiles_to_one_graph_where_sizes_may_depend_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)  # undone as the configuration wants it
+def test_it_compiles_to_one_graph_where_sizes_may_depend_on_values() -> None:
     model = build("count: 4")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     x = torch.randn(2, 5, 4, dtype=torch.float64)
