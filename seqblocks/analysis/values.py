@@ -257,7 +257,9 @@ def free_value(ctx: Context, node: Node) -> Any:
 
 
 def _is_pattern(text: str) -> bool:
-    """Whether it is several words with counts, as a repeat takes them, and not an expression such as `not a`."""
+    """Whether it is several words with counts, as a repeat takes them, or a pattern of einops, and no expression."""
+    if "->" in text:
+        return True
     if " " not in text or not re.match(_PATTERN, text):
         return False
     try:

@@ -8,7 +8,7 @@ from torch import Tensor
 from seqblocks.analysis.check import load_text
 from seqblocks.analysis.lookahead import find
 from seqblocks.errors import RunError
-from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.builder import build_model, build_text
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
 
@@ -210,3 +210,17 @@ def test_the_grid_of_an_input_that_does_not_stream() -> None:
     found = build_model(graph, device="cpu", dtype=torch.float64)(x=x, other=other)
     torch.testing.assert_close(found["a"], reduce(x, "b (r c) f -> b f c", "mean", r=2))
     torch.testing.assert_close(found["b"], reduce(other, "b (r c) f -> b f c", "mean", r=3))
+
+
+def test_a_pattern_may_be_a_value_of_let() -> None:
+    text = """
+seqblocks: 1
+let: {merged: "(seq n) f -> seq (n f)"}
+model:
+  input: {features: 4}
+  steps: [{rearrange: {pattern: merged, n: 2}}]
+"""
+    x = torch.randn(2, 6, 4)
+    assert torch.equal(build_text(text)(x), rearrange(x, "b (s n) f -> b s (n f)", n=2))
+    other = build_text(text, set={"merged": "(seq n) f -> seq (f n)"})
+    assert torch.equal(other(x), rearrange(x, "b (s n) f -> b s (f n)", n=2))
