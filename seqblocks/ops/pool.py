@@ -25,7 +25,7 @@ class Pool(Op):
 
     def shape(self, x: Wire) -> Wire:
         width = 2 * x.features if self.mode == "bilateral_concat" else x.features
-        return Wire("vector", width, origin=x.origin if width == x.features else None)
+        return Wire("vector", width)
 
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
