@@ -32,6 +32,7 @@ from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
 
 POINTWISE = ("vector", "tokens")  # a port that takes one of these takes a token without an axis of time
+SMALL = 1 << 18  # numbers of a matrix that may be copied into a larger one: products with more take longer than calls
 DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes, which `forward` sorts out
 
 Path = tuple[str, ...]
@@ -153,7 +154,8 @@ class Stepper:
     def _matrix(self, module: nn.Module | None, node: Node) -> tuple[Tensor, Tensor | None] | None:
         if type(module) is not Primitive or is_hooked(module) or not _as_declared(module, node):
             return None
-        return module.op.matrix(module.parameters_by_name(self._call))
+        found = module.op.matrix(module.parameters_by_name(self._call))
+        return found if found and found[0].numel() <= SMALL else None
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in _holders(module).values():

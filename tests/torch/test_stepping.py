@@ -220,6 +220,25 @@ def test_states_have_memory_of_their_own() -> None:
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
+@pytest.mark.parametrize(("width", "products"), [(16, 1), (1024, 2)])
+def test_only_small_matrices_are_copied_into_one(width: int, products: int) -> None:
+    text = f"""
+seqblocks: 1
+model:
+  input: {{features: 1024}}
+  steps:
+    - linear: {{features: {width}, as: a}}
+    - linear: {{from: input, features: {width}, name: b}}
+    - add: {{with: a}}
+"""
+    model, x = seqblocks.build_text(text).eval(), torch.randn(1, 1024)
+    with torch.inference_mode():
+        _, state = model.step(x)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            model.step(x, state)
+    assert sum(event.count for event in recorded.key_averages() if event.key == "aten::addmm") == products
+
+
 def test_a_stream_holds_its_state() -> None:
     model, x = build(), tokens()
     with torch.no_grad():
