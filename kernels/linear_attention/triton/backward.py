@@ -22,6 +22,7 @@ from seqblocks.kernels.linear_attention.triton.tensors import (
     between,
     cut,
     exponents,
+    exponents_between,
     own_decay,
     sign,
     weight_across,
@@ -352,7 +353,7 @@ def key_gradients(
     else:
         down, along = j[:, None], j[None, :]
         past = exponents(decays, marks, left, gs, bonus is not None, REVERSE)
-        future = _turned(decays, marks, left, gs, bonus is not None, REVERSE)
+        future = exponents_between(along, down, decays, marks, left, gs, bonus is not None, REVERSE)
         c = operand(b, DOT, PRECISION)
         read = tl.load(of_queries + row + block * 16, down > along, 0.0).to(tl.float32) * exp(past)
         of_q += tl.dot(operand(read, DOT, PRECISION), c, input_precision=PRECISION)
@@ -386,25 +387,6 @@ def key_gradients(
     of_write += read * a
     store_rows(dq, of_q, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
     store_rows(dk, of_read + of_write, n, H, tile + block, S, d, live, is_d, K, REVERSE, 16)
-
-
-@jit
-@no_type_check
-def _turned(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """As `exponents`, with s down and t across: nothing is transposed."""
-    s = tl.arange(0, 16)[:, None]
-    t = tl.arange(0, 16)[None, :]
-    total = tl.zeros((16, 16), tl.float32)
-    for x in range(1, 16):
-        exists = x < left
-        passed = (s < x) & (x <= t)
-        if resets is not None:
-            total += tl.where(passed, cut(resets + sign(REVERSE) * x, exists), 0.0)
-        if g is not None:
-            if BONUS:
-                passed = passed & (x < t)
-            total += tl.where(passed, tl.load(g + sign(REVERSE) * x * gs, exists, 0.0).to(tl.float32), 0.0)
-    return total
 
 
 @common.kernel(do_not_specialize=["S"])

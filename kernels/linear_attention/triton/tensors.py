@@ -116,8 +116,15 @@ def cut(resets, exists):
 @no_type_check
 def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
     """Of a decay per head, between tokens t (down) and s (across) of a block of which `left` exist."""
-    t = tl.arange(0, 16)[:, None]
-    s = tl.arange(0, 16)[None, :]
+    return exponents_between(
+        tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], g, resets, left, gs, BONUS, REVERSE
+    )
+
+
+@jit
+@no_type_check
+def exponents_between(t, s, g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
+    """As `exponents`, for tokens t and s along either axis."""
     total = tl.zeros((16, 16), tl.float32)
     for x in range(1, 16):
         exists = x < left
