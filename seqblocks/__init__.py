@@ -25,6 +25,7 @@ from seqblocks.errors import (
 
 if TYPE_CHECKING:
     from seqblocks import checkpoint as checkpoint
+    from seqblocks import distributed as distributed
     from seqblocks import kernels as kernels
     from seqblocks import state as state
     from seqblocks import testing as testing
@@ -42,7 +43,8 @@ _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblo
 _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoint")
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
-_LAZY |= dict.fromkeys(("checkpoint", "kernels", "state", "testing"), "")  # modules, `seqblocks.testing.check_law`
+# modules, `seqblocks.testing.check_law`
+_LAZY |= dict.fromkeys(("checkpoint", "distributed", "kernels", "state", "testing"), "")
 
 __all__ = [
     "BackendError",

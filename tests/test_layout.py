@@ -45,6 +45,7 @@ ROOMS = """
     state
     runtime/*
     checkpoint/*
+    distributed/*
     testing
     __init__
     __main__

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from seqblocks.errors import UsageError
 from seqblocks.parameters import Init, Parameter
+from seqblocks.runtime.shards import assign
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
@@ -20,7 +21,7 @@ PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
-    """Fill `target` in place, with numbers that are drawn in float32 on the CPU.
+    """Fill `target` in place, with numbers that are drawn in float32 on the CPU; a rank takes its part of them.
 
     The device and dtype of the target and torch's defaults change nothing. UsageError where float16 cannot hold them.
     """
@@ -30,8 +31,9 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     shape = parameter.shape
     fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
-    target.copy_(DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator))
-    if target.dtype == torch.float16 and not torch.isfinite(target).all():
+    drawn = DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator)
+    assign(target, drawn)
+    if target.dtype == torch.float16 and not torch.isfinite(drawn.to(torch.float16)).all():
         raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")
 
 

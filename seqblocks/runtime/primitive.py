@@ -13,6 +13,7 @@ from seqblocks.graph import Node
 from seqblocks.op import Op
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Part
+from seqblocks.runtime.shards import replicated
 from seqblocks.runtime.sharing import Holder, shared_parameters
 from seqblocks.runtime.step import Place, StepModule, broadcast, grid_of, joining_axis, makes, vectors_of
 from seqblocks.state import States, compact
@@ -21,6 +22,8 @@ from seqblocks.state import States, compact
 @makes("op")
 class Primitive(StepModule, Holder):
     """Owns the parameters that an op declares, and calls the op."""
+
+    _reduction: str | None = None  # in a sharded model: how gradients of parameters that each rank has are reduced
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -44,7 +47,11 @@ class Primitive(StepModule, Holder):
         They are attributes, not registered parameters alone: parametrizations, pruning and sharding replace those.
         """
         found: dict[str, Any] = {name: getattr(self, name) for name in self._own}
-        return found | self._held_elsewhere(call) if self._elsewhere else found
+        if self._elsewhere:
+            found |= self._held_elsewhere(call)
+        if self._reduction:
+            return {name: replicated(x, self._reduction) for name, x in found.items()}
+        return found
 
     def _held_elsewhere(self, call: Call) -> dict[str, Any]:
         found = shared_parameters(self)

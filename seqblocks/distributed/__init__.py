@@ -1,0 +1,5 @@
+"""Models on several devices, by torch's own engines: sharded parameters (FSDP2), checkpoints on any number of ranks."""
+
+from seqblocks.distributed.fsdp import shard
+
+__all__ = ["shard"]

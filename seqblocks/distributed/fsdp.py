@@ -1,0 +1,158 @@
+"""Sharding a model's parameters over ranks by torch's FSDP2: a group for each layer, the rest with the model.
+
+docs/decisions/0038-sharded-by-layer.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from seqblocks import graph
+from seqblocks.cost import dtype_named
+from seqblocks.errors import UnavailableError, UsageError
+from seqblocks.graph import Graph, Named
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.primitive import Primitive
+
+Reduction = Literal["mean", "sum"]
+
+
+def shard(
+    model: SequenceModel,
+    mesh: Any = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    checkpointing: bool = False,
+    reduce: Reduction = "mean",
+    reshard_after_forward: bool | int | None = None,
+    offload: bool = False,
+) -> SequenceModel:
+    """Shard the parameters of a model over the ranks of a mesh, in place, and return it.
+
+    Each layer of a `repeat` is a group, whose parameters are gathered while it runs; all others are one group with the
+    model. A layer whose parameters are tied to, or shared with, those of steps outside it belongs to the group of the
+    layer or model around both. Parameters that are float32 in a half-precision model are not sharded: each rank has a
+    copy, and their gradients are reduced as the others' are.
+
+    mesh: a DeviceMesh of one axis, or of two (copies, shards); by default all ranks. dtype: what layers compute in,
+    with float32 master weights ("bf16" for a model built in float32); float32 parameters stay so. checkpointing: layers
+    compute their activations again in the backward pass. reduce: whether gradients are averaged over ranks or added.
+    reshard_after_forward, offload: as FSDP2 has them. A model on "meta" is materialised after it is sharded, by
+    `model.to_empty(device=…)` and `model.reset_parameters(seed)`, with the numbers it would have on one device.
+    Raises UsageError for arguments, UnavailableError without a process group.
+    """
+    _check(model, reduce)
+    mesh = _whole_world() if mesh is None else mesh
+    paths = list(layer_paths(model.graph))
+    whole = _keep_whole(model, mesh, "avg" if reduce == "mean" else "sum")
+    if checkpointing:
+        for path in _outermost(paths):
+            _recompute(model.get_submodule(path))
+    policies = _policies(dtype, offload)
+    alone = [path for path in paths if _is_alone(path, list(graph.parameters(model.graph, shared=True)))]
+    for module in (*(model.get_submodule(path) for path in alone), model):
+        if any(p not in whole for p in module.parameters()):
+            _fully_shard(module, mesh, whole, reshard_after_forward, reduce, policies)
+    return model
+
+
+def layer_paths(body: Graph, prefix: str = "") -> Iterator[str]:
+    """Yield the path of each layer of each repeat, inner ones before those around them."""
+    for node in body.nodes:
+        name = graph.join(prefix, node.name)
+        separate = node.directions if node.directions and node.owned == _names_inside(node) else ("",)
+        for direction in separate:
+            for label, inner in node.bodies.items():
+                path = graph.join(name, direction, label)
+                yield from layer_paths(inner, path)
+                if node.kind == "repeat":
+                    yield path
+
+
+def _names_inside(node: graph.Node) -> set[str]:
+    return {item.name for item in graph.parameters(node.bodies[""])}
+
+
+def _check(model: Any, reduce: str) -> None:
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"shard takes what build made, not {type(model).__name__}")
+    if reduce not in ("mean", "sum"):
+        raise UsageError(f"gradients are reduced by mean or sum, not {reduce!r}")
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        how = "start the script with torchrun and call torch.distributed.init_process_group()"
+        raise UnavailableError(f"there is no process group to shard over: {how}")
+    if any(hasattr(module, "unshard") for module in model.modules()):
+        raise UsageError("the model is sharded already")
+
+
+def _whole_world() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = torch.accelerator.current_accelerator()
+    name = "cpu" if kind is None or torch.distributed.get_backend() == "gloo" else kind.type
+    return init_device_mesh(name, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
+
+
+def _keep_whole(model: SequenceModel, mesh: Any, op: str) -> set[nn.Parameter]:
+    """Make a copy on each rank of parameters whose precision is their own, which no group of another dtype takes."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    made: dict[int, nn.Parameter] = {}
+    for item in graph.parameters(model.graph):
+        if item.parameter.full_precision:
+            path, _, leaf = item.name.rpartition(".")
+            own = model.get_parameter(item.name)
+            if id(own) not in made:
+                copies = distribute_tensor(own.detach(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+                made[id(own)] = nn.Parameter(copies, own.requires_grad)
+            model.get_submodule(path).register_parameter(leaf, made[id(own)])
+    if made:
+        for module in model.modules():
+            if isinstance(module, Primitive):
+                module._reduction = op
+    return set(made.values())
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+
+def _recompute(layer: nn.Module) -> None:
+    """Let a layer compute its activations again in the backward pass. A wrapper would change names of parameters."""
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _is_alone(path: str, parameters: list[Named]) -> bool:
+    """Return whether a layer's parameters are read in it alone, and are not those of a step outside it."""
+    prefix = f"{path}."
+    for item in parameters:
+        if item.tied:
+            reader, owner = item.name.startswith(prefix), item.tied.startswith(prefix)
+            if reader != owner and (owner or not item.shared):
+                return False
+    return True
+
+
+def _policies(dtype: torch.dtype | str | None, offload: bool) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    kind = None if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+    precision = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return {"mp_policy": precision, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+
+
+def _fully_shard(
+    module: nn.Module, mesh: Any, whole: set[nn.Parameter], reshard: Any, reduce: str, policies: dict[str, Any]
+) -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=reshard, **policies)
+    if reduce == "sum":
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
