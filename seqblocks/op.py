@@ -89,6 +89,10 @@ class Op(BaseModel):
     """The paper or equation it implements."""
     open_keys: ClassVar[bool] = False
     """Whether keys that are not declared are whole numbers (`model_config` must allow extra ones then)."""
+    exact: ClassVar[bool] = False
+    """Returns float32 in a model of 16 bits."""
+    mixed: ClassVar[bool] = False
+    """Takes float32 inputs in a model of 16 bits; others with parameters of 16 bits have such inputs converted."""
     builtin: ClassVar[bool] = False
     """Whether it is one of seqblocks' own; set when it is registered."""
 

@@ -29,6 +29,7 @@ class TimeStep(Op):
     least: float = argument(0.0, "no step is shorter", ge=0)
     most: float = argument(math.inf, "no step is longer", gt=0)
     source = "Mamba-2 (arXiv:2405.21060)"
+    exact = True
 
     def shape(self, x: Wire) -> Wire:
         if self.least >= self.most:
@@ -71,6 +72,7 @@ class LogDecay(Op):
     heads: int = argument(0, "heads with an A_log each; must divide the width (0: one for each feature)", ge=0)
     temperature: float = argument(16.0, "kind logsigmoid: what it is divided by", gt=0)
     bound: float = argument(-5.0, "kinds bounded and sigmoid: the strongest log decay", lt=0)
+    exact = True
 
     def shape(self, x: Wire, lower: Wire | None = None) -> Wire:
         if self.heads:
@@ -150,6 +152,7 @@ class LowerDecays(Op):
     layers: int = argument(..., "number of layers", ge=1)
     features: int = argument(..., "decays of a layer, D", ge=1)
     source = "HGRN (arXiv:2311.04823)"
+    exact = True
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.layers * self.features)

@@ -17,6 +17,7 @@ class HeadNorm(Norm):
     gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")
     bias: bool = argument(False, "whether a bias is added")
     shared: bool = argument(False, "whether all heads share one gain and one bias, as wide as a head")
+    mixed = True
     source = "xLSTM (arXiv:2405.04517), MultiHeadLayerNorm"
 
     def shape(self, x: Wire) -> Wire:

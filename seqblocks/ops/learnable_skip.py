@@ -18,6 +18,7 @@ class LearnableSkip(Op):
         Port("with", "what is scaled and added", kinds=ANY.kinds, broadcast=True),
     )
     heads: int = argument(0, "heads with one weight each; must divide the width (0: one for each feature)", ge=0)
+    mixed = True
     source = "xLSTM (arXiv:2405.04517), mLSTM block; per head: D of Mamba-2 (arXiv:2405.21060)"
 
     def shape(self, x: Wire, skip: Wire) -> Wire:

@@ -52,6 +52,7 @@ class LinearAttention(Op):
     scale: float = argument(0.0, "what scores are multiplied by (0: 1 / sqrt(K))", ge=0)
     bonus: bool = argument(False, "rule add: read before the write; a weight u [H, K] weighs the current token")
     normalize: bool = argument(False, "rule add: divide by the scores' sum")
+    mixed = True
     source = "arXiv:2006.16236, 2307.08621 (retention), 2312.06635 (GLA), 2406.06484 (delta), 2503.14456 (dplr)"
 
     @property

@@ -19,6 +19,7 @@ class Phase(Op):
     reads = "past"
     reversible = True
     source = "Mamba-3 (ICLR 2026)"
+    exact = True
 
     def facts(self, x: Wire) -> Facts:
         return Facts(0.0, 2 * math.pi)

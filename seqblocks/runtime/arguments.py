@@ -115,6 +115,17 @@ def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | No
         return None
     if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
         return None
+    return _of_another_dtype(x, own)
+
+
+def too_wide(x: Tensor, own: torch.dtype) -> str | None:
+    """Return what to do about an input of more bits than the 16 of the model, unless torch.autocast is in charge."""
+    if own.itemsize > 2 or x.dtype.itemsize <= own.itemsize or torch.is_autocast_enabled(x.device.type):
+        return None
+    return _of_another_dtype(x, own)
+
+
+def _of_another_dtype(x: Tensor, own: torch.dtype) -> str:
     found, expected = str(x.dtype).removeprefix("torch."), str(own).removeprefix("torch.")
     what = f"the model is {expected} and its input {found}"
     if torch.is_autocast_enabled(x.device.type):

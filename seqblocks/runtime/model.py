@@ -41,7 +41,9 @@ class SequenceModel(Body):
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
-        place = Place(spec.types, "", frozenset(item.name for item in shared), streams=bool(spec.graph.ports))
+        self._exact = any(node.op and node.op.exact for node in graph.walk(spec.graph))
+        names = frozenset(item.name for item in shared)
+        place = Place(spec.types, "", names, streams=bool(spec.graph.ports), exact=self._exact)
         super().__init__(spec.graph, place, spec.name)
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
@@ -153,6 +155,8 @@ class SequenceModel(Body):
         if call.compiling:
             return self._run(values, call)
         inputs = tuple(values.values())
+        if self._exact:  # its steps convert what is float32, and would convert the input
+            self._check_dtype(inputs)
         try:
             return self._run(values, call)
         except RuntimeError as error:
@@ -161,6 +165,11 @@ class SequenceModel(Body):
                 if reason := arguments.dtype_mismatch(x, self._own_dtype(), error):
                     raise RunError(reason) from error
             raise
+
+    def _check_dtype(self, inputs: tuple[Tensor, ...]) -> None:
+        for x in inputs:
+            if x.is_floating_point() and (reason := arguments.too_wide(x, self._own_dtype())):
+                raise RunError(reason)
 
     def step(
         self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None

@@ -34,6 +34,7 @@ class Primitive(StepModule, Holder):
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
         self._grid = grid_of(node, place)
+        self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
         if place.held_elsewhere:
             self._elsewhere = [name for name in self._own if graph.join(place.path, name) in place.held_elsewhere]
@@ -64,7 +65,10 @@ class Primitive(StepModule, Holder):
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         if self._grid and call.grid:
             call.grid.expected = self._grid
-        out = self.op.forward(self.parameters_by_name(call), call, *self._at_ports(tensors))
+        parameters = self.parameters_by_name(call)
+        if self._converts_to is not None:
+            tensors = tuple(narrowed(x, parameters[self._converts_to].dtype) for x in tensors)
+        out = self.op.forward(parameters, call, *self._at_ports(tensors))
         if not self._stateful:
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:
@@ -98,3 +102,13 @@ class Primitive(StepModule, Holder):
     def extra_repr(self) -> str:
         given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
         return ", ".join([*given, f"out={self._type}"])
+
+
+def _plain_parameter(node: Node) -> str | None:
+    """Return the name of a parameter that has the dtype of the model, or None."""
+    return next((name for name, parameter in node.parameters.items() if not parameter.full_precision), None)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what an op with `exact` may have made, in a dtype of 16 bits; in a wider dtype, return it as it is."""
+    return x.to(dtype) if dtype.itemsize <= 2 < x.dtype.itemsize and x.is_floating_point() else x

@@ -35,11 +35,12 @@ class Place(NamedTuple):
     path: str = ""
     held_elsewhere: frozenset[str] = frozenset()
     streams: bool = False  # whether the model has context, and the module reads more than that
+    exact: bool = False  # whether some steps of the model return float32 where it has 16 bits
 
     def at(self, node: Node) -> Place:
         """Return the place of a node of this body."""
         streams = self.streams and not is_context(node)
-        return Place(self.types, graph.join(self.path, node.name), self.held_elsewhere, streams)
+        return self._replace(path=graph.join(self.path, node.name), streams=streams)
 
     def inside(self, label: str) -> Place:
         """Return the place of a body of this node."""

@@ -92,3 +92,47 @@ def test_initialisers() -> None:
     z = 2 * (n % 8) / 7 - 1
     expected = -5.5 + 6 * (n / 63) ** 1.3 + 2.5 * z * z.abs()
     torch.testing.assert_close(drawn("waves(-5.5, 0.5, 1.3, 2.5, 8)")[0], expected, rtol=0, atol=1e-5)
+
+
+READERS = (
+    "linear: 6", "layer_norm", "rms_norm", "swiglu: 8", "proj_up: 2", "proj_down: 4", "classifier: 5", "token_shift",
+    "conv1d: {kernel: 3, features: 4}", "causal_conv: {kernel: 3}", "headwise_linear: {block: 3}",
+    "slstm: {heads: 2, z: decay, i: decay, f: decay, o: decay}",
+    "residual: [layer_norm, {linear: 6}]", "experts: {count: 2, steps: [{linear: 6}]}",
+    "linear: {features: 6, from: [decay, x]}", "linear: {features: 6, from: [x, decay]}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_float32_in_a_model_of_16_bits_can_be_read(reader: str, dtype: torch.dtype) -> None:
+    text = f"""seqblocks: 1
+model:
+  input: {{features: 6}}
+  steps:
+    - identity: {{as: x}}
+    - log_decay: {{kind: logsigmoid, as: decay}}
+    - {reader}
+"""
+    precise, model = (seqblocks.build_text(text, dtype=kind, seed=2).eval() for kind in (torch.float32, dtype))
+    precise.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    x = X.to(dtype)
+    y, expected = model(x), precise(x.float())
+    room = 16 * torch.finfo(dtype).eps  # a rounding for each of about ten operations, of sums of 12 terms at most
+    assert (y - expected).abs().max() <= room * expected.abs().max()
+    assert torch.equal(model(x, return_state=True)[0], y)
+
+
+def test_an_input_of_more_bits_than_the_model_is_refused_all_the_same() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 6}, steps: [{log_decay: softplus}, {linear: 6}]}"
+    model = seqblocks.build_text(text, dtype="bfloat16")
+    with pytest.raises(seqblocks.RunError, match="the model is bfloat16 and its input float32"):
+        model(X.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(X.float())
+
+
+def test_a_tied_weight_decides_the_dtype() -> None:
+    steps = "[{embed: 6}, {time_step: {}}, {unembed: {bias: false, tie: embed}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{tokens: 5}}, steps: {steps}}}", dtype="bfloat16")
+    assert model(torch.tensor([[1, 2, 3]])).dtype == torch.bfloat16
