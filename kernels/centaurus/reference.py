@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing
+from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 MODES = ("neck", "pointwise", "dws", "full")
@@ -81,18 +82,17 @@ def run(
     state = bank.fresh(x) if state is None else state
     size = torch.exp(bank.decay)
     turn_re, turn_im = size * torch.cos(bank.turn), size * torch.sin(bank.turn)
-    S = x.shape[1]
-    outputs: list[Tensor] = []
-    for t in reversed(range(S)) if reverse else range(S):
-        if resets is not None:
-            state = state.masked_fill(resets[:, t, None, None, None], 0.0)
-        re, im = state.unbind(-1)
-        re, im = turn_re * re - turn_im * im + bank.enter(x[:, t]).unsqueeze(-1), turn_im * re + turn_re * im
-        state = torch.stack([re, im], -1)
-        outputs.append(bank.leave((bank.read * re - bank.across * im).sum(-1), x.shape[2]))
-    if not outputs:
+    if x.shape[1] == 0:
         return bank.nothing(x), state
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+
+    def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
+        re, im = state[0].unbind(-1)
+        re, im = turn_re * re - turn_im * im + bank.enter(x[0]).unsqueeze(-1), turn_im * re + turn_re * im
+        y = bank.leave((bank.read * re - bank.across * im).sum(-1), x[0].shape[1])
+        return y, (torch.stack([re, im], -1),)
+
+    y, last = token_by_token(token, (state,), (x,), resets, reverse)
+    return y, last[0]
 
 
 register("centaurus", "reference", run, always("the recurrent definition runs wherever torch does"))

@@ -20,6 +20,12 @@ def constant(function: F) -> F:
     return function
 
 
+def exporting() -> bool:
+    """Return whether a program is being exported, by torch.export or what is built on it."""
+    found = getattr(torch.compiler, "is_exporting", None)  # not in older versions
+    return bool(torch.compiler.is_compiling() and found and found())
+
+
 def unknown(size: int | torch.SymInt) -> bool:
     """Return whether a program is being exported that serves any size, so that nothing may depend on this one.
 
@@ -28,5 +34,4 @@ def unknown(size: int | torch.SymInt) -> bool:
     """
     if not torch.compiler.is_compiling():
         return False
-    exporting = getattr(torch.compiler, "is_exporting", None)  # not in older versions
-    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and bool(exporting and exporting()))
+    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and exporting())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
-from seqblocks.kernels.resets import STATE, TOKENS, along, contained
+from seqblocks.kernels.recurrence import States, token_by_token
+from seqblocks.kernels.resets import STATE, TOKENS, contained
 
 
 def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -22,17 +22,16 @@ def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse:
 
 def scan(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     """The bare recurrence. `run` also keeps what is not finite out of gradients that a reset separates from it."""
-    S = x.shape[1]
-    if S == 0:
+    if x.shape[1] == 0:
         return nothing(x, x, decay), state
-    outputs = []
+
+    def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
+        h = x[1].exp() * state[0] + x[0]
+        return h, (h,)
+
     with without_autocast(x.device.type):
-        for t in reversed(range(S)) if reverse else range(S):
-            if resets is not None:
-                state = state.masked_fill(along(resets[:, t], state), 0.0)
-            state = decay[:, t].exp() * state + x[:, t]
-            outputs.append(state)
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+        y, last = token_by_token(token, (state,), (x, decay), resets, reverse)
+    return y, last[0]
 
 
 register("gated_recurrence", "reference", run, always("the recurrent definition runs wherever torch does"))

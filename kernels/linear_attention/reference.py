@@ -12,7 +12,8 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
-from seqblocks.kernels.resets import SHARED, STATE, TOKENS, along, contained
+from seqblocks.kernels.recurrence import States, token_by_token
+from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 KINDS = (TOKENS,) * 7 + (SHARED, STATE)  # of q, k, v, decay, beta, a, b, bonus, state
 
@@ -86,20 +87,19 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """The bare recurrence. `run` also keeps what is not finite out of gradients that a reset separates from it."""
     q, k, v, *others, bonus, state = tensors
-    groups, S = v.shape[2] // q.shape[2], q.shape[1]
-    if S == 0:
+    groups = v.shape[2] // q.shape[2]
+    if q.shape[1] == 0:
         return nothing(v, *tensors[:-1]), state
     with without_autocast(q.device.type):
         q, k = (x.repeat_interleave(groups, 2) for x in (scale * q, k))
         bonus = None if bonus is None else bonus.repeat_interleave(groups, 0)
-        outputs = []
-        for t in reversed(range(S)) if reverse else range(S):
-            if resets is not None:
-                state = state.masked_fill(along(resets[:, t], state), 0.0)
-            decay, beta, a, b = (None if x is None else x[:, t] for x in others)
-            y, state = step(q[:, t], k[:, t], v[:, t], decay, beta, a, b, bonus, state)
-            outputs.append(y)
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+
+        def token(state: States, x: list[Any]) -> tuple[Tensor, States]:
+            y, new = step(*x, bonus, *state)
+            return y, (new,)
+
+        y, last = token_by_token(token, (state,), (q, k, v, *others), resets, reverse)
+    return y, last[0]
 
 
 register("linear_attention", "reference", run, always("the recurrent definition runs wherever torch does"))

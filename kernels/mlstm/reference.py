@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import nonfinite
 
 
@@ -83,17 +84,14 @@ def _scan(
     log_i, log_f = log_input_gate(i, input_gate), F.logsigmoid(f)
     scaled = q.to(dtype) * DK**-0.5
     k, values = k.to(dtype), v.to(dtype)
-    outputs: list[Tensor] = []
-    for t in reversed(range(S)) if reverse else range(S):
-        if resets is not None:
-            first = resets[:, t, None]
-            state = MLSTMState(*(s.masked_fill(first.view(B, *[1] * (s.dim() - 1)), 0.0) for s in state))
-        h, state = cell(scaled[:, t], k[:, t], values[:, t], log_i[:, t], log_f[:, t], state,
-                        eps=eps, input_gate=input_gate, normalize=normalize)
-        outputs.append(h)
-    if not outputs:
+    if S == 0:
         return nothing(v, q, k, i, f, v), state
-    return torch.stack(outputs[::-1] if reverse else outputs, 1).to(v.dtype), state
+
+    def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
+        return cell(*x, MLSTMState(*state), eps=eps, input_gate=input_gate, normalize=normalize)
+
+    h, last = token_by_token(token, state, (scaled, k, values, log_i, log_f), resets, reverse)
+    return h.to(v.dtype), MLSTMState(*last)
 
 
 register("mlstm", "reference", run, always("the recurrent definition runs wherever torch does"))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 Pair = tuple[Tensor, Tensor]
@@ -88,18 +89,17 @@ def run(
     Returns y [B, S, G, E/G] and the last state.
     """
     with without_autocast(u.device.type):
-        S = u.shape[1]
-        outputs: list[Tensor] = []
-        for t in reversed(range(S)) if reverse else range(S):
-            if resets is not None:
-                state = state.masked_fill(resets[:, t, None, None, None], 0.0)
-            step = dt[:, t, :, :, None]
-            state = torch.exp(step * A) * state + step * u[:, t, :, :, None] * B[:, t, :, None]
-            y = (state * C[:, t, :, None]).sum(-1)
-            outputs.append(2 * y.real if y.is_complex() else y)
-    if not outputs:
-        return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), state
+        if u.shape[1] == 0:
+            return nothing(u, u, dt, *(x.real if x.is_complex() else x for x in (A, B, C))), state
+
+        def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
+            u, dt, B, C = (each.unsqueeze(axis) for each, axis in zip(x, (-1, -1, -2, -2), strict=True))
+            h = torch.exp(dt * A) * state[0] + dt * u * B
+            y = (h * C).sum(-1)
+            return 2 * y.real if y.is_complex() else y, (h,)
+
+        y, last = token_by_token(token, (state,), (u, dt, B, C), resets, reverse)
+    return y, last[0]
 
 
 register("selective_scan", "reference", complete(run), always("the recurrent definition runs wherever torch does"))

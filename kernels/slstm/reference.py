@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.numerics import nothing, without_autocast
+from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 
@@ -58,16 +59,15 @@ def _run(
 ) -> tuple[Tensor, ...]:
     gates = rearrange([x.to(state.y.dtype) for x in inputs], "gate b s (h d) -> b s gate h d", h=state.y.shape[1])
     with without_autocast(gates.device.type):
-        S = gates.shape[1]
-        outputs: list[Tensor] = []
-        for t in reversed(range(S)) if reverse else range(S):
-            if resets is not None:
-                state = SLSTMState(*(s.masked_fill(resets[:, t, None, None], 0.0) for s in state))
-            state = cell(gates[:, t], recurrent, bias, state)
-            outputs.append(state.y)
-    if not outputs:
-        return nothing(gates[:, :, 0], gates, recurrent, bias), *state
-    return torch.stack(outputs[::-1] if reverse else outputs, 1), *state
+        if gates.shape[1] == 0:
+            return nothing(gates[:, :, 0], gates, recurrent, bias), *state
+
+        def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
+            new = cell(x[0], recurrent, bias, SLSTMState(*state))
+            return new.y, new
+
+        y, last = token_by_token(token, state, (gates,), resets, reverse)
+    return y, *last
 
 
 register("slstm", "reference", run, always("the recurrent definition runs wherever torch does"))

@@ -53,9 +53,9 @@ def yes_if(trait: str) -> Callable[[Kernel, Implementation], list[bool]]:
     return lambda kernel, on: [False, True] if getattr(kernel, trait) else [False]
 
 
-def once_in_triton(kernel: Kernel, on: Implementation) -> list[bool]:
-    """Resets or not; only with them where it takes long."""
-    return [kernel.resets] if on.name == "triton" else yes_if("resets")(kernel, on)
+def both_in_torch(kernel: Kernel, on: Implementation) -> list[bool]:
+    """Resets or not; elsewhere, where it takes long, only with them."""
+    return yes_if("resets")(kernel, on) if on.name == "torch" else [kernel.resets]
 
 
 def shapes(kernel: Kernel, on: Implementation) -> list[Any]:
@@ -390,8 +390,8 @@ class Caller(torch.nn.Module):
 
 
 @cases(
-    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], CPU[1:], variants=(),
-    resets=once_in_triton,
+    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], CPU, variants=(),
+    resets=both_in_torch,
 )
 def test_one_export_serves_every_length(subject: Subject, resets: bool) -> None:
     length = torch.export.Dim("length", min=2, max=4096)
@@ -425,7 +425,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@cases(KERNELS, CPU[1:], variants=(), resets=once_in_triton)
+@cases(KERNELS, CPU[1:], variants=(), resets=both_in_torch)
 def test_its_ops_keep_their_promises_to_torch(subject: Subject, resets: bool) -> None:
     """Schema, fake tensors, autograd: whatever op a call makes, with what it was called with."""
     x = float32_leaves(subject, batch=1, S=5)
