@@ -85,6 +85,8 @@ class Op(BaseModel):
     or the whole sequence (such an op cannot stream)."""
     reversible: ClassVar[bool] = False
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
+    summarises: ClassVar[bool] = False
+    """Whether `transition` computes something of the tokens, which takes time; otherwise it copies inputs at most."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
     open_keys: ClassVar[bool] = False
@@ -149,6 +151,15 @@ class Op(BaseModel):
         """Return W [O, I] and b [O], or None, where a token's output is W x + b, so that several may be one product.
 
         What it derives from `p` holds as long as for `prepare_step`.
+        """
+        return None
+
+    def transition(self, p: Mapping[str, Any], call: Any, *inputs: Any) -> Callable[[Any], Any] | None:
+        """Return what these tokens make of a state: a function from the one before them to the one after them.
+
+        It serves sequences whose parts are on several devices: what takes time is computed before the state is there,
+        and the function itself is short. None, the default, where `forward` has to say. `call` has resets, and no
+        state.
         """
         return None
 

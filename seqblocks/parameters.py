@@ -52,6 +52,7 @@ class State(NamedTuple):
     dtype: "model" is the model's; "float32" does not follow it (stabilisers, accumulators), except to float64.
     context: it is kept of a stream's context, and stays as it is. length: of a sequence among these, the name of its
     axis, whose size a call decides; the shape has 0 there where the spec leaves it open.
+    per_token: its first axis has a place for each earlier token, and its size is the most that a stream may have.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +60,7 @@ class State(NamedTuple):
     fill: float = 0.0
     context: bool = False
     length: str = ""
+    per_token: bool = False
 
     @property
     def numel(self) -> int:

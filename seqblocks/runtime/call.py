@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError
+from seqblocks.op import Op
+from seqblocks.parameters import State
 from seqblocks.runtime.sharing import Holder
 from seqblocks.state import States
 
@@ -29,6 +31,26 @@ class Grid:
         return self.expected if self.expected in grids else next(iter(grids), None)
 
 
+class Carrying(NamedTuple):
+    """A step that carries state: its path in the model, the state that it declares, input tokens per token of its."""
+
+    path: str
+    op: Op
+    state: dict[str, State]
+    rate: int
+
+
+class Relay(Protocol):
+    """Runs the steps that carry state where the ranks of a process group hold the parts of a sequence."""
+
+    def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
+        """Return a step's output for this rank's tokens: its state comes from the rank before, and goes to the next.
+
+        p: the op's parameters; inputs: by port, None for an absent one.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Call:
     """The context of a call: all that an op reads besides its parameters and inputs.
@@ -39,6 +61,7 @@ class Call:
     grid: of the tokens of an image. directed: where a scan's direction has parameters of its own, by step path.
     phase: of a stream with context, which steps run: those that depend on the context alone, or all others.
     routed: while training, what each router chose, by step path.
+    relay: where the sequence is a part of a longer one, and other ranks hold the others.
     """
 
     training: bool
@@ -51,6 +74,7 @@ class Call:
     directed: dict[str, Holder] | None = None
     phase: Phase = None
     routed: dict[str, list[Any]] | None = None
+    relay: Relay | None = None
 
     @property
     def compiling(self) -> bool:

@@ -16,7 +16,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
 from seqblocks.runtime.body import Body
-from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.sharing import connect
@@ -38,6 +38,7 @@ class SequenceModel(Body):
     """
 
     _routed: dict[str, list[Routed]] | None = None  # what routers chose in the latest call, if it was in training
+    _relay: Relay | None = None  # set while a call runs on a part of a sequence whose other parts other ranks hold
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
@@ -94,7 +95,10 @@ class SequenceModel(Body):
             resets = packed_resets(cu_seqlens, x.shape[1], x.device)
         if self._has_experts:
             self._routed = {} if self.training else None
-        call = Call(self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed)
+        call = Call(
+            self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed,
+            relay=self._relay,
+        )  # fmt: skip
         if self._has_context:
             y, states = self._run_with_context(x, inputs, call)
         else:

@@ -11,7 +11,7 @@ from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
 from seqblocks.op import Op
-from seqblocks.runtime.call import Call
+from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.shards import replicated
 from seqblocks.runtime.sharing import Holder, shared_parameters
@@ -33,6 +33,8 @@ class Primitive(StepModule, Holder):
         self._sizes = [len(node.inputs.get(port.name, ())) for port in node.op.ports]
         self._axis = joining_axis(node) if max(self._sizes, default=0) > 1 else -1
         self._vectors = vectors_of(node)
+        rate = node.wires[0].rate if node.wires and node.wires[0] else 1
+        self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
         self._grid = grid_of(node, place)
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
@@ -68,7 +70,10 @@ class Primitive(StepModule, Holder):
         parameters = self.parameters_by_name(call)
         if self._converts_to is not None:
             tensors = tuple(narrowed(x, parameters[self._converts_to].dtype) for x in tensors)
-        out = self.op.forward(parameters, call, *self._at_ports(tensors))
+        inputs = self._at_ports(tensors)
+        if call.relay and self._carrying:
+            return call.relay.run(self._carrying, parameters, call, inputs), {}
+        out = self.op.forward(parameters, call, *inputs)
         if not self._stateful:
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:

@@ -95,7 +95,7 @@ def call_child(
             return y
     else:
         y = child(*_inputs(tensors, node))
-    if call.streaming and not (node is not None and node.op is not None and node.op.reads == "token"):
+    if (call.streaming or call.relay) and not (node is not None and node.op is not None and node.op.reads == "token"):
         raise RunError(f"{name}: the {type(child).__name__} that replaces it carries no state")
     return y, {}
 

@@ -1,0 +1,216 @@
+"""States handed on along a sequence whose parts are on several ranks, and their gradients handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from seqblocks.op import Op
+from seqblocks.parameters import State
+from seqblocks.runtime.call import Call, Carrying
+from seqblocks.state import States, dtype_of
+
+
+class Kind(NamedTuple):
+    """Shape and dtype of a tensor that is received."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Link:
+    """Messages between the ranks of a group: sending does not wait, receiving does. Counts what is sent.
+
+    rank, size: of the group; earlier, later: the neighbours that hold the parts before and after this rank's.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.earlier = self.rank - 1 if self.rank else None
+        self.later = self.rank + 1 if self.rank + 1 < self.size else None
+        self.messages = self.bytes = 0
+        self._pending: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensors: Iterable[Tensor], to: int) -> None:
+        """Send tensors as one message. Nothing is sent where they are empty."""
+        message = torch.cat([_as_bytes(x) for x in tensors])
+        if not message.numel():
+            return
+        self._pending = [each for each in self._pending if not each[0].is_completed()]
+        work = distributed.isend(message, self._global(to), group=self.group)
+        self._pending.append((work, message))
+        self.messages, self.bytes = self.messages + 1, self.bytes + message.numel()
+
+    def receive(self, kinds: list[Kind], source: int, device: torch.device) -> list[Tensor]:
+        """Return the tensors that another rank sent, each in memory of its own."""
+        sizes = [_bytes_of(kind) for kind in kinds]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if message.numel():
+            distributed.recv(message, self._global(source), group=self.group)
+        parts = message.split(sizes)
+        return [part.clone().view(kind.dtype).view(kind.shape) for part, kind in zip(parts, kinds, strict=True)]
+
+    def wait(self) -> None:
+        """Wait until what was sent has arrived."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending = []
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else distributed.get_global_rank(self.group, rank)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(kind: Kind) -> int:
+    count = kind.dtype.itemsize
+    for size in kind.shape:
+        count *= size
+    return count
+
+
+class Part(NamedTuple):
+    """The part of a call that a rank has: `before` tokens of the model's input are on earlier ranks.
+
+    tracked: whether gradients are handed back. summaries: whether steps that can summarise their tokens do so.
+    """
+
+    link: Link
+    batch: int
+    before: int
+    device: torch.device
+    tracked: bool
+    summaries: bool
+
+
+class Relay:
+    """Hands on the states of one call. Each step's state is received and sent once, also where activation checkpointing
+    computes the step again.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._received: dict[str, list[Tensor]] = {}
+        self._sent: set[str] = set()
+
+    def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
+        """Return a step's output; see `seqblocks.runtime.call.Relay`."""
+        move = self._transition(step.op, p, call, inputs)
+        state, inputs = self._before(step, inputs)
+        if move is None:
+            wanted = self.part.link.later is not None
+            y, after = step.op.forward(p, replace(call, state=state, return_state=wanted), *inputs)
+            return self._handed_on(step, after, [y], inputs)[0] if wanted else y
+        if self.part.link.later is not None:
+            after = move(self._initial(step, inputs) if state is None else state)
+            inputs = self._handed_on(step, after, inputs, inputs)
+        y, _ = step.op.forward(p, replace(call, state=state), *inputs)
+        return y
+
+    def _transition(
+        self, op: Op, p: dict[str, Any], call: Call, inputs: list[Any]
+    ) -> Callable[[States], States] | None:
+        if op.summarises and not self.part.summaries:
+            return None
+        return op.transition(p, call, *inputs)
+
+    def _kinds(self, step: Carrying, inputs: list[Any], before: int) -> list[Kind]:
+        """Return what a step's state is made of. Parts that follow the model's dtype follow that of the inputs."""
+        dtype = torch.float32
+        floats = [x.dtype for x in inputs if x is not None and x.is_floating_point()]
+        for at, each in enumerate(floats):
+            dtype = torch.promote_types(dtype, each) if at else each
+        return [Kind((self.part.batch, *_sizes(state, before // step.rate)), dtype_of(state, dtype))
+                for state in step.state.values()]  # fmt: skip
+
+    def _initial(self, step: Carrying, inputs: list[Any]) -> States:
+        kinds = self._kinds(step, inputs, 0)
+        return {
+            name: torch.full(kind.shape, state.fill, dtype=kind.dtype, device=self.part.device)
+            for (name, state), kind in zip(step.state.items(), kinds, strict=True)
+        }
+
+    def _before(self, step: Carrying, inputs: list[Any]) -> tuple[States | None, list[Any]]:
+        """Return the state that the earlier rank hands on, None on the first rank, and the inputs to go on with."""
+        if self.part.link.earlier is None:
+            return None, inputs
+        kinds = self._kinds(step, inputs, self.part.before)
+        if step.path not in self._received:
+            self._received[step.path] = self.part.link.receive(kinds, self.part.link.earlier, self.part.device)
+        state = [x.detach() for x in self._received[step.path]]
+        if self.part.tracked:
+            state, inputs = _joined(_Received, self.part, state, inputs)
+        return dict(zip(step.state, state, strict=True)), inputs
+
+    def _handed_on(self, step: Carrying, after: States, carriers: list[Any], inputs: list[Any]) -> list[Any]:
+        """Send a state to the later rank. Return the tensors through which its gradient arrives."""
+        kinds = self._kinds(step, inputs, self.part.before)
+        state = [after[name].to(kind.dtype) for name, kind in zip(step.state, kinds, strict=True)]
+        if step.path not in self._sent:
+            self._sent.add(step.path)
+            assert self.part.link.later is not None
+            self.part.link.send(state, self.part.link.later)
+        return _joined(_Sent, self.part, state, carriers)[1] if self.part.tracked else carriers
+
+
+def _sizes(state: State, tokens: int) -> tuple[int, ...]:
+    return (tokens, *state.shape[1:]) if state.per_token else state.shape
+
+
+def _joined(
+    function: type[_Received] | type[_Sent], part: Part, state: list[Tensor], tensors: list[Any]
+) -> tuple[list[Tensor], list[Any]]:
+    """Pass a state and tensors that a step reads or makes through a node of the graph of gradients.
+
+    A backward pass that reaches the step reaches the node, whatever the step makes of its state: the neighbours wait
+    for one another. Integers, and inputs that are absent, go past it.
+    """
+    floats = [at for at, x in enumerate(tensors) if x is not None and x.is_floating_point()]
+    exact = [at for at, x in enumerate(state) if x.is_floating_point()]
+    if not exact:
+        return state, tensors
+    anchor = torch.empty(0, device=part.device, requires_grad=True)
+    passed = function.apply(part, len(exact), anchor, *(state[at] for at in exact), *(tensors[at] for at in floats))
+    states, others = list(state), list(tensors)
+    for at, x in zip(exact, passed[: len(exact)], strict=True):
+        states[at] = x
+    for at, x in zip(floats, passed[len(exact) :], strict=True):
+        others[at] = x
+    return states, others
+
+
+class _Received(torch.autograd.Function):
+    """The identity. Backward, the gradients of the state go to the rank that it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.count = part, count
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.count:
+            ctx.part.link.send(gradients[: ctx.count], ctx.part.link.earlier)
+        return None, None, None, *[None] * ctx.count, *gradients[ctx.count :]
+
+
+class _Sent(torch.autograd.Function):
+    """The identity. Backward, the gradients of the state come from the rank that it went to."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, count: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.kinds = part, [Kind(tuple(x.shape), x.dtype) for x in tensors[:count]]
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.kinds)
+        states = ctx.part.link.receive(ctx.kinds, ctx.part.link.later, ctx.part.device) if count else []
+        return None, None, None, *states, *gradients[count:]

@@ -1,0 +1,211 @@
+"""Sequence parallelism: each rank of a process group has its part of a long sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqblocks import graph
+from seqblocks.distributed.relay import Kind, Link, Part, Relay
+from seqblocks.errors import RunError, UsageError
+from seqblocks.graph import ModelSpec
+from seqblocks.kernels.positions import packed_resets
+from seqblocks.runtime import arguments
+from seqblocks.runtime.model import SequenceModel
+
+BUCKET = 2**25  # numbers of gradients that are added in one message
+
+
+def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | None = None) -> SequenceParallel:
+    """Return what runs a model on a sequence whose parts are on the ranks of a group, in the order of the ranks.
+
+    model: as `build` returns it, the same on all ranks, or a wrapper such as DDP or `fully_shard` make. group: a process
+    group or a mesh of one dimension; by default all ranks. summaries: whether steps that can, such as `ssm`, compute
+    what their tokens do to any state before they wait for theirs, which takes some of the step's time again; by
+    default where there are more ranks than such steps have layers to wait in (see docs/sequence_parallel.md).
+    Raises RunError where a step needs the whole sequence at once, UsageError.
+    """
+    if not distributed.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group first")
+    inner = next((module for module in model.modules() if isinstance(module, SequenceModel)), None)
+    if inner is None:
+        raise UsageError(f"a sequence is split for a model that seqblocks built, not for {type(model).__name__}")
+    if obstacle := graph.stream_obstacle(inner.spec):
+        raise RunError(" cannot run on a part of a sequence: ".join(obstacle))
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(f"a sequence is split along one dimension of a mesh, and this one has {group.ndim}")
+        group = group.get_group()
+    return SequenceParallel(model, inner, Link(group), summaries)
+
+
+class SequenceParallel:
+    """Runs a model on this rank's part of a sequence; outputs and gradients are those of the whole sequence.
+
+        parallel = sequence_parallel(model)
+        logits = parallel(parallel.part(tokens))
+        losses = cross_entropy(logits.mT, parallel.part(targets), reduction="none")
+        parallel.mean(losses).backward()
+        parallel.sum_gradients()
+
+    All ranks make the same calls in the same order, and each calls backward. rank, size: of the group.
+    """
+
+    def __init__(self, model: nn.Module, inner: SequenceModel, link: Link, summaries: bool | None) -> None:
+        self.model = model
+        self._inner, self._link = inner, link
+        self.rank, self.size = link.rank, link.size
+        self._summaries = _are_worthwhile(inner.spec, link.size) if summaries is None else summaries
+
+    def __call__(
+        self, x: Tensor | None = None, *, resets: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Any:
+        """Return the output for this rank's tokens.
+
+        x [batch, tokens, features] (or token numbers [batch, tokens]): this rank's part, whose length may be another
+        on each rank. resets [batch, tokens]: of this part. cu_seqlens: of the whole sequence. inputs: those that do
+        not stream, whole. A vector for the whole sequence is that of the last rank, see `last`. Raises RunError.
+        """
+        spec = self._inner.spec
+        if inputs or x is None:
+            x, inputs = arguments.named_input(spec.inputs, x, inputs)
+        arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
+        self._check(x)
+        part = self._agree(x)
+        if cu_seqlens is not None:
+            if resets is not None:
+                raise RunError("resets and cu_seqlens say the same: pass one of them")
+            whole = packed_resets(cu_seqlens, int(cu_seqlens[-1]), x.device)
+            resets = whole[:, part.before : part.before + x.shape[1]]
+        self._inner._relay = Relay(part)
+        try:
+            y = self.model(x, resets=resets, **inputs)
+        finally:
+            self._inner._relay = None
+        if not part.tracked:
+            self._link.wait()
+        return y
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a whole sequence, along the axis of the tokens: tokens, targets, resets.
+
+        The parts are as long as each other, up to a token (or a frame of tokens).
+        """
+        frame = self._inner.frame_size
+        frames = -(-x.shape[dim] // frame)
+        first, last = (min(frame * (at * frames // self.size), x.shape[dim]) for at in (self.rank, self.rank + 1))
+        return x.narrow(dim, first, last - first)
+
+    def mean(self, losses: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean of all ranks' losses: one number, the same on all ranks.
+
+        losses: of this rank's tokens, any shape. weights: of the losses, the same shape; 0 where one does not count.
+        Its gradient is that of this rank's losses; `sum_gradients` adds those of all ranks.
+        """
+        weighted = losses if weights is None else losses * weights
+        count = losses.numel() if weights is None else weights.sum()
+        own = weighted.sum()
+        total = torch.stack([own.detach(), torch.as_tensor(count, dtype=own.dtype, device=own.device)])
+        self._all_reduce(total)
+        mean = own / total[1]
+        return mean + (total[0] / total[1] - mean).detach()
+
+    def last(self, y: Tensor) -> Tensor:
+        """Return the last rank's value on all ranks: a vector for the whole sequence.
+
+        Each rank may compute the loss of it; its gradient counts on the last rank alone.
+        """
+        value = y.detach().clone(memory_format=torch.contiguous_format)
+        distributed.broadcast(value, self._link._global(self.size - 1), group=self._link.group)
+        self._link.wait()
+        counted = y if self.rank == self.size - 1 else y * 0
+        return counted + (value - counted).detach()
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Add the gradients of all ranks, so that each has those of the whole sequence.
+
+        Not for a model that DDP or FSDP wraps over the same ranks: these add gradients, and divide by the ranks.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters:
+            return
+        device = parameters[0].device
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+        self._all_reduce(used)
+        found = [p for p, count in zip(parameters, used.tolist(), strict=True) if count]
+        for p in found:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for bucket in _buckets(found):
+            gradients = [p.grad for p in bucket]
+            flat = torch.cat([g.flatten() for g in gradients])
+            self._all_reduce(flat)
+            for g, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                g.copy_(total.view_as(g))
+
+    def _all_reduce(self, x: Tensor) -> None:
+        distributed.all_reduce(x, group=self._link.group)
+        self._link.wait()
+
+    def _check(self, x: Tensor) -> None:
+        frame = self._inner.frame_size
+        if x.shape[1] % frame:
+            raise RunError(f"a part of a sequence holds whole frames of {frame} tokens, not {x.shape[1]} tokens")
+        if self._inner.training and (name := _dropped_samples(self._inner.spec)):
+            raise RunError(
+                f"{name} drops whole samples at random, and the ranks would drop different ones: "
+                "set its probability to 0, or call model.eval()"
+            )
+
+    def _agree(self, x: Tensor) -> Part:
+        """Learn from the earlier rank how many tokens there are before this part. RunError where the calls differ."""
+        link = self._link
+        tracked = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        before, found = 0, (x.shape[0], int(tracked))
+        if link.earlier is not None:
+            (head,) = link.receive([Kind((3,), torch.int64)], link.earlier, x.device)
+            before, *other = head.tolist()
+            names = ("sequences in the batch", "gradients wanted (0 or 1)")
+            for name, here, there in zip(names, found, other, strict=True):
+                if here != there:
+                    raise RunError(f"{name}: {here} on rank {self.rank}, and {there} on rank {link.earlier}")
+        if link.later is not None:
+            link.send([torch.tensor([before + x.shape[1], *found], device=x.device)], link.later)
+        return Part(link, x.shape[0], before, x.device, tracked, self._summaries)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters by dtype, in groups of a limited size."""
+    buckets: list[list[nn.Parameter]] = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        size = BUCKET
+        for p in (p for p in parameters if p.dtype == dtype):
+            if size + p.numel() > BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(p)
+            size += p.numel()
+    return buckets
+
+
+def _dropped_samples(spec: ModelSpec) -> str | None:
+    """Return the name and place of a step that drops whole samples, or None."""
+    for node in graph.streamed(spec.graph):
+        p = node.arguments.drop_path if node.kind == "residual" else 0
+        if p or (node.verb == "drop_path" and getattr(node.op, "p", 0)):
+            return f"{node.name} ({node.span})"
+    return None
+
+
+def _are_worthwhile(spec: ModelSpec, ranks: int) -> bool:
+    """Whether the last rank waits longer for states in turn than summaries take.
+
+    In turn, it starts each of its steps `ranks - 1` steps' time after the first rank; a summary takes about half of a
+    step's time again, in each step.
+    """
+    steps = sum(node.op is not None and node.op.summarises for node in graph.streamed(spec.graph))
+    return 2 * (ranks - 1) > steps
