@@ -22,10 +22,10 @@ BUCKET = 2**25  # numbers of gradients that are added in one message
 def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | None = None) -> SequenceParallel:
     """Return what runs a model on a sequence whose parts are on the ranks of a group, in the order of the ranks.
 
-    model: as `build` returns it, the same on all ranks, or a wrapper such as DDP or `fully_shard` make. group: a process
-    group or a mesh of one dimension; by default all ranks. summaries: whether steps that can, such as `ssm`, compute
-    what their tokens do to any state before they wait for theirs, which takes some of the step's time again; by
-    default where there are more ranks than such steps have layers to wait in (see docs/sequence_parallel.md).
+    model: as `build` returns it, the same on all ranks, or wrapped by DDP or fully_shard. group: a process group or a
+    mesh of one dimension; by default all ranks. summaries: whether steps that can, such as `ssm`, compute what their
+    tokens do to any state before they wait for theirs, which takes some of the step's time again; by default where
+    more ranks would wait for one another than the model has such steps (docs/sequence_parallel.md).
     Raises RunError where a step needs the whole sequence at once, UsageError.
     """
     if not distributed.is_initialized():

@@ -1,0 +1,147 @@
+"""What the ranks of the tests of sequence parallelism run: gloo processes, forked from one that imports torch for all.
+
+Each rank runs a model on the whole sequence by itself, then on its part of it with the others, and compares.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from seqblocks.distributed.sequence import SequenceParallel
+from seqblocks.runtime.model import SequenceModel, has_tokens
+from seqblocks.testing import _by_name, _output_types, _weights, random_context, random_input
+
+TIMEOUT = 300  # seconds, after which ranks that wait for one another are ended
+SHARES = {2: (5, 18), 3: (4, 11, 8)}  # frames of the sequence that each rank has
+Errors = dict[str, float]
+
+
+class Failed(str):
+    """What an error on a rank said."""
+
+
+def run_ranks(module: str, name: str, folder: Path, size: int) -> list[Any]:
+    """Return what a function of a module returns on each of so many ranks, called with the rank."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "tests.torch.sequence_ranks", module, name, str(folder), str(size)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env, cwd=root, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [torch.load(folder / f"{name}-{size}-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def larger(model: SequenceModel) -> SequenceModel:
+    """Return the model with larger weights than at its start: some maps are zero then, and hide what they read."""
+    with torch.no_grad():
+        for at, parameter in enumerate(model.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype) * 0.3)
+    return model.eval()
+
+
+class Example:
+    """An input of a model, its outputs for the whole sequence, a loss and the gradients."""
+
+    def __init__(self, model: SequenceModel, size: int, seed: int = 0, marks: bool = True) -> None:
+        self.model, self.types = model, _output_types(model)
+        self.edges = [0, *(model.frame_size * count for count in accumulate(SHARES[size]))]
+        self.x = random_input(model, 2, self.edges[-1], seed).detach()
+        self.context = random_context(model, 2, seed)
+        self.resets = self._marks() if marks and model._resets_obstacle is None else None
+        model.zero_grad()
+        self.y = _by_name(model(self.x, resets=self.resets, **self.context))
+        self.weights = {name: _weights(y) for name, y in self.y.items()}
+        loss = torch.stack([(y * self.weights[name]).mean() for name, y in self.y.items()]).sum()
+        loss.backward()
+        self.loss = loss.item()
+        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    def _marks(self) -> Tensor:
+        """First tokens of sequences, also where a part begins and at its end."""
+        marks = torch.zeros(2, self.edges[-1], dtype=torch.bool)
+        marks[0, [3, self.edges[1]]] = True
+        marks[1, [self.edges[1] - 1, self.edges[-1] - 1]] = True
+        return marks
+
+    def compare(self, parallel: SequenceParallel) -> Errors:
+        """Run this rank's part. Return the largest differences, relative to the largest value of a tensor or 1."""
+        first, last = self.edges[parallel.rank : parallel.rank + 2]
+        self.model.zero_grad()
+        resets = None if self.resets is None else self.resets[:, first:last]
+        found = _by_name(parallel(self.x[:, first:last], resets=resets, **self.context))
+        losses, output = [], 0.0
+        for name, y in found.items():
+            if has_tokens(self.types[name]):
+                own = slice(first // self.types[name].rate, last // self.types[name].rate)
+                losses.append(parallel.mean(y * self.weights[name][:, own]))
+                output = max(output, relative(y, self.y[name][:, own]))
+            else:
+                y = parallel.last(y)
+                losses.append((y * self.weights[name]).mean())
+                output = max(output, relative(y, self.y[name]))
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        parallel.sum_gradients()
+        largest = max(g.abs().max().item() for g in self.gradients.values() if g is not None)
+        gradient = 0.0
+        for name, p in self.model.named_parameters():
+            expected = self.gradients[name]
+            assert (p.grad is None) == (expected is None), name
+            if expected is not None:
+                gradient = max(gradient, (p.grad - expected).abs().max().item() / max(1.0, largest))
+        return {"output": output, "loss": abs(loss.item() - self.loss) / max(1, abs(self.loss)), "gradient": gradient}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest value or 1."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if not expected.numel():
+        return 0.0
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+
+
+def _on_rank(module: str, name: str, folder: str, size: int, rank: int) -> int:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/{name}-{size}-store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        found = getattr(importlib.import_module(module), name)(rank)
+    except Exception:
+        print(f"rank {rank}:", traceback.format_exc(), flush=True)
+        return 1
+    torch.save(found, Path(folder) / f"{name}-{size}-{rank}.pt")
+    distributed.destroy_process_group()
+    return 0
+
+
+def main(module: str, name: str, folder: str, size: int) -> int:
+    """Fork the ranks, and return 0 if none failed. When one fails the others, which may wait for it, are ended."""
+    importlib.import_module(module)
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            os._exit(_on_rank(module, name, folder, size, rank))
+        children.append(child)
+    while children:
+        done, status = os.wait()
+        children.remove(done)
+        if status:
+            for child in children:
+                os.kill(child, 9)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:4], int(sys.argv[4])))
