@@ -28,8 +28,18 @@ class SwiGLU(Op):
     def macs(self, x: Wire) -> int:
         return 3 * x.features * self.hidden
 
+    def prepare_step(self, p: Any) -> Any:
+        from seqblocks.kernels.products import linear_of_few
+
+        return lambda x: self._mapped(p, x, linear_of_few)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from torch.nn.functional import linear, silu
+        from torch.nn.functional import linear
+
+        return self._mapped(p, x, linear)
+
+    def _mapped(self, p: Any, x: Any, linear: Any) -> Any:
+        from torch.nn.functional import silu
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))
         up = linear(x, p["up_weight"], p.get("up_bias"))

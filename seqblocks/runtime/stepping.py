@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
+from seqblocks.kernels.products import linear_of_few
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
@@ -239,7 +239,7 @@ def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., 
     matrix = op.matrix(parameters)
     if matrix is not None:
         weight, bias = matrix
-        return lambda x: linear(x, weight, bias)
+        return lambda x: linear_of_few(x, weight, bias)
     return partial(op.forward, parameters, call) if _is_pointwise(op) else None
 
 
@@ -248,7 +248,7 @@ def _joined(matrices: list[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], 
     weight, bias = torch.cat([weight for weight, _ in matrices]), None
     if any(bias is not None for _, bias in matrices):
         bias = torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in matrices])
-    return lambda x: linear(x, weight, bias)
+    return lambda x: linear_of_few(x, weight, bias)
 
 
 def _as_declared(module: Primitive, node: Node) -> bool:

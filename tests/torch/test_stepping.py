@@ -236,7 +236,8 @@ model:
         _, state = model.step(x)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             model.step(x, state)
-    assert sum(event.count for event in recorded.key_averages() if event.key == "aten::addmm") == products
+    keys = ("aten::addmm", "aten::bmm")  # the second of matrices that are not copied: `linear_of_few`
+    assert sum(event.count for event in recorded.key_averages() if event.key in keys) == products
 
 
 def test_a_stream_holds_its_state() -> None:
