@@ -132,10 +132,20 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
         others = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
         exists = os.path.lexists(path)  # a link that leads nowhere exists, and no other file is meant
         near = None if exists else did_you_mean(path.name, (other.name for other in others))
-        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near))
+        report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near or _inside(path)))
     except ValueError as error:  # a null byte in the name
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {error}", used))
     return None
+
+
+def _inside(path: Path) -> str | None:
+    """Return which spec a folder has, if it has one: that of a saved model, or the only one."""
+    try:
+        found = [name for name in os.listdir(path) if name.endswith(ENDINGS)]
+    except OSError:
+        return None
+    name = "spec.yaml" if "spec.yaml" in found else found[0] if len(found) == 1 else None
+    return f"the folder has the spec {quote(str(path / name))}" if name else None
 
 
 # --- checks that every room of the spec shares -------------------------------------------------------------------
@@ -552,7 +562,8 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
         raise UsageError(f"a spec is a path or a bundled name, not {kind}; load_text and build_text take its text")
     name = os.fspath(spec)
     report = Report()
-    if looks_like_path(name) or os.path.isfile(name):
+    is_path = looks_like_path(name) or os.path.isfile(name)
+    if is_path or (name not in bundled() and os.path.isdir(name)):
         path, shown = Path(name), name
     else:
         found = bundled()

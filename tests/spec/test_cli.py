@@ -589,7 +589,9 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "a part of a name that is too long": ("check $(printf 'x%.0s' $(seq 300)).yaml", 1, "File name too long"),
     "a name that is not UTF-8": (r"check $(printf '\377').yaml", 1, "cannot be read: No such file or directory"),
     "a file below a file": ("check good.yaml/x.yaml", 1, "Not a directory"),
-    "a folder": ("check .", 1, "there is no bundled spec '.'"),
+    "a folder": ("check .", 1, "'.' cannot be read: Is a directory"),
+    "a folder with a spec": ("check saved", 1, "hint: the folder has the spec 'saved/spec.yaml'"),
+    "a folder with a bundled name": ("list -q; mkdir vil_tiny; seqblocks check vil_tiny", 0, "ok"),
     "the root": ("check /", 1, "'/' cannot be read: Is a directory"),
     "a name that begins with a dash": ("check -dash.yaml", 2, "SPEC"),
     "the same, after two dashes": ("check -- -dash.yaml", 0, "-dash.yaml: ok"),
@@ -621,6 +623,8 @@ def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
     line, status, message = UNUSUAL[name]
     (folder / "-dash.yaml").write_text(GOOD)
     (folder / "gone").mkdir()
+    (folder / "saved").mkdir()
+    (folder / "saved" / "spec.yaml").write_text(GOOD)
     (folder / "closing.py").write_text("import sys\nsys.stdout.close()\nsys.stderr.close()\n")
     (folder / "replacing.py").write_text("import sys\nsys.stdout = sys.stderr = None\n")
     (folder / "deep.py").write_text("def f(): f()\nf()\n")
