@@ -33,6 +33,7 @@ from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.shards import gathered, mesh_of, on_first_rank
 
 SPEC = "spec.yaml"
 WHOLE = "model.safetensors"
@@ -45,10 +46,11 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     The folder holds `spec.yaml` as it was written, `model.safetensors` (or shards of at most `shard_size` bytes with
     the index of the Hub; a larger tensor has a shard of its own) and `seqblocks.json`: overrides, the files in use,
     ties, and checksums. A tied parameter is written once. The folder appears when it is complete; until then an earlier
-    one stays as it was. Links are followed; an earlier folder's mode is kept.
+    one stays as it was. Links are followed; an earlier folder's mode is kept. Of a sharded model
+    (`seqblocks.distributed`) all ranks must call it: weights are gathered one by one, and the first rank writes.
 
-    RunError where the weights are no longer what the spec says (replaced or parametrized steps, broken ties), are
-    spread over devices, or are on meta; UsageError where the arguments are at fault; UnavailableError without
+    RunError where the weights are no longer what the spec says (replaced or parametrized steps, broken ties), or are
+    on meta; UsageError where the arguments are at fault; UnavailableError without
     safetensors. OSError where the disk is.
     """
     if not isinstance(model, SequenceModel):
@@ -58,13 +60,16 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
     limit = checked_size(shard_size)
     safetensors()
-    target = writing.target_of(as_path(path))
+    mesh = mesh_of(model.state_dict(keep_vars=True).values())
+    target = None if mesh else writing.target_of(as_path(path))
     tensors, tied = _tensors(model)
+    if mesh:
+        tensors = gathered(tensors, mesh)
 
     def work(folder: Path) -> None:
         write_model(folder, source, Weights(tensors, tensors.__getitem__), tied, limit)
 
-    writing.write(target, work)
+    on_first_rank(mesh, lambda: writing.write(target or writing.target_of(as_path(path)), work))
 
 
 def write_model(folder: Path, source: SpecSource, weights: Weights, tied: dict[str, str], limit: int) -> None:

@@ -13,6 +13,7 @@ from seqblocks.checkpoint.reading import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.shards import assign, local
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
@@ -50,7 +51,10 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
-    """Return a model's tensors by name. Raise RunError unless they are those of its spec, plain and with numbers."""
+    """Return a model's tensors by name, whole ones or a rank's.
+
+    Raise RunError unless they are those of its spec and have numbers.
+    """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     _check_own(tensors, {item.name: item.parameter.shape for item in graph.parameters(model.graph)})
     return tensors
@@ -76,7 +80,7 @@ def _check_own(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
         raise RunError(f"the model is no longer what its spec says: {differences}. First {how}")
     for name, tensor in tensors.items():
-        if reason := unusable(tensor):
+        if reason := unusable(local(tensor)):
             how = ": model.to_empty(device='cpu') makes room" if tensor.is_meta else ""
             raise RunError(f"{name} {reason}{how}")
         if tuple(tensor.shape) != tuple(shapes[name]):
@@ -156,7 +160,7 @@ def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tenso
 
 def _copy(name: str, target: Tensor, tensor: Tensor) -> None:
     _check_range(name, tensor, target.dtype)
-    target.copy_(tensor)
+    assign(target, tensor)
 
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

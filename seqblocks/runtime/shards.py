@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from seqblocks.errors import RunError
 
 ORDINARY = (nn.Parameter, Tensor)
 
@@ -37,9 +40,49 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor. Of a DTensor all ranks must ask for it, in the same order."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+def gathered(tensors: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
+    """Return the whole of tensors on the first rank's CPU, and nothing on others. All ranks must call it."""
+    first = _is_first(mesh)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        if first:
+            found[name] = whole.cpu()
+    return found
+
+
+def mesh_of(tensors: Iterable[Tensor]) -> Any:
+    """Return the mesh that tensors are spread over, or None."""
+    return next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+
+
+def _is_first(mesh: Any) -> bool:
+    return not any(mesh.get_coordinate())
+
+
+def on_first_rank(mesh: Any, work: Callable[[], None]) -> None:
+    """Call `work` on the first rank of a mesh; the others wait for it. Its error is raised there, a RunError here."""
+    if mesh is None or _is_first(mesh):
+        failed: list[str | None] = [None]
+        try:
+            work()
+        except BaseException as error:
+            failed = [f"{type(error).__name__}: {error}"]
+            raise
+        finally:
+            _broadcast(mesh, failed)
+    else:
+        failed = [None]
+        _broadcast(mesh, failed)
+        if failed[0]:
+            raise RunError(f"the first rank failed: {failed[0]}")
+
+
+def _broadcast(mesh: Any, values: list[Any]) -> None:
+    for axis in range(mesh.ndim if mesh else 0):
+        group = mesh.get_group(axis)
+        source = torch.distributed.get_global_rank(group, 0)
+        torch.distributed.broadcast_object_list(values, source, group=group)
 
 
 class _Replicated(torch.autograd.Function):

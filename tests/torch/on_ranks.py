@@ -1,0 +1,190 @@
+"""What tests/torch/test_distributed.py runs on each of two ranks; see tests/torch/ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.functional import cross_entropy
+
+import seqblocks
+from seqblocks.distributed import shard
+
+WORDS = 32
+SPECS = {
+    # repeats inside a repeat, ties, parameters in two precisions in one step
+    "nested": """
+seqblocks: 1
+use: [xlstm, mamba]
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: 16
+    - repeat:
+        name: outer
+        times: 1
+        steps:
+          - mamba_block: {dim: 16, layers: 4, state: 4}
+          - repeat: {name: inner, times: 2, steps: [{mlstm_block: {dim: 16, heads: 2}}]}
+          - residual: [rms_norm, {centaurus: {mode: neck, state: 4, sub_states: 2}}]
+    - rms_norm
+    - unembed: {tie: embed, bias: false}
+""",
+    # layers that use the parameters of others, inside and outside of their repeat; a scan of two directions
+    "shared": """
+seqblocks: 1
+use: [mamba]
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: 16
+    - linear: {features: 16, name: mix}
+    - repeat:
+        name: loop
+        times: 3
+        share: [residual.mixer]
+        steps: [{residual: [rms_norm, {mamba_mixer: {dim: 16, state: 4, name: mixer}}, {linear: 16}]}]
+    - repeat:
+        name: last
+        times: 2
+        steps:
+          - residual:
+              - rms_norm
+              - linear: {features: 16, share: mix}
+              - scan:
+                  order: [forward, reverse]
+                  own: [log_decay.A_log]
+                  merge: sum
+                  steps: [{linear: {features: 16, name: gates}}, {log_decay: {kind: softplus}}]
+    - unembed: {bias: false}
+""",
+}
+
+
+def tokens(count: int = 4, length: int = 12) -> torch.Tensor:
+    return torch.randint(0, WORDS, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(x).double().flatten(0, 1), x.flatten())
+
+
+def _part(x: torch.Tensor, rank: int) -> torch.Tensor:
+    return x[2 * rank : 2 * rank + 2]
+
+
+def _mean(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
+
+
+def _whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _sharded(text: str, built: str, **options: Any) -> Any:
+    model = shard(seqblocks.build_text(text, dtype=built, device="meta"), **options)
+    model.to_empty(device="cpu")
+    model.reset_parameters(0)
+    return model
+
+
+def _compare(text: str, rank: int, dtype: str, **options: Any) -> dict[str, Any]:
+    model = _sharded(text, dtype, **options)
+    one = seqblocks.build_text(text, dtype=dtype)
+    drawn = [name for name, p in one.named_parameters() if not torch.equal(p, model.get_parameter(name).full_tensor())]
+    loss = loss_of(model, _part(tokens(), rank))
+    loss.backward()
+    return {"drawn otherwise": drawn, "loss": _mean(loss), "gradients": _whole_gradients(model)}
+
+
+def nested_float32(rank: int, folder: Path) -> Any:
+    return _compare(SPECS["nested"], rank, "float32", checkpointing=True)
+
+
+def nested_bfloat16(rank: int, folder: Path) -> Any:
+    return _compare(SPECS["nested"], rank, "bfloat16")
+
+
+def shared_float32(rank: int, folder: Path) -> Any:
+    return _compare(SPECS["shared"], rank, "float32")
+
+
+def master_weights(rank: int, folder: Path) -> Any:
+    """Train with float32 masters that are bfloat16 in the layers; what is float32 there stays so."""
+    model = _sharded(SPECS["nested"], "float32", dtype="bf16", checkpointing=True)
+    seen = {}
+    step = model.outer[0].mamba_block.residual.mixer.ssm
+    step.register_forward_pre_hook(lambda module, args: seen.update(A_log=module.A_log.dtype, x=args[0].dtype))
+    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, _part(tokens(), rank))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(_mean(loss))
+    return losses, seen, {str(p.dtype) for p in model.parameters()}
+
+
+def checkpoints(rank: int, folder: Path) -> Any:
+    """Train a step, save with DCP and by `save`; then read on one rank, write again, and read on two."""
+    text = SPECS["nested"]
+    model = _sharded(text, "bfloat16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, _part(tokens(), rank)).backward()
+    optimizer.step()
+    stored = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(stored, checkpoint_id=folder / "two")
+    seqblocks.save(model, folder / "saved")
+    before = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    dist.barrier()
+    if rank == 0:
+        _through_one_rank(text, folder, before)
+    dist.barrier()
+
+    again = _sharded(text, "bfloat16")
+    other = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    loaded = {"model": get_model_state_dict(again), "optimizer": get_optimizer_state_dict(again, other)}
+    dcp.load(loaded, checkpoint_id=folder / "one")
+    set_model_state_dict(again, loaded["model"])
+    set_optimizer_state_dict(again, other, loaded["optimizer"])
+    wrong = [name for name, p in again.state_dict().items() if not torch.equal(p.full_tensor(), before[name])]
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        first, second = (o.state[p]["exp_avg"].full_tensor() for o, p in ((optimizer, a), (other, b)))
+        wrong += [] if torch.equal(first, second) else [f"{name}: exp_avg"]
+    return wrong
+
+
+def refused_folder(rank: int, folder: Path) -> Any:
+    """The first rank cannot write: none hangs, and each has an error."""
+    try:
+        seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "no folder" / "model")
+    except seqblocks.SeqblocksError as error:
+        return type(error).__name__, str(error).replace(str(folder), "")
+
+
+def _through_one_rank(text: str, folder: Path, before: dict[str, torch.Tensor]) -> None:
+    one = seqblocks.build_text(text, dtype="bfloat16", seed=1)
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    loaded = {"model": get_model_state_dict(one), "optimizer": get_optimizer_state_dict(one, optimizer)}
+    dcp.load(loaded, checkpoint_id=folder / "two", no_dist=True)
+    set_model_state_dict(one, loaded["model"])
+    set_optimizer_state_dict(one, optimizer, loaded["optimizer"])
+    stored = {"model": get_model_state_dict(one), "optimizer": get_optimizer_state_dict(one, optimizer)}
+    dcp.save(stored, checkpoint_id=folder / "one", no_dist=True)
+    saved = seqblocks.load(folder / "saved")
+    for name, p in one.state_dict().items():
+        assert torch.equal(p, before[name]), name
+        assert torch.equal(saved.state_dict()[name], p), name

@@ -1,0 +1,108 @@
+"""Sharded models on two gloo processes: numbers as on one, and checkpoints for any number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.distributed import shard
+from seqblocks.distributed.fsdp import layer_paths
+
+HERE = Path(__file__).parent
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ranks, on_ranks = _module("ranks"), _module("on_ranks")
+RUN = ["nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each function returned on each rank: one pair of processes runs them all."""
+    return ranks.run_ranks(HERE / "on_ranks.py", RUN, tmp_path_factory.mktemp("ranks"))
+
+
+def _result(results: dict[str, list[Any]], name: str) -> Any:
+    """The first rank's result, or a failure with what the ranks said."""
+    said = [text for found in results.values() for text in found if isinstance(text, str)]
+    assert not said, "\n".join(said)
+    return results[name][0]
+
+
+def _one_process(text: str, dtype: str, weights: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one process in `dtype`, from weights that `weights` can hold."""
+    model = seqblocks.build_text(text, dtype=weights).to(getattr(torch, dtype))
+    loss = on_ranks.loss_of(model, on_ranks.tokens())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["nested", "shared"])
+def test_loss_and_gradients_are_those_of_one_process(results, name):
+    found = _result(results, f"{name}_float32")
+    loss, gradients = _one_process(on_ranks.SPECS[name], "float32", "float32")
+    assert found["drawn otherwise"] == []
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_half_precision_is_as_exact_as_on_one_process(results):
+    """Against float64 with the same weights: what one process errs by, and two more roundings of each gradient."""
+    found = _result(results, "nested_bfloat16")
+    text = on_ranks.SPECS["nested"]
+    exact_loss, exact = _one_process(text, "float64", "bfloat16")
+    one = seqblocks.build_text(text, dtype="bfloat16")
+    loss = on_ranks.loss_of(one, on_ranks.tokens())
+    loss.backward()
+    assert found["drawn otherwise"] == []
+    assert abs(found["loss"] - exact_loss) <= 2 * abs(loss.item() - exact_loss) + 2**-8 * exact_loss
+    for name, parameter in one.named_parameters():
+        largest = float(exact[name].abs().max())
+        own = float((parameter.grad - exact[name]).abs().max())
+        error = float((found["gradients"][name] - exact[name]).abs().max())
+        assert error <= 2 * own + 2 * 2**-8 * largest, name
+        assert found["gradients"][name].dtype == parameter.dtype
+
+
+def test_master_weights_train_and_float32_parameters_stay_so(results):
+    losses, seen, kinds = _result(results, "master_weights")
+    assert losses[2] < losses[1] < losses[0]
+    assert seen == {"A_log": torch.float32, "x": torch.bfloat16}
+    assert kinds == {"torch.float32"}
+
+
+def test_checkpoints_go_from_two_ranks_to_one_and_back(results):
+    assert _result(results, "checkpoints") == []
+
+
+def test_a_folder_that_the_first_rank_cannot_write_is_an_error_on_all(results):
+    _result(results, "refused_folder")
+    first, second = results["refused_folder"]
+    assert first == ("UsageError", "there is no folder /no folder")
+    assert second == ("RunError", "the first rank failed: UsageError: there is no folder /no folder")
+
+
+def test_layers_of_repeats_are_groups_inner_ones_first():
+    model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
+    assert list(layer_paths(model.graph)) == ["outer.0.inner.0", "outer.0.inner.1", "outer.0"]
+
+
+def test_without_a_process_group_the_error_says_how_to_start_one():
+    model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
+    with pytest.raises(seqblocks.UnavailableError, match="torchrun"):
+        shard(model)
+    with pytest.raises(seqblocks.UsageError, match="shard takes what build made, not Linear"):
+        shard(torch.nn.Linear(2, 2))
