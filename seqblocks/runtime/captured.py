@@ -1,0 +1,79 @@
+"""A token of a stream as a CUDA graph: one launch in place of one for each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from seqblocks.errors import RunError
+from seqblocks.state import States
+
+Step = Callable[..., tuple[Any, States]]
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+WARM_UPS = 3  # kernels are compiled and checked, and libraries reserve memory, before anything is recorded
+
+
+class CapturedStep:
+    """Runs one step on fixed memory, so that what it launches can be recorded once and launched as a whole.
+
+    `state` is overwritten at each run; other captured steps may share it.
+    """
+
+    def __init__(self, step: Step, state: States, x: Tensor, resets: Tensor | None, record: Recorder) -> None:
+        self._step, self.state = step, state
+        self._x, self._resets = x.clone(), None if resets is None else resets.clone()
+        self._y: Any = None
+        before = tree_map(torch.clone, state)
+        try:
+            self._replay = record(self._compute)
+        finally:
+            overwrite(state, before)
+
+    def _compute(self) -> None:
+        self._y, state = self._step(self._x, self.state, resets=self._resets)
+        overwrite(self.state, state)
+
+    def fits(self, x: Tensor) -> bool:
+        return x.shape == self._x.shape and x.dtype == self._x.dtype and x.device == self._x.device
+
+    def run(self, x: Tensor, resets: Tensor | None) -> Any:
+        """Return the output for one token of each sequence."""
+        self._x.copy_(x)
+        if self._resets is not None and resets is not None:
+            self._resets.copy_(resets)
+        self._replay()
+        return tree_map(torch.clone, self._y)
+
+
+def overwrite(state: States, by: States) -> None:
+    """Write one state over another, in place. Raises RunError where they are not of one shape."""
+    old, new = tree_leaves(state), tree_leaves(by)
+    if [x.shape for x in old] != [x.shape for x in new]:
+        raise RunError("the state of a captured stream has other shapes than the one that it was captured with")
+    for target, source in zip(old, new, strict=True):
+        target.copy_(source)
+
+
+def cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
+    """Record what a function launches on the current device, and return what launches it again."""
+    apart = torch.cuda.Stream()
+    apart.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(apart):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(apart)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"a step of this model cannot be captured in a CUDA graph: {reason}") from error
+    return graph.replay
+
+
+RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}  # by type of device

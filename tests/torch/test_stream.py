@@ -1,0 +1,104 @@
+"""`model.stream`: a state of its own, and a step that is launched as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.runtime import captured
+from seqblocks.runtime.model import SequenceModel
+
+TOKENS = torch.randint(0, 256, (3, 12), generator=torch.Generator().manual_seed(0))
+NAMES = ("mlstm_small", "mamba_small", "hybrid_small")
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest) -> SequenceModel:
+    return seqblocks.build(request.param, seed=0).eval()
+
+
+def record(function: Callable[[], None]) -> Callable[[], None]:
+    """Do what a CUDA graph does with memory, on a CPU: the function runs before it is recorded, and at each launch."""
+    for _ in range(2):
+        function()
+    return function
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+
+
+def by_hand(model: SequenceModel, tokens: Tensor, resets: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, resets=resets)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    """Steps differ from the whole by rounding in float32: chunks add in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_captured_stream_is_the_whole(model: SequenceModel, recorded: None) -> None:
+    stream = model.stream(3)
+    stream.read(TOKENS[:, :4])
+    stream.capture()
+    ys = [stream.step(TOKENS[:, t]) for t in range(4, 12)]
+    near(torch.stack(ys, 1), by_hand(model, TOKENS)[:, 4:])
+
+
+def test_it_equals_an_ordinary_stream_bit_for_bit(model: SequenceModel, recorded: None) -> None:
+    plain, stream = model.stream(3), model.stream(3)
+    stream.capture()
+    marks = torch.zeros(3, dtype=torch.bool)
+    marks[1] = True
+    for t, resets in enumerate((None, None, marks, None, marks, ~marks)):
+        assert torch.equal(stream.step(TOKENS[:, t], resets=resets), plain.step(TOKENS[:, t], resets=resets))
+    assert torch.equal(stream.read(TOKENS[:, 6:9]), plain.read(TOKENS[:, 6:9]))
+    assert torch.equal(stream.step(TOKENS[:, 9]), plain.step(TOKENS[:, 9]))
+    for each in (plain, stream):
+        each.select(torch.tensor([2, 0]))
+    assert torch.equal(stream.step(TOKENS[:2, 10]), plain.step(TOKENS[:2, 10]))
+
+
+def test_its_state_is_a_value(model: SequenceModel, recorded: None) -> None:
+    stream = model.stream(3)
+    stream.capture()
+    stream.step(TOKENS[:, 0])
+    kept = stream.state
+    first = stream.step(TOKENS[:, 1])
+    stream.step(TOKENS[:, 2])
+    stream.state = kept
+    assert torch.equal(stream.step(TOKENS[:, 1]), first)
+    stream.state = kept  # the step above did not change it
+    assert torch.equal(stream.step(TOKENS[:, 1]), first)
+
+
+def test_a_state_of_others_is_refused(recorded: None) -> None:
+    model = seqblocks.build("mlstm_small", seed=0).eval()
+    stream = model.stream(3)
+    stream.capture()
+    stream.step(TOKENS[:, 0])
+    with pytest.raises(seqblocks.RunError, match="other shapes"):
+        stream.state = model.init_state(2)
+    with pytest.raises(seqblocks.RunError, match="holds 3 sequences"):
+        stream.step(TOKENS[:2, 1])
+    near(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither left a trace
+
+
+def test_without_a_cuda_device_it_is_refused(model: SequenceModel) -> None:
+    with pytest.raises(seqblocks.UnavailableError, match="CUDA graph, and this one is on cpu"):
+        model.stream(1).capture()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_gives_what_the_step_gives(model: SequenceModel) -> None:
+    model, tokens = model.to("cuda"), TOKENS.to("cuda")
+    plain, stream = model.stream(3), model.stream(3)
+    stream.capture()
+    for t in range(8):
+        near(stream.step(tokens[:, t]), plain.step(tokens[:, t]))
