@@ -1,5 +1,5 @@
 """Softmax attention over what went before, with an optional window, rotary positions and a cache of keys and values."""
 
-from seqblocks.kernels.attention.interface import AttentionState, attention
+from seqblocks.kernels.attention.interface import AttentionState, attention, attention_state
 
-__all__ = ["AttentionState", "attention"]
+__all__ = ["AttentionState", "attention", "attention_state"]

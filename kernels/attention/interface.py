@@ -25,7 +25,7 @@ from seqblocks.kernels.positions import rotary as turned
 from seqblocks.kernels.positions import running_positions
 from seqblocks.kernels.resets import along, finite
 
-__all__ = ["AttentionState", "attention"]
+__all__ = ["AttentionState", "attention", "attention_state"]
 
 dispatch.load_implementations("attention")
 
@@ -103,6 +103,23 @@ def attention(
         over = _newest(over, keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
     return y, AttentionState(keys.to(kind_k), values.to(kind_v), length)
+
+
+def attention_state(
+    k: Tensor, v: Tensor, *, state: AttentionState, keep: int, rotary: float | None = None,
+    resets: Tensor | None = None,
+) -> AttentionState:
+    """Return the state that `attention` returns after the tokens k [B, S, G, D], v [B, S, G, DV], and nothing else."""
+    B, S = k.shape[:2]
+    index, length = running_positions(B, S, state.length, resets, k.device)
+    k = k if rotary is None else turned(k, index, rotary)
+    keys, values = torch.cat([state.k.to(k.dtype), k], 1), torch.cat([state.v.to(v.dtype), v], 1)
+    sequence = _sequences(state.length, state.k.shape[1], resets, B, S, k.device)
+    keys, values = _newest(keys, keep), _newest(values, keep)
+    if resets is not None and sequence is not None and S:
+        over = _newest(sequence != sequence[:, -1:], keep)
+        keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
+    return AttentionState(keys, values, length)
 
 
 def _apart(

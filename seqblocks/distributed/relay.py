@@ -117,7 +117,7 @@ class Relay:
     def _transition(
         self, op: Op, p: dict[str, Any], call: Call, inputs: list[Any]
     ) -> Callable[[States], States] | None:
-        if op.summarises and not self.part.summaries:
+        if (op.summarises and not self.part.summaries) or not inputs[0].shape[1]:
             return None
         return op.transition(p, call, *inputs)
 

@@ -81,8 +81,8 @@ class Attention(_Heads):
         if not self.causal:
             return {}
         return {
-            "k": State((self.held(), k.features), "model"),
-            "v": State((self.held(), v.features), "model"),
+            "k": State((self.held(), k.features), "model", per_token=not self.window),
+            "v": State((self.held(), v.features), "model", per_token=not self.window),
             "length": State((), "int64"),
         }
 
@@ -109,6 +109,22 @@ class Attention(_Heads):
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
         return "attention", {"window": self.window or None}
+
+    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+        from seqblocks.kernels.attention import AttentionState, attention_state
+
+        k, v = (x.unflatten(-1, (self.shared, -1)) for x in (k, v))
+
+        def move(state: Any) -> Any:
+            keys, values = (state[name].unflatten(-1, (self.shared, -1)) for name in ("k", "v"))
+            before = AttentionState(keys, values, state["length"])
+            keep = self.window - 1 if self.window else keys.shape[1] + k.shape[1]
+            after = attention_state(
+                k, v, state=before, keep=keep, rotary=self.rotary or None, resets=call.resets
+            )  # fmt: skip
+            return {"k": after.k.flatten(-2), "v": after.v.flatten(-2), "length": after.length}
+
+        return move
 
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.attention.step import prepare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -27,6 +28,7 @@ class Centaurus(Op):
 
     reads = "past"
     reversible = True
+    summarises = True
     mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "how channels are connected to features")
     state_size: int | None = argument(
         None, "state channels, N (default: the width of x; given by the widths in dws and full)", ge=1, alias="state"
@@ -107,19 +109,38 @@ class Centaurus(Op):
         mode = "pointwise" if self.mode == "s5" else self.mode
         return "centaurus", {"mode": mode, "channels": channels, "substates": rows * self.sub_states // channels}
 
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
+    def bank(self, p: Any) -> tuple[Any, Any, Any]:
+        """Return the real and the imaginary part of A [N, M], and dt [N], in float32 at least."""
         import torch
         from torch.nn.functional import softplus
 
-        from seqblocks.kernels import centaurus
-
         exact = (p[name] for name in ("A_real", "A_imag", "log_dt"))
         A_real, A_imag, log_dt = (t if t.dtype == torch.float64 else t.float() for t in exact)
+        return -softplus(A_real) if self.stable else A_real, A_imag, torch.exp(log_dt)
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels.summaries import last_piece
+
+        A_real, A_imag, dt = self.bank(p)
+        _, added = self.forward(p, replace(call, state=None, return_state=True), x)
+        span = x.shape[1] * dt.unsqueeze(-1)
+        factor = torch.polar((span * A_real).exp(), span * A_imag)
+        piece = last_piece(call.resets)
+
+        def move(state: Any) -> Any:
+            before = torch.view_as_complex(piece.before(state["s"]).contiguous())
+            return {"s": added["s"] + torch.view_as_real(factor.view(before.shape[1:]) * before)}
+
+        return move
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from seqblocks.kernels import centaurus
+
         out: Any = centaurus(
             x,
-            -softplus(A_real) if self.stable else A_real,
-            A_imag,
-            torch.exp(log_dt),
+            *self.bank(p),
             p["B"],
             p["C"],
             p.get("E"),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from seqblocks.errors import Fault
 from seqblocks.op import Op, argument, must_have_grid, primitive
+from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
@@ -42,6 +43,9 @@ class CausalConv(Op):
 
     def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
         return "causal_conv", {"taps": self.kernel, "width": x.features, "mixing": self.mixing and x.features > 1}
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return window_after(x, self.kernel - 1, call)
 
     def prepare_step(self, p: Any) -> Any:
         if self.mixing or self.kernel == 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 from seqblocks.op import Op, argument, must_divide, primitive
 from seqblocks.ops.rate import check_tokens, merged_tokens, split_tokens
-from seqblocks.ops.shift import lagged, with_past
+from seqblocks.ops.shift import lagged, window_after, with_past
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
@@ -55,6 +55,9 @@ class _Conv(Op):
     def state(self, x: Wire) -> dict[str, State]:
         carried = 0 if self.later() else self.earlier()
         return {"window": State((carried, x.features), "model")} if carried else {}
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return window_after(x, self.earlier(), call)
 
     def check_groups(self, x: Wire) -> None:
         must_divide(self.groups, x.features, "groups", "the width of the input")

@@ -23,6 +23,7 @@ class GatedRecurrence(Op):
     ports = (Port("x", "what is taken in", main=True), Port("decay", "log decay, at most 0, as wide as x"))
     reads = "past"
     reversible = True
+    summarises = True
     factor: Literal["full", "complement", "unit_variance"] = argument("full", "how much of the input is taken in")
     first_full: bool = argument(False, "whether the first token of a sequence is taken in as it is")
     source = "HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201)"
@@ -51,10 +52,9 @@ class GatedRecurrence(Op):
     def calls(self, x: Wire, decay: Wire) -> tuple[str, dict[str, Any]]:
         return "gated_recurrence", {}
 
-    def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+    def taken(self, call: Any, x: Any, decay: Any) -> tuple[Any, Any]:
+        """Return what of each input is taken in, and the decay, in float32 at least."""
         import torch
-
-        from seqblocks.kernels import gated_recurrence
 
         dtype = torch.promote_types(torch.promote_types(x.dtype, decay.dtype), torch.float32)
         taken, decay = x.to(dtype), decay.to(dtype)
@@ -63,6 +63,22 @@ class GatedRecurrence(Op):
             if self.first_full:
                 factor = factor.masked_fill(self.starts(call, x).unsqueeze(-1), 1.0)
             taken = factor * taken
+        return taken, decay
+
+    def transition(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+        from seqblocks.kernels.summaries import of_gated_recurrence
+
+        if self.first_full:  # the first token is taken in as the state says
+            return None
+        summary = of_gated_recurrence(*self.taken(call, x, decay), call.resets)
+        return lambda state: {"h": summary(state["h"])}
+
+    def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels import gated_recurrence
+
+        taken, decay = self.taken(call, x, decay)
         out: Any = gated_recurrence(
             taken, decay, state=call.state["h"] if call.state else None, return_state=call.return_state,
             resets=call.resets, reverse=call.reverse,

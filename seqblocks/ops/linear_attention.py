@@ -42,6 +42,7 @@ class LinearAttention(Op):
     )
     reads = "past"
     reversible = True
+    summarises = True
     heads: int = argument(..., "heads of queries and keys, H; must divide their width", ge=1)
     value_heads: int = argument(0, "heads of values, HV; a multiple of heads (0: as many as heads)", ge=0)
     rule: Rule = argument("add", "how the state is written")
@@ -136,6 +137,27 @@ class LinearAttention(Op):
         widths = (q.features // self.heads, v.features // self.of_values + self.normalize)
         return "linear_attention", {"rule": self.rule, "widths": widths, "decay": kind, "bonus": self.bonus}
 
+    def decays(self, v: Any, decay: Any) -> Any:
+        """Return the log decays [B, S, HV] or [B, S, HV, K] of values v [B, S, HV, V], or None."""
+        if self.fixed_decay != "none":
+            return self.retention(v).expand(v.shape[:3])
+        if decay is not None and decay.shape[-1] != self.of_values:
+            return decay.unflatten(-1, (self.of_values, -1))
+        return decay
+
+    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, *others: Any) -> Any:
+        """For the rule add: the others multiply the state by a matrix of K x K, which takes as long as the tokens."""
+        import torch
+
+        from seqblocks.kernels.summaries import of_linear_attention
+
+        if self.rule != "add":
+            return None
+        k, v = self.normed(k.unflatten(-1, (self.heads, -1))), v.unflatten(-1, (self.of_values, -1))
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1) if self.normalize else v
+        summary = of_linear_attention(k, values, self.decays(v, decay), call.resets)
+        return lambda state: {"S": summary(state["S"])}
+
     def forward(
         self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, beta: Any = None, a: Any = None,
         b: Any = None,
@@ -145,12 +167,8 @@ class LinearAttention(Op):
         q, k = (self.normed(x.unflatten(-1, (self.heads, -1))) for x in (q, k))
         v = v.unflatten(-1, (self.of_values, -1))
         a, b = (None if x is None else x.unflatten(-1, (self.of_values, -1)) for x in (a, b))
-        if self.fixed_decay != "none":
-            decay = self.retention(v).expand(v.shape[:3])
-        elif decay is not None and decay.shape[-1] != self.of_values:
-            decay = decay.unflatten(-1, (self.of_values, -1))
         out: Any = linear_attention(
-            q, k, v, decay=decay, beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
+            q, k, v, decay=self.decays(v, decay), beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
             normalize=self.normalize, state=call.state["S"] if call.state else None, return_state=call.return_state,
             resets=call.resets, reverse=call.reverse,
         )  # fmt: skip

@@ -22,6 +22,7 @@ class MLSTMMemoroid(MLSTM):
     input_gate: Literal["exp"] = argument("exp", "the input gate's nonlinearity")
     normalize: bool = argument(True, "whether h is divided by the normaliser: always, as the gate is exponential")
     sigmoid = False
+    summarises = False
     readout: Literal["paper", "unit_floor"] = argument("paper", "how the state is read")
     source = "Revisiting recurrent RL with memory monoids (arXiv:2402.09900); xLSTM (arXiv:2405.04517)"
 
@@ -33,6 +34,9 @@ class MLSTMMemoroid(MLSTM):
 
     def prepare_step(self, p: Any) -> Any:
         return None
+
+    def transition(self, *given: Any) -> Any:
+        return None  # the read-outs scale what the state holds in their own ways
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import mlstm_memoroid

@@ -27,6 +27,7 @@ class MLSTM(Op):
     )
     reads = "past"
     reversible = True
+    summarises = True
     heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
     input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
     normalize: bool = argument(True, "whether h is divided by the normaliser; optional for a sigmoid gate only")
@@ -62,6 +63,13 @@ class MLSTM(Op):
         from seqblocks.kernels.mlstm.step import prepare
 
         return prepare(self.heads, self.eps, self.input_gate, self.normalize)
+
+    def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
+        from seqblocks.kernels.summaries import of_mlstm
+
+        k, v = (x.unflatten(-1, (self.heads, -1)) for x in (k, v))
+        summary = of_mlstm(k, v, i, f, call.resets, self.input_gate)
+        return lambda state: dict(zip("Cnm", summary(state["C"], state["n"], state["m"]), strict=True))
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import MLSTMState, mlstm

@@ -10,6 +10,16 @@ from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Facts, Wire
 
 
+def position_after(x: Any, call: Any) -> Any:
+    """Return what tokens x make of the position of the first of them, as `Op.transition` does."""
+    from seqblocks.kernels.positions import running_positions
+
+    def move(state: Any) -> Any:
+        return {"position": running_positions(x.shape[0], x.shape[1], state["position"], call.resets, x.device)[1]}
+
+    return move
+
+
 @primitive("position_embed")
 class PositionEmbed(Op):
     """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
@@ -56,6 +66,9 @@ class PositionEmbed(Op):
 
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return position_after(x, call)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels.positions import running_positions
@@ -122,6 +135,9 @@ class Sinusoids(Op):
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")}
 
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return position_after(x, call)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 
@@ -168,6 +184,9 @@ class Rotary(Op):
 
     def macs(self, x: Wire) -> int:
         return 2 * x.features
+
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return position_after(x, call)
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from seqblocks.op import Op, Port, X, argument, must_match, primitive
@@ -36,6 +37,13 @@ def with_past(x: Any, by: int, call: Any) -> Past:
         age = torch.arange(by, 0, -1, device=x.device)
         window = torch.where((age <= length.unsqueeze(-1)).unsqueeze(-1), window, 0.0)
     return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
+
+
+def window_after(x: Any, by: int, call: Any) -> Any:
+    """Return what tokens x [B, S, D] make of the last `by` tokens before them, as `Op.transition` does."""
+    latest = slice(max(x.shape[1] - by, 0), None)
+    x, resets = x[:, latest], None if call.resets is None else call.resets[:, latest]
+    return lambda state: with_past(x, by, replace(call, state=state, return_state=True, resets=resets)).state
 
 
 def lagged(past: Past, lag: int, by: int) -> Any:
@@ -74,6 +82,9 @@ class Shift(_Shifted):
     def state(self, x: Wire) -> dict[str, State]:
         return {"window": State((self.by, x.features), "model")}
 
+    def transition(self, p: Any, call: Any, x: Any) -> Any:
+        return window_after(x, self.by, call)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return shifted(x, self.by, call)
 
@@ -107,6 +118,9 @@ class TokenShift(_Shifted):
 
     def macs(self, x: Wire, mix: Wire | None = None) -> int:
         return x.features
+
+    def transition(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
+        return window_after(x, 1, call)
 
     def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         earlier, state = shifted(x, 1, call)

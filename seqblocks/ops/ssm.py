@@ -28,6 +28,7 @@ class SSM(Op):
     )
     reads = "past"
     reversible = True
+    summarises = True
     state_size: int = argument(16, "states of a channel, N", ge=1, alias="state")
     groups: int = argument(1, "groups of channels with a B and a C of their own, G", ge=1)
     softplus: bool = argument(True, "whether dt goes through a softplus")
@@ -84,10 +85,9 @@ class SSM(Op):
 
         return prepare(p["A_log"], p.get("D"), self.softplus)
 
-    def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+    def matrices(self, p: Any, B: Any, C: Any) -> tuple[Any, Any, Any]:
+        """Return A, B and C: A in float32 at least, the others by group where there are several."""
         import torch
-
-        from seqblocks.kernels import selective_scan
 
         def matrix(given: Any, own: str) -> Any:
             if given is None:
@@ -96,12 +96,31 @@ class SSM(Op):
 
         A_log = p["A_log"]
         exact = A_log if A_log.dtype == torch.float64 else A_log.float()
+        return -torch.exp(exact), matrix(B, "B"), matrix(C, "C")
+
+    def transition(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+        from torch.nn.functional import softplus
+
+        from seqblocks.kernels import selective_scan
+        from seqblocks.kernels.summaries import Affine, last_piece
+
+        A, B, C = self.matrices(p, B, C)
+        out: Any = selective_scan(
+            x, dt, A, B, C, dt_softplus=self.softplus, return_state=True, resets=call.resets
+        )  # fmt: skip
+        piece = last_piece(call.resets)
+        steps = piece.only(dt.to(A.dtype))
+        steps = piece.only(softplus(steps)) if self.softplus else steps
+        summary = Affine(piece, steps.sum(1).unsqueeze(-1) * A, out[1])
+        return lambda state: {"h": summary(state["h"])}
+
+    def forward(self, p: Any, call: Any, x: Any, dt: Any, B: Any, C: Any, z: Any) -> Any:
+        from seqblocks.kernels import selective_scan
+
         out: Any = selective_scan(
             x,
             dt,
-            -torch.exp(exact),
-            matrix(B, "B"),
-            matrix(C, "C"),
+            *self.matrices(p, B, C),
             D=p.get("D"),
             z=z,
             dt_softplus=self.softplus,

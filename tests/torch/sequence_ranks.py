@@ -9,6 +9,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from itertools import accumulate
 from pathlib import Path
@@ -26,18 +27,15 @@ SHARES = {2: (5, 18), 3: (4, 11, 8)}  # frames of the sequence that each rank ha
 Errors = dict[str, float]
 
 
-class Failed(str):
-    """What an error on a rank said."""
-
-
 def run_ranks(module: str, name: str, folder: Path, size: int) -> list[Any]:
-    """Return what a function of a module returns on each of so many ranks, called with the rank."""
+    """Return what a function of a module returns on each of so many ranks, called without arguments."""
     root = Path(__file__).resolve().parents[2]
+    folder = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "tests.torch.sequence_ranks", module, name, str(folder), str(size)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env, cwd=root, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(folder / f"{name}-{size}-{rank}.pt", weights_only=False) for rank in range(size)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def larger(model: SequenceModel) -> SequenceModel:
@@ -112,26 +110,25 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 def _on_rank(module: str, name: str, folder: str, size: int, rank: int) -> int:
     torch.set_num_threads(1)
-    store = f"file://{folder}/{name}-{size}-store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:
-        found = getattr(importlib.import_module(module), name)(rank)
+        found = getattr(importlib.import_module(module), name)()
     except Exception:
         print(f"rank {rank}:", traceback.format_exc(), flush=True)
         return 1
-    torch.save(found, Path(folder) / f"{name}-{size}-{rank}.pt")
+    torch.save(found, Path(folder) / f"{rank}.pt")
     distributed.destroy_process_group()
     return 0
 
 
-def main(module: str, name: str, folder: str, size: int) -> int:
+def main(module: str, name: str, folder: str, size: str) -> int:
     """Fork the ranks, and return 0 if none failed. When one fails the others, which may wait for it, are ended."""
     importlib.import_module(module)
     children = []
-    for rank in range(size):
+    for rank in range(int(size)):
         child = os.fork()
         if not child:
-            os._exit(_on_rank(module, name, folder, size, rank))
+            os._exit(_on_rank(module, name, folder, int(size), rank))
         children.append(child)
     while children:
         done, status = os.wait()
@@ -144,4 +141,4 @@ def main(module: str, name: str, folder: str, size: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4], int(sys.argv[4])))
+    sys.exit(main(*sys.argv[1:]))
