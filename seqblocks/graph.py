@@ -8,7 +8,7 @@ without torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -341,11 +341,14 @@ def streamed(graph: Graph) -> Iterator[Node]:
                 yield from streamed(body)
 
 
-def stream_obstacle(model: ModelSpec) -> tuple[str, str] | None:
-    """Return the name and place of a step that cannot run token by token, and why; None if the model can stream."""
+def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> tuple[str, str] | None:
+    """Return the name and place of a step that cannot run token by token, and why; None if the model can stream.
+
+    orders: those that a scan may have.
+    """
     for node in streamed(model.graph):
         why = (node.op.cannot_stream(*node.wires) if node.op else None) or _mixes_lengths(node, model)
-        if node.kind == "scan" and node.arguments.orders != ("forward",):
+        if node.kind == "scan" and any(order not in orders for order in node.arguments.orders):
             why = f"it reads the sequence in the order {' and '.join(node.arguments.orders)}"
         if why:
             return f"{node.name} ({node.span})", why

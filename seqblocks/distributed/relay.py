@@ -23,16 +23,11 @@ class Kind(NamedTuple):
 
 
 class Link:
-    """Messages between the ranks of a group: sending does not wait, receiving does. Counts what is sent.
-
-    rank, size: of the group; earlier, later: the neighbours that hold the parts before and after this rank's.
-    """
+    """Messages between the ranks of a group: sending does not wait, receiving does. Counts what is sent."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self.earlier = self.rank - 1 if self.rank else None
-        self.later = self.rank + 1 if self.rank + 1 < self.size else None
         self.messages = self.bytes = 0
         self._pending: list[tuple[Any, Tensor]] = []
 
@@ -77,38 +72,63 @@ def _bytes_of(kind: Kind) -> int:
 
 
 class Part(NamedTuple):
-    """The part of a call that a rank has: `before` tokens of the model's input are on earlier ranks.
+    """The part of a call that a rank has, in one direction.
 
-    tracked: whether gradients are handed back. summaries: whether steps that can summarise their tokens do so.
+    earlier, later: the ranks that a scan runs on before and after this one, None at an end. before, after: how many
+    tokens of the model's input are on all of those. begins, next_begins [batch]: whether a sequence begins with the
+    first token, and with the token after the part; None without resets. tracked: whether gradients are handed back.
+    summaries: whether steps that can summarise their tokens do so.
     """
 
     link: Link
     batch: int
-    before: int
     device: torch.device
+    earlier: int | None
+    later: int | None
+    before: int
+    after: int
+    begins: Tensor | None
+    next_begins: Tensor | None
     tracked: bool
     summaries: bool
 
+    def reversed(self) -> Part:
+        """Return the part as seen from the other end."""
+        begins = None if self.earlier is None else self.begins
+        return self._replace(
+            earlier=self.later, later=self.earlier, before=self.after, after=self.before, begins=self.next_begins,
+            next_begins=begins,
+        )  # fmt: skip
+
 
 class Relay:
-    """Hands on the states of one call. Each step's state is received and sent once, also where activation checkpointing
-    computes the step again.
+    """Hands on the states of one call. Each step's state is received and sent once in a direction, also where
+    activation checkpointing computes the step again.
     """
 
     def __init__(self, part: Part) -> None:
         self.part = part
+        self.next_begins = part.next_begins
         self._received: dict[str, list[Tensor]] = {}
         self._sent: set[str] = set()
+        self._reversed: Relay | None = None
+
+    def reversed(self) -> Relay:
+        """Return the relay of a scan from the other end of the sequence."""
+        if self._reversed is None:
+            self._reversed = Relay(self.part.reversed())
+            self._reversed._reversed = self
+        return self._reversed
 
     def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
         """Return a step's output; see `seqblocks.runtime.call.Relay`."""
         move = self._transition(step.op, p, call, inputs)
         state, inputs = self._before(step, inputs)
         if move is None:
-            wanted = self.part.link.later is not None
+            wanted = self.part.later is not None
             y, after = step.op.forward(p, replace(call, state=state, return_state=wanted), *inputs)
             return self._handed_on(step, after, [y], inputs)[0] if wanted else y
-        if self.part.link.later is not None:
+        if self.part.later is not None:
             after = move(self._initial(step, inputs) if state is None else state)
             inputs = self._handed_on(step, after, inputs, inputs)
         y, _ = step.op.forward(p, replace(call, state=state), *inputs)
@@ -119,6 +139,9 @@ class Relay:
     ) -> Callable[[States], States] | None:
         if (op.summarises and not self.part.summaries) or not inputs[0].shape[1]:
             return None
+        if call.reverse:  # the same tokens from the other end
+            inputs = [x if x is None else x.flip(1) for x in inputs]
+            call = replace(call, reverse=False, resets=None if call.resets is None else call.resets.flip(1))
         return op.transition(p, call, *inputs)
 
     def _kinds(self, step: Carrying, inputs: list[Any], before: int) -> list[Kind]:
@@ -139,11 +162,11 @@ class Relay:
 
     def _before(self, step: Carrying, inputs: list[Any]) -> tuple[States | None, list[Any]]:
         """Return the state that the earlier rank hands on, None on the first rank, and the inputs to go on with."""
-        if self.part.link.earlier is None:
+        if self.part.earlier is None:
             return None, inputs
         kinds = self._kinds(step, inputs, self.part.before)
         if step.path not in self._received:
-            self._received[step.path] = self.part.link.receive(kinds, self.part.link.earlier, self.part.device)
+            self._received[step.path] = self.part.link.receive(kinds, self.part.earlier, self.part.device)
         state = [x.detach() for x in self._received[step.path]]
         if self.part.tracked:
             state, inputs = _joined(_Received, self.part, state, inputs)
@@ -155,8 +178,8 @@ class Relay:
         state = [after[name].to(kind.dtype) for name, kind in zip(step.state, kinds, strict=True)]
         if step.path not in self._sent:
             self._sent.add(step.path)
-            assert self.part.link.later is not None
-            self.part.link.send(state, self.part.link.later)
+            assert self.part.later is not None
+            self.part.link.send(state, self.part.later)
         return _joined(_Sent, self.part, state, carriers)[1] if self.part.tracked else carriers
 
 
@@ -197,7 +220,7 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.count:
-            ctx.part.link.send(gradients[: ctx.count], ctx.part.link.earlier)
+            ctx.part.link.send(gradients[: ctx.count], ctx.part.earlier)
         return None, None, None, *[None] * ctx.count, *gradients[ctx.count :]
 
 
@@ -212,5 +235,5 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.kinds)
-        states = ctx.part.link.receive(ctx.kinds, ctx.part.link.later, ctx.part.device) if count else []
+        states = ctx.part.link.receive(ctx.kinds, ctx.part.later, ctx.part.device) if count else []
         return None, None, None, *states, *gradients[count:]

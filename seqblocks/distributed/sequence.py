@@ -16,6 +16,7 @@ from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments
 from seqblocks.runtime.model import SequenceModel
 
+ORDERS = ("forward", "reverse")  # of scans
 BUCKET = 2**25  # numbers of gradients that are added in one message
 
 
@@ -33,7 +34,7 @@ def sequence_parallel(model: nn.Module, group: Any = None, *, summaries: bool | 
     inner = next((module for module in model.modules() if isinstance(module, SequenceModel)), None)
     if inner is None:
         raise UsageError(f"a sequence is split for a model that seqblocks built, not for {type(model).__name__}")
-    if obstacle := graph.stream_obstacle(inner.spec):
+    if obstacle := graph.stream_obstacle(inner.spec, ORDERS):
         raise RunError(" cannot run on a part of a sequence: ".join(obstacle))
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -58,6 +59,7 @@ class SequenceParallel:
         self.model = model
         self._inner, self._link = inner, link
         self.rank, self.size = link.rank, link.size
+        self._turns = any(order == "reverse" for order in _orders(inner.spec))
         self._summaries = _are_worthwhile(inner.spec, link.size) if summaries is None else summaries
 
     def __call__(
@@ -75,12 +77,14 @@ class SequenceParallel:
             x, inputs = arguments.named_input(spec.inputs, x, inputs)
         arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
         self._check(x)
-        part = self._agree(x)
+        part = self._agree(x, cu_seqlens is not None or resets is not None)
         if cu_seqlens is not None:
             if resets is not None:
                 raise RunError("resets and cu_seqlens say the same: pass one of them")
             whole = packed_resets(cu_seqlens, int(cu_seqlens[-1]), x.device)
             resets = whole[:, part.before : part.before + x.shape[1]]
+        if self._turns:
+            part = self._look_ahead(part, x.shape[1], resets)
         self._inner._relay = Relay(part)
         try:
             y = self.model(x, resets=resets, **inputs)
@@ -141,7 +145,7 @@ class SequenceParallel:
         for p in found:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for bucket in _buckets(found):
-            gradients = [p.grad for p in bucket]
+            gradients = [p.grad for p in bucket if p.grad is not None]
             flat = torch.cat([g.flatten() for g in gradients])
             self._all_reduce(flat)
             for g, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -161,21 +165,41 @@ class SequenceParallel:
                 "set its probability to 0, or call model.eval()"
             )
 
-    def _agree(self, x: Tensor) -> Part:
+    def _agree(self, x: Tensor, marked: bool) -> Part:
         """Learn from the earlier rank how many tokens there are before this part. RunError where the calls differ."""
         link = self._link
+        earlier = self.rank - 1 if self.rank else None
+        later = self.rank + 1 if self.rank + 1 < self.size else None
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        before, found = 0, (x.shape[0], int(tracked))
-        if link.earlier is not None:
-            (head,) = link.receive([Kind((3,), torch.int64)], link.earlier, x.device)
+        before, found = 0, (x.shape[0], int(tracked), int(marked))
+        if earlier is not None:
+            (head,) = link.receive([Kind((4,), torch.int64)], earlier, x.device)
             before, *other = head.tolist()
-            names = ("sequences in the batch", "gradients wanted (0 or 1)")
-            for name, here, there in zip(names, found, other, strict=True):
-                if here != there:
-                    raise RunError(f"{name}: {here} on rank {self.rank}, and {there} on rank {link.earlier}")
-        if link.later is not None:
-            link.send([torch.tensor([before + x.shape[1], *found], device=x.device)], link.later)
-        return Part(link, x.shape[0], before, x.device, tracked, self._summaries)
+            names = ("sequences in the batch", "gradients wanted (0 or 1)", "resets given (0 or 1)")
+            for name, own, there in zip(names, found, other, strict=True):
+                if own != there:
+                    raise RunError(f"{name}: {own} on rank {self.rank}, and {there} on rank {earlier}")
+        if later is not None:
+            link.send([torch.tensor([before + x.shape[1], *found], device=x.device)], later)
+        return Part(
+            link, x.shape[0], x.device, earlier, later, before, 0, None, None, tracked, self._summaries
+        )  # fmt: skip
+
+    def _look_ahead(self, part: Part, tokens: int, resets: Tensor | None) -> Part:
+        """Learn from the later rank how many tokens come after this part, and whether a sequence begins with them."""
+        after = 0
+        next_begins = first = None if resets is None else torch.zeros_like(resets[:, :1])
+        if part.later is not None:
+            kinds = [Kind((1,), torch.int64)] + ([] if resets is None else [Kind((part.batch, 1), torch.bool)])
+            count, *marks = part.link.receive(kinds, part.later, part.device)
+            after, next_begins = int(count), marks[0] if marks else None
+        if resets is not None:
+            first = resets[:, :1] if tokens else next_begins
+        if part.earlier is not None:
+            count = torch.tensor([after + tokens], device=part.device)
+            part.link.send([count] if first is None else [count, first], part.earlier)
+        begins, next_begins = (None if x is None else x.squeeze(1) for x in (first, next_begins))
+        return part._replace(after=after, begins=begins, next_begins=next_begins)
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -201,11 +225,17 @@ def _dropped_samples(spec: ModelSpec) -> str | None:
     return None
 
 
+def _orders(spec: ModelSpec) -> list[str]:
+    """Return the orders of all scans."""
+    scans = (node for node in graph.streamed(spec.graph) if node.kind == "scan")
+    return [order for node in scans for order in node.arguments.orders]
+
+
 def _are_worthwhile(spec: ModelSpec, ranks: int) -> bool:
     """Whether the last rank waits longer for states in turn than summaries take.
 
     In turn, it starts each of its steps `ranks - 1` steps' time after the first rank; a summary takes about half of a
-    step's time again, in each step.
+    step's time again, in each step. With scans from both ends, all ranks wait in each layer.
     """
     steps = sum(node.op is not None and node.op.summarises for node in graph.streamed(spec.graph))
-    return 2 * (ranks - 1) > steps
+    return 2 * (ranks - 1) > steps or len(set(_orders(spec))) > 1

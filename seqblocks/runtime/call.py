@@ -41,7 +41,16 @@ class Carrying(NamedTuple):
 
 
 class Relay(Protocol):
-    """Runs the steps that carry state where the ranks of a process group hold the parts of a sequence."""
+    """Runs the steps that carry state where the ranks of a process group hold the parts of a sequence.
+
+    next_begins [batch] bool: whether a sequence begins with the token after this part; None without resets.
+    """
+
+    next_begins: Tensor | None
+
+    def reversed(self) -> Relay:
+        """Return the relay of a scan from the other end of the sequence."""
+        ...
 
     def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
         """Return a step's output for this rank's tokens: its state comes from the rank before, and goes to the next.

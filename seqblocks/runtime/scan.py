@@ -66,7 +66,8 @@ class Scan(Body):
             call = replace(call, grid=Grid((columns, rows)))
         if not order.endswith("reverse"):
             return call, tensors
-        resets = _reversed_resets(call.resets)
+        resets = _reversed_resets(call.resets, call.relay.next_begins if call.relay else None)
+        call = replace(call, relay=call.relay.reversed()) if call.relay else call
         if self._in_place:
             return replace(call, reverse=True, resets=resets), tensors
         resets = None if resets is None else resets.flip(1)
@@ -160,11 +161,15 @@ def _is_reversible(body: Graph) -> bool:
     )
 
 
-def _reversed_resets(resets: Tensor | None) -> Tensor | None:
-    """Mark first tokens as seen from the right: t is one if another sequence begins at t + 1."""
+def _reversed_resets(resets: Tensor | None, next_begins: Tensor | None) -> Tensor | None:
+    """Mark first tokens as seen from the right: t is one if another sequence begins at t + 1.
+
+    next_begins [batch]: whether one begins after the last token; None for no.
+    """
     if resets is None:
         return None
-    return torch.cat([resets[:, 1:], torch.zeros_like(resets[:, :1])], 1)
+    last = torch.zeros_like(resets[:, :1]) if next_begins is None else next_begins.unsqueeze(1)[:, : resets.shape[1]]
+    return torch.cat([resets[:, 1:], last], 1)
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:

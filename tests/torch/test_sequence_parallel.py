@@ -14,16 +14,40 @@ from torch import distributed
 
 import seqblocks
 from seqblocks.distributed import sequence_parallel
+from seqblocks.runtime.model import SequenceModel
 from tests.torch import test_context_models, test_law
 from tests.torch.sequence_ranks import Errors, Example, larger, run_ranks
 
-SMALL = test_law.SMALL | test_context_models.SMALL
+SMALL = test_law.SMALL | test_context_models.SMALL | {"caduceus_small": {"dim": 8, "depth": 2}}
 FAMILIES = (  # the kinds of state, and of what a step may read besides its tokens
     "xlstm_125m_7_1", "xlstm_7b", "mamba_130m", "mamba2_130m", "gla_1_3b", "qwen3_next_small", "rwkv6_1_4b",
     "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
-    "memoroid_agent", "captioner",
+    "memoroid_agent", "captioner", "caduceus_small", "turned",
 )  # fmt: skip
+# Scans from the other end, also of steps that need flipped copies, and one inside another.
+TURNED = """
+seqblocks: 1
+use: [xlstm, transformer]
+model:
+  input: {features: 8}
+  steps:
+    - scan: {order: reverse, steps: [{mlstm_block: {dim: 8, heads: 2}}]}
+    - scan: {order: [forward, reverse], merge: mean, name: both, steps: [{attention_layer: {dim: 8, heads: 2}}]}
+    - scan:
+        order: reverse
+        name: twice
+        steps:
+          - shift: {by: 2}
+          - scan: {order: [forward, reverse], own: all, merge: sum, steps: [{causal_conv: {kernel: 3}}]}
+          - sinusoids
+"""
 Found = dict[str, Errors]
+
+
+def built(name: str) -> SequenceModel:
+    if name == "turned":
+        return seqblocks.build_text(TURNED, dtype="float64", device="cpu", seed=0)
+    return seqblocks.build(name, set=SMALL[name], dtype="float64", device="cpu", seed=0)
 
 
 def compared(names: Iterable[str], size: int, **options: Any) -> Found:
@@ -33,7 +57,7 @@ def compared(names: Iterable[str], size: int, **options: Any) -> Found:
         return {}
     found = {}
     for name in names:
-        model = larger(seqblocks.build(name, set=SMALL[name], dtype="float64", device="cpu", seed=0))
+        model = larger(built(name))
         found[name] = Example(model, size).compare(sequence_parallel(model, group, **options))
     return found
 
