@@ -14,16 +14,18 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis.translation import Translator, layouts
 from seqblocks.checkpoint import writing
-from seqblocks.checkpoint.folder import as_path, checked_size, read_model, write_model, write_weights
+from seqblocks.checkpoint.folder import CONFIG, as_path, checked_size, read_model, write_model, write_weights
+from seqblocks.checkpoint.hub import MODEL_TYPE, config_text
 from seqblocks.checkpoint.official import tied_together, translated
-from seqblocks.checkpoint.pretrained import CONFIG, spec_of
-from seqblocks.checkpoint.reading import Weights, weights_in
+from seqblocks.checkpoint.pretrained import spec_of
+from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD, safetensors
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
 from seqblocks.recipes import Extent, Name, Recipe, Shape
 
 OURS = "seqblocks"  # the layout of `save`
+ORIGIN = "converted_from"  # the entry of our config.json that holds the one of others
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
 
 
@@ -66,14 +68,29 @@ def convert(
 
     def work(folder: Path) -> None:
         if to == OURS and model.source is not None:
-            write_model(folder, model.source, found, graph_ties(model), limit)
+            write_model(folder, model, found, graph_ties(model), limit)
         else:
             write_weights(folder, found, limit)
         if config.is_file():
-            shutil.copyfile(config, folder / CONFIG)
+            _carry_config(config, folder / CONFIG)
 
     writing.write(target, work)
     return found
+
+
+def _carry_config(source: Path, target: Path) -> None:
+    """Copy the config.json that others wrote. In a folder of ours, which has its own, it is an entry of that."""
+    config = read_json(source)
+    is_ours = isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    others = config.get(ORIGIN) if is_ours else config
+    if others is None:
+        return
+    if target.exists():  # write_model has written ours
+        others = {**read_json(target), ORIGIN: others}
+    elif not is_ours:
+        shutil.copyfile(source, target)
+        return
+    target.write_text(config_text(others), encoding="utf-8")
 
 
 def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[ModelSpec, Weights]:

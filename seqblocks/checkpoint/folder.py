@@ -16,6 +16,7 @@ from torch import Tensor
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint import writing
+from seqblocks.checkpoint.hub import config_text, hub_config
 from seqblocks.checkpoint.reading import INDEX, Weights, read_json, weights_in
 from seqblocks.checkpoint.record import (
     ENTRIES,
@@ -36,6 +37,7 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import gathered, mesh_of, on_first_rank
 
 SPEC = "spec.yaml"
+CONFIG = "config.json"  # for transformers
 WHOLE = "model.safetensors"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -44,19 +46,19 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     """Write a model to a folder, so that `load(path)` needs nothing else.
 
     The folder holds `spec.yaml` as it was written, `model.safetensors` (or shards of at most `shard_size` bytes with
-    the index of the Hub; a larger tensor has a shard of its own) and `seqblocks.json`: overrides, the files in use,
-    ties, and checksums. A tied parameter is written once. The folder appears when it is complete; until then an earlier
-    one stays as it was. Links are followed; an earlier folder's mode is kept. Of a sharded model
-    (`seqblocks.distributed`) all ranks must call it: weights are gathered one by one, and the first rank writes.
+    the index of the Hub; a larger tensor has a shard of its own), `seqblocks.json` (overrides, the files in use, ties,
+    and checksums) and `config.json`, by which transformers reads the folder after `import seqblocks.hf`. A tied
+    parameter is written once. The folder appears when it is complete; until then an earlier one stays as it was. Links
+    are followed; an earlier folder's mode is kept. Of a sharded model (`seqblocks.distributed`) all ranks must call it:
+    weights are gathered one by one, and the first rank writes.
 
     RunError where the weights are no longer what the spec says (replaced or parametrized steps, broken ties), or are
-    on meta; UsageError where the arguments are at fault; UnavailableError without
-    safetensors. OSError where the disk is.
+    on meta; UsageError where the arguments are at fault; UnavailableError without safetensors. OSError where the disk
+    is.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"save writes what build made, not {type(model).__name__}")
-    source = model.spec.source
-    if source is None:
+    if model.spec.source is None:
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
     limit = checked_size(shard_size)
     safetensors()
@@ -67,16 +69,27 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
         tensors = gathered(tensors, mesh)
 
     def work(folder: Path) -> None:
-        write_model(folder, source, Weights(tensors, tensors.__getitem__), tied, limit)
+        write_model(folder, model.spec, Weights(tensors, tensors.__getitem__), tied, limit)
 
     on_first_rank(mesh, lambda: writing.write(target or writing.target_of(as_path(path)), work))
 
 
-def write_model(folder: Path, source: SpecSource, weights: Weights, tied: dict[str, str], limit: int) -> None:
-    """Write weights and spec into a folder, as `load` reads them."""
+def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:
+    """Write weights and spec into a folder, as `load` and transformers read them."""
     sums = write_weights(folder, weights, limit)
-    count = sum(header.numel() for header in weights.headers.values())
-    record = new_record(source, sums, count, tied)
+    kinds = [header.dtype for header in weights.headers.values()]
+    dtype = min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
+    config = hub_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
+    assert spec.source
+    write_record(folder, spec.source, weights.headers, sums, tied)
+
+
+def write_record(
+    folder: Path, source: SpecSource, headers: Mapping[str, Any], sums: dict[str, int], tied: dict[str, str]
+) -> None:
+    """Write what `load` reads besides the weights: the spec, and the record with their checksums."""
+    record = new_record(source, sums, sum(header.numel() for header in headers.values()), tied)
     (folder / SPEC).write_bytes(source.text.encode())
     (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
@@ -200,7 +213,7 @@ def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> 
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
-    spec = _analysed(record, text, set)
+    spec = analysed(record, text, set)
     headers = {name: weights.headers[name] for name in record["checksums"]}
     check_fit(spec, headers)
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
@@ -260,7 +273,7 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
 
 
-def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
+def analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
     """Return the spec of a folder with further overrides. They come last, as they may repeat one by another name."""
     check.checked_overrides(set)
     given = set or {}

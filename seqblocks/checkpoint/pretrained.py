@@ -13,7 +13,7 @@ import torch
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
-from seqblocks.checkpoint.folder import as_path, load
+from seqblocks.checkpoint.folder import CONFIG, as_path, load
 from seqblocks.checkpoint.official import LeftOut, translated
 from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD
@@ -24,8 +24,6 @@ from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
-
-CONFIG = "config.json"
 
 
 def from_pretrained(

@@ -21,7 +21,9 @@ from seqblocks.errors import UsageError, listing
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 STALE = 24 * 3600  # seconds without a change, after which an unfinished folder is removed where there are no locks
-OWN_FILES = re.compile(rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|{RECORD}")
+OWN_FILES = re.compile(
+    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|config\.json|{RECORD}"
+)
 UNFINISHED, REPLACED = "saving", "replaced"
 EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 HERE = -100  # AT_FDCWD of Linux

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Node
@@ -16,7 +17,14 @@ from seqblocks.state import States
 
 @makes("repeat")
 class Repeat(StepModule):
-    """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`."""
+    """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`.
+
+    checkpointing: a function such as torch.utils.checkpoint.checkpoint, by which layers are called while gradients are
+    recorded, so that activations are computed again in the backward pass; `checkpoint_every`: for every so many layers.
+    """
+
+    checkpointing: Callable[..., Any] | None = None
+    checkpoint_every = 1
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -28,12 +36,18 @@ class Repeat(StepModule):
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         values = dict(zip(self._reads, tensors, strict=True))
         x, states = tensors[0], {}
-        for label, captures in self._captures.items():
+        for at, (label, captures) in enumerate(self._captures.items()):
             inputs = [x, *(values[v] for v in captures)]
-            x, state = call_child(self._modules[label], inputs, call.into(label), label)
+            if self.checkpointing and at % self.checkpoint_every == 0 and torch.is_grad_enabled():
+                x, state = self.checkpointing(self._call_layer, label, call, *inputs)
+            else:
+                x, state = self._call_layer(label, call, *inputs)
             if state:
                 states[label] = state
         return x, states
+
+    def _call_layer(self, label: str, call: Call, *inputs: Tensor) -> tuple[Tensor, States]:
+        return call_child(self._modules[label], inputs, call.into(label), label)
 
     def __len__(self) -> int:
         return len(self._modules)

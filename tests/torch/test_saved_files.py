@@ -36,8 +36,8 @@ model:
   input: {features: dim}
   steps: [linear: {features: 6, name: up}, silu, linear: {features: dim, bias: false, name: down}]
 """
-WHOLE = ["model.safetensors", RECORD, "spec.yaml"]
-SHARDS = [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json", *WHOLE[1:]]
+WHOLE = ["config.json", "model.safetensors", RECORD, "spec.yaml"]
+SHARDS = [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json", *WHOLE[2:]]
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="child processes are forked")
 
 
@@ -81,7 +81,7 @@ def test_the_folder_is_what_the_hub_has(path: Path) -> None:
     with safetensors.safe_open(path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     save(model(1), path, shard_size=96)
-    assert names(path) == SHARDS
+    assert names(path) == ["config.json", *SHARDS]
     assert same(load(path), model(1))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": (24 + 6 + 24) * 4}

@@ -1,0 +1,120 @@
+"""What transformers needs to know of a model: which of its classes fit a spec, and the config.json that says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from seqblocks import graph
+from seqblocks.analysis import lookahead
+from seqblocks.graph import ModelSpec, Node
+from seqblocks.types import Wire
+
+MODEL_TYPE = "seqblocks"
+HEADS = ("unembed", "classifier")  # steps that make scores of features
+CAUSAL_LM, IMAGE_CLASSIFICATION, FEATURES = (
+    "SeqblocksForCausalLM", "SeqblocksForImageClassification", "SeqblocksModel",
+)  # fmt: skip
+
+
+def hub_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json of a model: its spec with all files in use, and what transformers derives from it."""
+    source = spec.source
+    assert source is not None
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [architecture(spec)],
+        "spec_name": source.name,
+        "spec": source.text,
+        "overrides": dict(source.overrides),
+        "files": dict(source.files),
+        "tie_word_embeddings": True,  # ties of the spec are honoured
+        **sizes(spec),
+    }
+
+
+def config_text(config: Any) -> str:
+    """Return the text of a config.json, as transformers writes it."""
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes that transformers reads in a config: of the vocabulary, and the number of classes."""
+    found = {}
+    if spec.input.kind == "tokens":
+        found["vocab_size"] = spec.input.features
+    if image_classification_obstacle(spec) is None:
+        assert spec.output
+        found["num_labels"] = spec.output.features
+    return found
+
+
+def architecture(spec: ModelSpec) -> str:
+    """Return the most specific class that fits a spec; all have features."""
+    if causal_lm_obstacle(spec) is None:
+        return CAUSAL_LM
+    return FEATURES if image_classification_obstacle(spec) else IMAGE_CLASSIFICATION
+
+
+def causal_lm_obstacle(spec: ModelSpec) -> str | None:
+    """Return why a spec is no causal language model, or None if it is one."""
+    wire = logits(spec)
+    if spec.input.kind != "tokens":
+        return f"it reads {spec.input}, and a language model reads token numbers (`input: {{tokens: …}}`)"
+    if wire is None or wire.kind != "sequence" or wire.features != spec.input.features:
+        scores = f"[batch, seq, {spec.input.features}], a score of each token of the vocabulary"
+        return f"its output is {wire}, and a language model has {scores} (`unembed`)"
+    frame = graph.frame_size(spec.graph)
+    if frame > 1:
+        return f"it takes {frame} tokens at a time, and a language model one"
+    if not is_causal(spec):
+        return "its output depends on later tokens"
+    return None
+
+
+def is_causal(spec: ModelSpec) -> bool:
+    """Whether no output depends on a later token of the input."""
+    ahead = lookahead.find(spec)
+    return ahead is None or not ahead.tokens
+
+
+def image_classification_obstacle(spec: ModelSpec) -> str | None:
+    """Return why a spec does not classify images, or None if it does."""
+    wire = logits(spec)
+    if spec.input.kind != "image" or len(spec.inputs) > 1:
+        return f"it reads {spec.input_text}, and a classifier of images reads one image (`input: {{image: …}}`)"
+    if wire is None or wire.kind != "vector":
+        return f"its output is {wire}, and a classifier has [batch, classes] (`pool`, then `classifier`)"
+    return None
+
+
+def logits_name(spec: ModelSpec) -> str | None:
+    """Return the output that holds scores where outputs have names: the one called logits, or the first."""
+    return "logits" if "logits" in spec.outputs else next(iter(spec.outputs), None)
+
+
+def logits(spec: ModelSpec) -> Wire | None:
+    """Return the type of the scores, or of the only output."""
+    name = logits_name(spec)
+    return spec.output if name is None else spec.outputs[name]
+
+
+def head(spec: ModelSpec) -> Node | None:
+    """Return the step that makes scores of features, or None: the last of its kind, if the output has no name."""
+    nodes = [] if spec.outputs else [node for node in spec.graph.nodes if node.verb in HEADS]
+    return nodes[-1] if nodes and len(nodes[-1].reads) == 1 else None
+
+
+def without_head(spec: ModelSpec) -> ModelSpec:
+    """Return a spec whose output is what its head reads; itself where it has no head."""
+    last = head(spec)
+    if last is None:
+        return spec
+    nodes = spec.graph.nodes[: spec.graph.nodes.index(last)]
+    return replace(spec, graph=replace(spec.graph, nodes=nodes, result=last.reads[0]))
+
+
+def embedding(spec: ModelSpec) -> Node | None:
+    """Return the step that turns token numbers into features, if the input is read by one."""
+    return next((node for node in spec.graph.nodes if node.verb == "embed" and node.reads == (spec.graph.input,)), None)

@@ -1,0 +1,104 @@
+"""The state of a model as the cache that `generate` of transformers carries from call to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks import state as states
+from seqblocks.errors import RunError
+from seqblocks.state import States
+
+
+class Recorded:
+    """What was read since a state, so that the state after a part of it can be computed again."""
+
+    def __init__(self, state: States | None, tokens: Tensor, resets: Tensor | None) -> None:
+        self.state, self.tokens, self.resets = state, tokens, resets
+
+    def extended(self, tokens: Tensor, resets: Tensor | None) -> Recorded:
+        """Return a record that goes on with further tokens."""
+        joined = None
+        if self.resets is not None or resets is not None:
+            parts = ((self.tokens, self.resets), (tokens, resets))
+            joined = torch.cat([torch.zeros_like(x, dtype=torch.bool) if r is None else r for x, r in parts], 1)
+        return Recorded(self.state, torch.cat([self.tokens, tokens], 1), joined)
+
+    def first(self, count: int) -> Recorded:
+        """Return a record of the first tokens alone."""
+        return Recorded(self.state, self.tokens[:, :count], None if self.resets is None else self.resets[:, :count])
+
+
+class StateCache:
+    """The state after `seen` tokens of each sequence, padding included. A call returns a new one.
+
+    It implements what `generate` asks of a cache. Its size does not grow with the tokens, except for attention.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, state: States | None = None, seen: int = 0, recorded: Recorded | None = None) -> None:
+        self.state, self.seen = state, seen
+        self.recorded = recorded  # what `crop` may take back
+        self.recording = recorded is not None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens were read."""
+        return self.seen
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Remember, from the next call on, what `crop` needs: one more state, and the tokens since then."""
+        self.recording = True
+
+    def crop(self, tokens_to_keep: int) -> None:
+        """Keep the first tokens, or with a number below 1 leave out as many of the last ones.
+
+        RunError for tokens from before the latest `crop`, or the prompt of a call that returns its last logits alone.
+        """
+        count = self.seen - tokens_to_keep if tokens_to_keep > 0 else -tokens_to_keep
+        if count <= 0:
+            self.recorded = None
+            return
+        known = 0 if self.recorded is None else self.recorded.tokens.shape[1]
+        if self.recorded is None or count > known:
+            how = "activate_past_recording() before the call makes more of them known"
+            raise RunError(f"a state does not go back by itself: {count} tokens, of which {known} are known. {how}")
+        self.recorded, self.state = self.recorded.first(known - count), None
+        self.seen -= count
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on with the sequences `beam_idx` [n], in that order: for beam search."""
+        if self.state is not None:
+            self.state = states.index_select(self.state, beam_idx)
+        if self.recorded is not None:
+            own = self.recorded
+            state = None if own.state is None else states.index_select(own.state, beam_idx)
+            self.recorded = Recorded(state, own.tokens[beam_idx], None if own.resets is None else own.resets[beam_idx])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Go on with the sequences `indices` [n]."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, for several continuations of it."""
+        size = _batch(self.state) if self.state is not None else 0
+        if size:
+            device = _leaf(self.state).device
+            self.reorder_cache(torch.arange(size, device=device).repeat_interleave(repeats))
+
+
+def _leaf(tree: Any) -> Tensor:
+    while isinstance(tree, dict):
+        tree = next(iter(tree.values()))
+    return tree  # type: ignore[no-any-return]
+
+
+def _batch(state: States) -> int:
+    return _leaf(state).shape[0] if state else 0

@@ -1,0 +1,82 @@
+"""The config of a model in transformers: the spec with all files it uses, so that config.json is all it is built of."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from seqblocks.analysis import check
+from seqblocks.checkpoint.folder import analysed
+from seqblocks.checkpoint.hub import hub_config, sizes
+from seqblocks.errors import UsageError
+from seqblocks.graph import ModelSpec
+from seqblocks.hf.library import transformers
+
+
+class SeqblocksConfig(transformers.PreTrainedConfig):
+    """A spec as transformers keeps it.
+
+    spec: the YAML text; spec_name: what errors call it; overrides: values of it, by name, as YAML; files: the texts of
+    all files that it uses. `SeqblocksConfig.of("mamba_small", set={"depth": 2})` makes one of a bundled spec or a path.
+    """
+
+    model_type = "seqblocks"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - as transformers reads it
+
+    def __init__(
+        self,
+        spec: str | None = None,
+        spec_name: str = "config",
+        overrides: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+        **others: Any,
+    ) -> None:
+        self.spec, self.spec_name = spec, spec_name
+        self.overrides, self.files = dict(overrides or {}), dict(files or {})
+        self.vocab_size, self.use_cache = vocab_size, use_cache
+        self.bos_token_id = others.pop("bos_token_id", None)
+        self.eos_token_id = others.pop("eos_token_id", None)
+        self.pad_token_id = others.pop("pad_token_id", None)
+        super().__init__(**{"tie_word_embeddings": True, **others})
+        if spec is not None and vocab_size is None:
+            self._derive(self.analysed(), others)
+
+    def _derive(self, model: ModelSpec, given: Collection[str] = ()) -> None:
+        """Set what transformers reads of a spec's sizes, except those that were given."""
+        for name, size in sizes(model).items():
+            if name not in given and "id2label" not in given:
+                setattr(self, name, size)
+
+    @classmethod
+    def of(
+        cls, spec: str | os.PathLike[str] | ModelSpec, set: Mapping[str, Any] | None = None, **others: Any
+    ) -> SeqblocksConfig:
+        """Return the config of a spec: a path, the name of a bundled one, or what `load_model` returns.
+
+        others: what any config takes, such as eos_token_id. Raises SpecError and UsageError.
+        """
+        model = spec if isinstance(spec, ModelSpec) else check.load_model(spec, set)
+        if model.source is None:
+            raise UsageError("the model does not know the text it was made from, and a config holds that text")
+        return cls(**{**hub_config(model), **others})
+
+    def analysed(self, set: Mapping[str, Any] | None = None) -> ModelSpec:
+        """Return the analysed spec, with further overrides. Raises SpecError and UsageError."""
+        if not isinstance(self.spec, str):
+            what = "the config has no spec" if self.spec is None else f"`spec` is a {type(self.spec).__name__}, no text"
+            raise UsageError(f"{what}: SeqblocksConfig.of('mamba_small') makes one of a bundled spec, or of a path")
+        record = {"name": self.spec_name, "overrides": self.overrides, "files": self.files}
+        return analysed(record, self.spec, set)
+
+    def with_values(self, set: Mapping[str, Any]) -> SeqblocksConfig:
+        """Return a copy whose spec has further overrides."""
+        model = self.analysed(set)
+        assert model.source
+        changed = copy.deepcopy(self)
+        changed.overrides = dict(model.source.overrides)
+        changed._derive(model)
+        return changed

@@ -1,0 +1,144 @@
+"""Weights in folders of transformers: one format with `seqblocks.save`, and errors instead of drawn parameters.
+
+In memory parameters are below `model.`; in files they have the names of the spec, as `seqblocks.save` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from seqblocks import graph
+from seqblocks.checkpoint import folder
+from seqblocks.checkpoint.reading import weights_in
+from seqblocks.checkpoint.record import RECORD, checksum, safetensors
+from seqblocks.checkpoint.weights import are_equal, check_fit, unusable
+from seqblocks.errors import RunError, UsageError, listing
+from seqblocks.graph import ModelSpec
+
+PREFIX = "model."
+ADAPTER = "adapter_config.json"  # of PEFT: the weights are elsewhere
+
+
+def own_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the names of the spec, each tied one once. RunError where a tie is broken."""
+    ties = model._tied_weights_keys
+    for name, source in ties.items():
+        a, b = tensors.get(name), tensors.get(source)
+        if a is not None and b is not None and not (a.is_meta or b.is_meta or are_equal(a, b)):
+            what = f"{name} is tied to {source} in the spec, and they are two parameters with other values"
+            raise RunError(f"{what}: model.tie_weights() ties them again")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name not in ties}
+
+
+def adapt_names(model: Any, tensors: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    """Rename weights with the names of files as they are in memory, and add tied ones, before torch loads them."""
+    own = model.state_dict().keys()
+    for name in list(tensors):
+        bare = name.removeprefix(prefix)
+        if bare not in own and PREFIX + bare in own:
+            tensors[f"{prefix}{PREFIX}{bare}"] = tensors.pop(name)
+    for name, source in model._tied_weights_keys.items():
+        if prefix + source in tensors:
+            tensors.setdefault(prefix + name, tensors[prefix + source])
+
+
+def as_folder(path: Any) -> Path:
+    """Return a folder to write to. UsageError where something else is there."""
+    place = folder.as_path(path)
+    if place.exists() and not place.is_dir():
+        raise UsageError(f"{place} is not a folder, and save_pretrained writes one")
+    return place
+
+
+def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tuple[ModelSpec, set[str]]]) -> None:
+    """Compare names and shapes in the files of a local folder with a spec, before anything is allocated.
+
+    part: returns what of a config's spec is to be loaded, and the weights that are left in the files. RunError where
+    they do not fit, UsageError where files are damaged.
+    """
+    place = _local(path, options)
+    if place is None:
+        return
+    spec, spare = part(options.get("config") or place)
+    declared = {item.name for item in graph.parameters(spec.graph)}
+    found = {_bare(name, declared | spare): header for name, header in weights_in(place).headers.items()}
+    found = {name: header for name, header in found.items() if name not in spare}
+    for name, header in found.items():
+        if reason := unusable(header, on_meta=True):
+            raise UsageError(f"{path} does not hold weights: {name} {reason}")
+    tied = {item.name: item.tied for item in graph.parameters(spec.graph) if item.tied}
+    for name, source in tied.items():  # files of others may hold both
+        if name in found and source in found:
+            del found[name]
+    if options.get("ignore_mismatched_sizes"):
+        _check_names(path, declared - tied.keys() - found.keys(), found.keys() - declared)
+    else:
+        check_fit(spec, found)
+
+
+def _local(path: Any, options: Mapping[str, Any]) -> Path | None:
+    if not isinstance(path, str | os.PathLike) or options.get("state_dict") is not None:
+        return None
+    place = Path(path) / (options.get("subfolder") or "")
+    special = options.get("variant") or options.get("gguf_file") or (place / ADAPTER).exists()
+    return None if special or not (place / folder.CONFIG).is_file() else place
+
+
+def _bare(name: str, declared: set[str]) -> str:
+    return name.removeprefix(PREFIX) if name not in declared else name
+
+
+def check_loaded(path: Any, info: Mapping[str, Any]) -> None:
+    """Raise RunError where weights were missing or left over; transformers draws the former and only warns."""
+    _check_names(path, info.get("missing_keys", ()), info.get("unexpected_keys", ()))
+
+
+def _check_names(path: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    what = [
+        f"{len(names)} {'is' if len(names) == 1 else 'are'} {kind} ({listing(names, 4)})"
+        for kind, names in (("missing", sorted(missing)), ("not known here", sorted(unexpected))) if names
+    ]  # fmt: skip
+    if what:
+        raise RunError(f"the weights of {path} are not this model's: {'; '.join(what)}")
+
+
+def explained(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loader that raises UsageError where a safetensors file is damaged."""
+
+    @functools.wraps(load)
+    def loader(path: Any, *args: Any, **kwargs: Any) -> Any:
+        damage = safetensors().SafetensorError
+        try:
+            return load(path, *args, **kwargs)
+        except damage as error:
+            raise UsageError(f"{path} cannot be read: {error}") from None
+
+    return loader
+
+
+def write_record(place: Path, spec: ModelSpec, variant: str | None) -> None:
+    """Write what `seqblocks.load` needs beside the weights; remove it where the weights are not all of the spec's."""
+    try:
+        weights = weights_in(place)
+        if variant:
+            raise RunError("other names of files")
+        check_fit(spec, weights.headers)
+    except (RunError, UsageError):
+        for name in (RECORD, folder.SPEC):
+            (place / name).unlink(missing_ok=True)
+        return
+    sums = {name: checksum(name, weights.read(name)) for name in weights.headers}
+    tied = {item.name: item.tied for item in graph.parameters(spec.graph) if item.tied}
+    assert spec.source
+    folder.write_record(place, spec.source, weights.headers, sums, tied)
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter, by its identity."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}

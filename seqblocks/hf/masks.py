@@ -1,0 +1,103 @@
+"""What transformers says about the tokens of a batch (padding, positions) as resets: where a sequence begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqblocks.errors import RunError
+
+LEFT = "pad on the left (tokenizer.padding_side = 'left')"
+
+
+def resets_of(
+    x: Tensor, mask: Tensor | None, positions: Tensor | None, past: int, causal: bool, continues: bool
+) -> Tensor | None:
+    """Return where sequences begin in the tokens x [batch, seq, …], of which `past` were read before; None: nowhere.
+
+    mask: attention_mask [batch, past + seq] or [batch, seq], 1 for a token and 0 for padding. Padding before the first
+    token is another sequence, which ends there, and so is padding after the last one, where the model reads both ways.
+    positions: position_ids [batch, seq]; each 0 begins a sequence. continues: the state, or the last output, is wanted,
+    so padding may not come last. RunError for anything else, such as padding in the middle.
+    """
+    found = None if mask is None else _from_mask(x, mask, past, causal, continues)
+    if positions is None:
+        return found
+    begins = _from_positions(x, positions, None if mask is None else mask[:, -x.shape[1] :], past)
+    return begins if found is None else found if begins is None else found | begins
+
+
+def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -> Tensor | None:
+    _check_mask(x, mask, past)
+    length = x.shape[1]
+    real = mask[:, -length:].bool()
+    earlier = mask[:, : mask.shape[1] - length].bool() if past else None
+    if past and earlier is not None and not earlier.shape[1]:  # the mask of the new tokens alone
+        earlier = torch.ones_like(real[:, :1])
+    if torch.compiler.is_compiling():
+        return _edges(real, earlier)[0]
+    if bool(real.all()) and (earlier is None or bool(earlier[:, -1].all())):
+        return None
+    first, after, hole = _edges(real, earlier)
+    if bool(hole.any()):
+        what = "attention_mask has padding between tokens, which a state cannot skip"
+        raise RunError(f"{what}: {LEFT}. Where none is passed, generate takes pad_token_id for padding: pass one")
+    if continues and bool(after.any()):
+        raise RunError(f"attention_mask has padding after the last token, which the state would have read: {LEFT}")
+    return _unless_empty(first if causal else first | _begins(after))
+
+
+def _check_mask(x: Tensor, mask: Any, past: int) -> None:
+    batch, length = x.shape[:2]
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        what = "which tokens a token reads is decided by the model's steps"
+        raise RunError(f"attention_mask is [batch, seq], 1 for a token and 0 for padding, not {shape}: {what}")
+    if mask.shape[0] != batch or mask.shape[1] not in (length, past + length):
+        tokens = f"{past} tokens were read before, and {length} are new" if past else f"there are {length} tokens"
+        raise RunError(f"attention_mask is {list(mask.shape)}, and {tokens} of {batch} sequences")
+    if not torch.compiler.is_compiling() and not bool(((mask == 0) | (mask == 1)).all()):
+        raise RunError("attention_mask holds 1 for a token and 0 for padding, and no other numbers")
+
+
+def _edges(real: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens are the first after padding, which are padding after a token, and which follow that."""
+    whole = real if earlier is None else torch.cat([earlier, real], 1)
+    start = whole.shape[1] - real.shape[1]
+    count = whole.cumsum(1)[:, start:]
+    previous = torch.nn.functional.pad(whole, (1, 0))[:, start:-1]  # whether the token before is one
+    first = real & (count == 1)
+    if not start:
+        first = torch.cat([torch.zeros_like(first[:, :1]), first[:, 1:]], 1)  # nothing is before
+    return first, ~real & (count > 0), real & ~previous & (count > 1)
+
+
+def _begins(marks: Tensor) -> Tensor:
+    """Return the first of each row of marks in a row."""
+    return marks & ~torch.nn.functional.pad(marks, (1, 0))[:, :-1]
+
+
+def _from_positions(x: Tensor, positions: Any, mask: Tensor | None, past: int) -> Tensor | None:
+    batch, length = x.shape[:2]
+    if not isinstance(positions, Tensor) or positions.shape not in ((batch, length), (1, length)):
+        shape = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise RunError(f"position_ids is {shape}, and the tokens are {[batch, length]}")
+    positions = positions.expand(batch, length)
+    begins = positions == 0
+    if not past:
+        begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], 1)
+    if torch.compiler.is_compiling():
+        return begins
+    jumps = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
+    if mask is not None:
+        jumps &= mask[:, 1:].bool()
+    if bool(jumps.any()):
+        what = "position_ids go up by one, and begin at 0 with each sequence"
+        raise RunError(f"{what}: a state knows the order of its tokens, and no other positions")
+    return _unless_empty(begins)
+
+
+def _unless_empty(marks: Tensor) -> Tensor | None:
+    return marks if bool(marks.any()) else None

@@ -1,0 +1,488 @@
+"""Models of specs as models of transformers: causal language models, classifiers of images, and features."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from seqblocks import graph
+from seqblocks.checkpoint import hub
+from seqblocks.errors import RunError, UsageError, listing
+from seqblocks.graph import ModelSpec
+from seqblocks.hf import files
+from seqblocks.hf.cache import Recorded, StateCache
+from seqblocks.hf.config import SeqblocksConfig
+from seqblocks.hf.library import transformers
+from seqblocks.hf.masks import resets_of
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.generate import CHUNK
+from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.repeat import Repeat
+from seqblocks.state import States
+
+# What may be passed besides the inputs: of the loss, and bounds of packed sequences, which position_ids say too.
+OF_THE_LOSS = {"num_items_in_batch"}
+OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
+    """What the classes have in common. `model` is the built model, an ordinary `seqblocks.build(…)`.
+
+    set: overrides of the config's spec. A model is drawn as `build_model` draws it, by torch's own generator.
+    """
+
+    config_class = SeqblocksConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Body"]  # noqa: RUF012 - a layer of a repeat
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self, config: SeqblocksConfig, set: Mapping[str, Any] | None = None, model: SequenceModel | None = None
+    ) -> None:
+        if set:
+            config = config.with_values(set)
+        spec = config.analysed() if model is None else model.spec
+        self.check_fit(spec, config)
+        super().__init__(config)
+        self.model = model or build_model(
+            self.part(spec), device=torch.empty(0).device, dtype=torch.get_default_dtype(), seed=None
+        )
+        spare = _names(spec) - _names(self.model.spec)
+        self._keys_to_ignore_on_load_unexpected = [rf"^(model\.)?{re.escape(name)}$" for name in sorted(spare)]
+        for parameter in self.model.parameters():
+            if not parameter.is_meta:
+                parameter._is_hf_initialized = True
+        tied = {item.name: item.tied for item in graph.parameters(self.model.graph) if item.tied}
+        self._tied_weights_keys = {f"model.{name}": f"model.{source}" for name, source in tied.items()}
+        self.register_load_state_dict_pre_hook(files.adapt_names)
+        self._inputs = list(self.model.spec.inputs) or [""]
+        self._causal = hub.is_causal(self.model.spec)
+        self.post_init()
+
+    @classmethod
+    def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
+        """Raise UsageError where this class cannot run a spec."""
+
+    @classmethod
+    def part(cls, spec: ModelSpec) -> ModelSpec:
+        """Return what of a spec this class runs."""
+        return spec
+
+    @classmethod
+    def _loaded_part(cls, config: Any, set: Mapping[str, Any] | None) -> tuple[ModelSpec, builtins.set[str]]:
+        """Return what of a config's spec this class runs, and the names of the weights that it leaves in the files."""
+        if not isinstance(config, SeqblocksConfig):
+            config = SeqblocksConfig.from_pretrained(config)
+        config = config.with_values(set) if set else config
+        spec = config.analysed()
+        cls.check_fit(spec, config)
+        return cls.part(spec), _names(spec) - _names(cls.part(spec))
+
+    # --- weights ---
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Return a model with the weights of a folder or of a repository of the Hub; see transformers.
+
+        set={…} overrides values of its spec. RunError where weights are missing, left over or of another shape, and
+        UsageError where files are damaged, instead of parameters that are drawn.
+        """
+        files.check_folder(path, kwargs, functools.partial(cls._loaded_part, set=kwargs.get("set")))
+        model, info = files.explained(super().from_pretrained)(path, *args, output_loading_info=True, **kwargs)
+        files.check_loaded(path, info)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
+        """Write a folder that `from_pretrained` reads, and `seqblocks.load` too where all weights are the spec's own.
+
+        Arguments as in transformers.
+        """
+        folder = files.as_folder(save_directory)
+        adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if not adapted:
+            state_dict = files.own_names(self, self.state_dict() if state_dict is None else state_dict)
+        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
+        if not adapted and kwargs.get("is_main_process", True):
+            files.write_record(folder, self.config.analysed(), kwargs.get("variant"))
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the parameters of a module that files lack and the caller has allowed to lack."""
+        new = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
+        if not new:
+            return
+        names = files.parameter_names(self.model)
+        declared = {item.name: item.parameter for item in graph.parameters(self.model.graph)}
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        for parameter in new:
+            name = names[id(parameter)]
+            draw(parameter, name, declared[name], seed)
+            parameter._is_hf_initialized = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model was built in; some parameters of a half-precision model are float32."""
+        return self.model._own_dtype()
+
+    # --- its parts ---
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the step that reads the tokens, or None."""
+        node = hub.embedding(self.model.spec)
+        return None if node is None else self.model.get_submodule(node.name)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Put a module in the place of the step that reads the tokens. RunError where its sizes are others."""
+        self._replace(hub.embedding(self.model.spec), value)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the step that scores the tokens or classes, or None."""
+        node = hub.head(self.model.spec)
+        return None if node is None else self.model.get_submodule(node.name)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Put a module in the place of the step that scores. RunError where its sizes are others."""
+        self._replace(hub.head(self.model.spec), value)
+
+    def _replace(self, node: graph.Node | None, value: Any) -> None:
+        if node is None:
+            raise RunError(f"{self.model.spec.name} has no such step")
+        expected = list(node.parameters["weight"].shape)
+        found = list(value.weight.shape) if isinstance(getattr(value, "weight", None), Tensor) else type(value).__name__
+        if found != expected:
+            what = f"{node.name}.weight is {expected} in the spec, and the new one is {found}"
+            raise RunError(f"{what}. {self._resizing()}")
+        self.model.register_module(node.name, value)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the input embeddings. RunError for another size: it is a value of the spec."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            what = f"the vocabulary of {self.config.vocab_size} tokens is a value of the spec"
+            raise RunError(f"{what} and cannot become {new_num_tokens}. {self._resizing()}")
+        return self.get_input_embeddings()
+
+    def _resizing(self) -> str:
+        how = "from_pretrained(DIR, set={'vocabulary': N}, ignore_mismatched_sizes=True)"
+        return f"Build another model: {how} draws what has another size, by the name that the spec has for it"
+
+    def enable_input_require_grads(self) -> None:
+        """Let the embeddings require gradients, as adapters with checkpointing need it."""
+        embeddings = self.get_input_embeddings()
+        if embeddings is None:
+            raise RunError(f"{self.model.spec.name} has no step `embed` that reads its input")
+        self._require_grads_hook = embeddings.register_forward_hook(_require_grads)
+        self._require_grads_hooks = [self._require_grads_hook]
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        repeats = [module for module in self.model.modules() if isinstance(module, Repeat)]
+        inner = {id(each) for module in repeats for each in module.modules() if each is not module}
+        outer = [module for module in repeats if id(module) not in inner]
+        if enable and not outer:
+            raise RunError(f"{self.model.spec.name} has no `repeat`, whose layers checkpointing would compute again")
+        for module in outer:
+            module.checkpointing = gradient_checkpointing_func if enable else None
+            module.checkpoint_every = every_n_layers
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return any(isinstance(module, Repeat) and module.checkpointing for module in self.model.modules())
+
+    # --- running ---
+
+    def _output(self, y: Any) -> Any:
+        return y[hub.logits_name(self.model.spec)] if isinstance(y, dict) else y
+
+    def _context(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """Take the inputs that do not stream, by their names in the spec, and refuse what is unknown."""
+        context = {name: given.pop(name) for name in self._inputs[1:] if given.get(name) is not None}
+        unknown = [name for name, value in given.items() if value is not None and value is not False]
+        if unknown:
+            raise RunError(f"{self.model.spec.name} takes no {listing(unknown)}{_reason(unknown[0])}")
+        return context
+
+    def _run(
+        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, keep: Any, given: dict[str, Any]
+    ) -> tuple[Tensor, StateCache | None]:
+        """Return the output, of the last `keep` tokens if that is a number above 0, and the cache if it is wanted."""
+        if cache is not None and not isinstance(cache, StateCache):
+            raise RunError(f"past_key_values is the StateCache that a call returns, not {type(cache).__name__}")
+        context = self._context(given)
+        if x is None:
+            raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
+        streams = cache is not None or bool(use_cache)
+        resets = None
+        if mask is not None or positions is not None:
+            _check_tokens(x, self.model.spec)
+            past = cache.get_seq_length() if cache else 0
+            one = isinstance(keep, int) and keep == 1
+            resets = resets_of(x, mask, positions, past, self._causal, streams or one)
+        if streams:
+            y, cache = self._stream(x, resets, cache or StateCache(), keep, context)
+            return y, cache if use_cache is not False else None
+        if len(self._inputs) > 1:
+            return self._output(self.model(x, resets=resets, **context)), None
+        return self._output(self.model(x, resets=resets)), None
+
+    def _stream(
+        self, x: Tensor, resets: Tensor | None, cache: StateCache, keep: Any, context: dict[str, Tensor]
+    ) -> tuple[Tensor, StateCache]:
+        """Read tokens after those of a cache. A long prompt of which few outputs are wanted is read in chunks."""
+        state, record = cache.state, cache.recorded
+        if state is None and record is not None:  # what `crop` has left is read again
+            state = record.state
+            if record.tokens.shape[1]:
+                _, state = self._read(record.tokens, record.resets, state)
+            record = None
+        if context and state is None:
+            state = self.model.init_state(x.shape[0], None, None, **context)
+        lead = x.shape[1] - keep if isinstance(keep, int) and keep and not torch.is_grad_enabled() else 0
+        if lead < CHUNK and not cache.recording:
+            lead = 0
+        for start in range(0, lead, CHUNK):
+            span = slice(start, min(start + CHUNK, lead))
+            _, state = self._read(x[:, span], None if resets is None else resets[:, span], state)
+        rest, marks = (x[:, lead:], None if resets is None else resets[:, lead:]) if lead > 0 else (x, resets)
+        if cache.recording:
+            record = record.extended(rest, marks) if record and lead <= 0 else Recorded(state, rest, marks)
+        y, state = self._read(rest, marks, state)
+        after = StateCache(state, cache.seen + x.shape[1], record)
+        after.recording = cache.recording
+        return y, after
+
+    def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Tensor, States]:
+        if x.shape[1] == 1 and state is not None:
+            y, state = self.model.step(x[:, 0], state, resets=None if resets is None else resets[:, 0])
+            return self._output(y).unsqueeze(1), state
+        y, state = self.model(x, state=state, return_state=True, resets=resets)
+        return self._output(y), state
+
+
+def _names(spec: ModelSpec) -> set[str]:
+    return {item.name for item in graph.parameters(spec.graph)}
+
+
+def _require_grads(module: nn.Module, inputs: Any, output: Any) -> None:
+    (output[0] if isinstance(output, tuple) else output).requires_grad_(True)
+
+
+def _reason(name: str) -> str:
+    """Return why an argument of other models is refused."""
+    reasons = {
+        "inputs_embeds": ": it reads token numbers, and its embedding is a step of the spec",
+        "output_attentions": ": no step keeps the weights of its attention",
+        "output_hidden_states": ": AutoModel has the last ones, what the head reads",
+    }
+    return reasons.get(name, "")
+
+
+def _check_tokens(x: Any, spec: ModelSpec) -> None:
+    if spec.input.kind not in ("tokens", "sequence") or not isinstance(x, Tensor):
+        raise RunError(f"attention_mask and position_ids are of tokens, and {spec.name} reads {spec.input}")
+
+
+def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) -> dict[str, Any]:
+    """Take out what says nothing that position_ids do not say, and token types that are all 0."""
+    if isinstance(token_types, Tensor) and bool(token_types.any()):
+        raise RunError("token_type_ids are not all 0, and the model knows tokens of one type")
+    return {name: value for name, value in given.items() if positions is None or name not in OF_PACKED}
+
+
+def _kept(y: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the outputs of the last `keep` tokens, of all for 0, or of those that a tensor names."""
+    if isinstance(keep, Tensor):
+        return y[:, keep]
+    return y[:, -keep:] if keep else y
+
+
+class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
+    """A language model: token numbers to scores of the next token. `generate` carries its state."""
+
+    main_input_name = "input_ids"
+    _is_stateful = False  # its cache goes back, by reading again what was accepted
+
+    @classmethod
+    def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
+        """Raise UsageError where a spec is no causal language model."""
+        if reason := hub.causal_lm_obstacle(spec):
+            raise UsageError(f"{spec.name} is no causal language model: {reason}")
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        token_type_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits, the loss where labels are given (not shifted; -100 counts for nothing), and the cache.
+
+        attention_mask: padding comes before a sequence, where its state begins anew. position_ids: each 0 begins a
+        sequence, for packed ones. past_key_values: what an earlier call returned; it is not changed. use_cache: by
+        default as the config says, except in training. kwargs: inputs that do not stream, by their names. RunError.
+        """
+        given = _without_packing(kwargs, position_ids, token_type_ids)
+        of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
+        if use_cache is None:
+            use_cache = self.config.use_cache and self._may_cache(attention_mask, labels)
+        y, cache = self._run(
+            input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep, given
+        )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
+        return CausalLMOutputWithPast(loss=loss, logits=_kept(y, logits_to_keep), past_key_values=cache)
+
+    def _may_cache(self, mask: Any, labels: Any) -> bool:
+        """Whether a call that does not ask for a cache returns one: not in training, nor after padding on the right."""
+        if self.training or labels is not None or self.model._obstacle:
+            return False
+        return not (isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()))
+
+    # --- what generate asks ---
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # else it makes keys and values for each layer
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin with an empty state; check a cache that is passed."""
+        if generation_config.cache_implementation is not None:
+            what = f"cache_implementation={generation_config.cache_implementation!r}"
+            raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: leave it out")
+        given = model_kwargs.get("past_key_values")
+        if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
+            model_kwargs["past_key_values"] = given = StateCache()
+        if isinstance(given, StateCache) and generation_config.is_assistant:
+            given.activate_past_recording()
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        super()._validate_model_kwargs({k: v for k, v in model_kwargs.items() if k not in self._inputs[1:]})
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of the next call: the inputs that do not stream are a part of the state by then."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        cache = inputs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            inputs = {name: value for name, value in inputs.items() if name not in self._inputs[1:]}
+        return inputs
+
+
+class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
+    """A classifier of images."""
+
+    main_input_name = "pixel_values"
+
+    @classmethod
+    def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
+        """Raise UsageError where a spec does not classify images, or the config has another number of classes."""
+        if reason := hub.image_classification_obstacle(spec):
+            raise UsageError(f"{spec.name} does not classify images: {reason}")
+        classes = hub.sizes(spec)["num_labels"]
+        if config.num_labels != classes:
+            what = f"the config has {config.num_labels} labels, and {spec.name} {classes} classes"
+            how = f"set={{'classes': {config.num_labels}}}"
+            raise UsageError(f"{what}: the number is a value of the spec, such as {how}")
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """Return logits [batch, classes], and the loss where labels [batch] are given. RunError."""
+        of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
+        y, _ = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
+        loss = None if labels is None else self.loss_function(labels, y, self.config, **of_the_loss)
+        return ImageClassifierOutput(loss=loss, logits=y)
+
+
+class SeqblocksModel(SeqblocksPreTrainedModel):
+    """Features: what the head of a spec reads (its last `unembed` or `classifier`), or the output where it has none."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: SeqblocksConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        kinds = {"tokens": "input_ids", "image": "pixel_values"}
+        self.main_input_name = kinds.get(self.model.spec.input.kind, "inputs_embeds")
+
+    @classmethod
+    def part(cls, spec: ModelSpec) -> ModelSpec:
+        """Return a spec without its head."""
+        return hub.without_head(spec)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        use_cache: bool | None = None,
+        pixel_values: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
+        """Return features: last_hidden_state [batch, seq, features], or pooler_output [batch, features].
+
+        The input is input_ids, pixel_values or inputs_embeds (a sequence of features, or a vector), as the spec's is;
+        the other arguments are those of the language model, but a cache is returned only with use_cache=True. RunError.
+        """
+        own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
+        x = _cast(own.pop(self.main_input_name), self.dtype)
+        given = _without_packing(kwargs, position_ids, token_type_ids) | own
+        y, cache = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
+        if y.ndim == 2:
+            return BaseModelOutputWithPooling(pooler_output=y)
+        return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Return features in the model's dtype, as models of transformers convert them."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+CLASSES = {each.__name__: each for each in (SeqblocksForCausalLM, SeqblocksForImageClassification, SeqblocksModel)}
+
+
+def wrap(model: SequenceModel, **config: Any) -> Any:
+    """Return a built model as a model of transformers, by the class that fits it. Both share their parameters.
+
+    config: what a config takes, such as eos_token_id. Raises UsageError.
+    """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"wrap takes what build made, not {type(model).__name__}")
+    kind = CLASSES[hub.architecture(model.spec)]
+    if kind is SeqblocksModel and hub.head(model.spec):
+        reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"
+        raise UsageError(f"no class of transformers fits {model.spec.name}. For language: {reasons}")
+    return kind(SeqblocksConfig.of(model.spec, **config), model=model)

@@ -1,0 +1,534 @@
+"""seqblocks.hf: models of specs in transformers. Loading, saving, calling; test_hf_generate.py has `generate`."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+
+import seqblocks
+import seqblocks.hf as hf
+from seqblocks.errors import RunError, UsageError
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+TIED = """
+seqblocks: 1
+use: [mamba]
+let: {dim: 8, vocabulary: 16, depth: 2}
+model:
+  input: {tokens: vocabulary}
+  steps:
+    - embed: {features: dim}
+    - repeat: {name: layers, times: depth, steps: [mamba_block: {dim: dim, layers: layers, state: 4}]}
+    - rms_norm: {name: norm}
+    - unembed: {bias: false, tie: embed}
+"""
+DIGITS = {"dim": 16, "depth": 2}
+
+
+def built(text: str = TIED, **options: Any) -> Any:
+    return seqblocks.build_text(text, dtype=options.pop("dtype", "float64"), seed=3, **options).eval()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    seqblocks.save(built(), tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    return seqblocks.build("vil_digits", set=DIGITS, dtype="float64", seed=1).eval()
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(5))
+
+
+# --- one format, two readers -----------------------------------------------------------------------------------------
+
+
+def test_what_save_wrote_is_read_by_auto_classes(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert type(model) is hf.SeqblocksForCausalLM
+    assert not model.training
+    assert model.dtype == torch.float64
+    assert model.config.vocab_size == 16
+    for use_cache in (False, True):
+        logits = model(ids(2, 7), use_cache=use_cache).logits
+        torch.testing.assert_close(logits, built()(ids(2, 7)), rtol=1e-12, atol=1e-12)
+    assert model.model.unembed.weight is model.model.embed.weight
+
+
+@pytest.mark.parametrize("size", ["5GB", "1KB"])
+def test_what_save_pretrained_wrote_is_read_by_both(saved: Path, tmp_path: Path, size: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        model.model.norm.weight.add_(0.5)
+    model.save_pretrained(tmp_path / "n", max_shard_size=size)
+    assert (tmp_path / "n" / "model.safetensors.index.json").exists() == (size == "1KB")
+    for again in (seqblocks.load(tmp_path / "n"), AutoModelForCausalLM.from_pretrained(tmp_path / "n").model):
+        assert again.spec.source == model.model.spec.source
+        for name, value in model.model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), name
+    seqblocks.save(seqblocks.load(tmp_path / "n"), tmp_path / "o")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "o")(ids(1, 5)).logits, model(ids(1, 5)).logits)
+
+
+def test_parameters_in_full_precision_stay_so(tmp_path: Path) -> None:
+    seqblocks.save(built(dtype="bf16"), tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    kinds = {name: p.dtype for name, p in model.model.named_parameters()}
+    assert kinds == {name: p.dtype for name, p in built(dtype="bf16").named_parameters()}
+    assert {torch.bfloat16, torch.float32} == set(kinds.values())
+    assert model.dtype == torch.bfloat16
+    with torch.no_grad():
+        model.model.layers[0].mamba_block.residual.mixer.ssm.D.add_(2**-20)  # not a number of bfloat16
+    model.save_pretrained(tmp_path / "n")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "n")
+    assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "n", dtype=torch.float32)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+
+
+def test_overrides_and_files_are_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "seqblocks: 1\nblocks:\n  pair: {args: {dim: int}, steps: [linear: {features: dim}, silu]}\n"
+    )
+    text = TIED.replace("use: [mamba]", "use: [mamba, ./own.yaml]")
+    text = text.replace("- rms_norm", "- pair: {dim: dim}\n    - rms_norm")
+    (tmp_path / "spec.yaml").write_text(text)
+    model = seqblocks.build(tmp_path / "spec.yaml", set={"dim": 12}, seed=2)
+    seqblocks.save(model, tmp_path / "m")
+    for name in ("own.yaml", "spec.yaml"):
+        (tmp_path / name).unlink()
+    (tmp_path / "m" / "spec.yaml").unlink()  # config.json is all that is needed
+    (tmp_path / "m" / "seqblocks.json").unlink()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert torch.equal(again(ids(1, 4)).logits, model(ids(1, 4)))
+    config = AutoConfig.from_pretrained(tmp_path / "m")
+    assert config.overrides == {"dim": "12"}
+    assert AutoModelForCausalLM.from_config(config).model.embed.weight.shape == (16, 12)
+
+
+def test_a_converted_folder_keeps_the_config_of_others(tmp_path: Path) -> None:
+    from seqblocks.checkpoint import convert
+
+    settings = {"dim": 16, "depth": 2, "vocabulary": 16}
+    seqblocks.save(seqblocks.build("mamba_130m", set=settings), tmp_path / "m")
+    convert(tmp_path / "m", "hub", tmp_path / "hub")
+    assert not (tmp_path / "hub" / "config.json").exists(), "ours says nothing about those names"
+    config = {"hidden_size": 16, "model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 16}
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    convert(tmp_path / "hub", "seqblocks", tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", "hub", tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(theirs).__name__ == "MambaForCausalLM"
+    torch.testing.assert_close(theirs(ids(1, 6)).logits, model(ids(1, 6)).logits, rtol=1e-5, atol=1e-5)
+
+
+# --- faults of files -------------------------------------------------------------------------------------------------
+
+
+def change_tensors(place: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = place / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("layers.1.mamba_block.residual.mixer.ssm.A_log"), r"1 is missing \(layers.1.*A_log\)"),
+        (lambda t: t.update(other=torch.zeros(2)), r"1 is not known here \(other\)"),
+        (lambda t: t.update({"embed.weight": torch.zeros(15, 8)}), r"embed.weight is \[15, 8\], and \[16, 8\] here"),
+        (lambda t: t.update({"norm.weight": torch.zeros(8, dtype=torch.int64)}), "norm.weight is of torch.int64"),
+    ],
+)
+def test_weights_that_do_not_fit(saved: Path, change: Any, message: str) -> None:
+    change_tensors(saved, change)
+    with pytest.raises((RunError, UsageError), match=message):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_damaged_files(saved: Path, tmp_path: Path) -> None:
+    file = saved / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-20])
+    with pytest.raises(UsageError, match=r"model.safetensors"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    file.unlink()
+    with pytest.raises(UsageError, match=r"model.safetensors"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved)).save_pretrained(saved, max_shard_size="1KB")
+    next(saved.glob("model-00002*")).unlink()
+    with pytest.raises(UsageError, match="model-00002-of-"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_missing_weights_of_a_dictionary_are_an_error(saved: Path) -> None:
+    """Of weights that are no local files, transformers reports what it would draw."""
+    config = AutoConfig.from_pretrained(saved)
+    weights = {f"model.{name}": value for name, value in built().state_dict().items()}
+    model = hf.SeqblocksForCausalLM.from_pretrained(None, config=config, state_dict=dict(weights))
+    assert torch.equal(model.model.norm.weight, built().norm.weight)
+    del weights["model.norm.weight"]
+    with pytest.raises(RunError, match=r"1 is missing \(model.norm.weight\)"):
+        hf.SeqblocksForCausalLM.from_pretrained(None, config=config, state_dict=weights)
+
+
+def test_another_vocabulary_is_drawn_where_that_is_allowed(saved: Path) -> None:
+    with pytest.raises(RunError, match=r"embed.weight is \[16, 8\], and \[20, 8\] here"):
+        AutoModelForCausalLM.from_pretrained(saved, set={"vocabulary": 20})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(saved, set={"vocabulary": 20}, ignore_mismatched_sizes=True)
+    assert model.config.vocab_size == 20
+    assert model.model.unembed.weight is model.model.embed.weight
+    assert 0.1 < float(model.model.embed.weight.detach().std()) < 1, "drawn as the spec draws it"
+    assert torch.equal(model.model.norm.weight, built().norm.weight)
+
+
+def test_damaged_configs(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    for change, message in [
+        ({"spec": None}, "the config has no spec"),
+        ({"spec": "seqblocks: 1\n"}, "defines nothing"),
+        ({"spec": 3}, "`spec` is a int, no text"),
+        ({"files": {}}, "mamba"),
+    ]:
+        (saved / "config.json").write_text(json.dumps(config | change))
+        if change == {"files": {}}:  # bundled files are then those of this version
+            AutoModelForCausalLM.from_pretrained(saved)
+            continue
+        with pytest.raises(seqblocks.SeqblocksError, match=message):
+            AutoModelForCausalLM.from_pretrained(saved)
+
+
+def test_a_broken_tie_is_not_saved(saved: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    model.model.unembed.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.float64))
+    with pytest.raises(RunError, match=r"model.unembed.weight is tied to model.embed.weight in the spec"):
+        model.save_pretrained(tmp_path / "n")
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("seqblocks.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(seqblocks.UnavailableError, match=r"pip install 'seqblocks\[hub\]'"):
+        importlib.import_module("seqblocks.hf")
+
+
+# --- which classes fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("input: {features: 4}\n  steps: [linear: 4]", "it reads .*, and a language model reads token numbers"),
+        ("input: {tokens: 9}\n  steps: [embed: 4]", r"its output is .*4\], and a language model has \[batch, seq, 9\]"),
+        ("input: {tokens: 9}\n  steps: [embed: 4, scan: {order: reverse, steps: [causal_conv: {kernel: 2}]}, unembed]",
+         "its output depends on later tokens"),
+        ("input: {tokens: 9}\n  steps: [embed: 4, {downsample: {factor: 2}}, {upsample: {factor: 2}}, unembed]",
+         "it takes 2 tokens at a time, and a language model one"),
+        ("input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}, pool, {classifier: 3}]",
+         "it reads .*, and a language model reads token numbers"),
+    ],
+)  # fmt: skip
+def test_specs_that_are_no_language_models(steps: str, message: str) -> None:
+    config = hf.SeqblocksConfig(spec=f"seqblocks: 1\nmodel:\n  {steps}\n")
+    with pytest.raises(UsageError, match=f"is no causal language model: {message}"):
+        AutoModelForCausalLM.from_config(config)
+    assert AutoModel.from_config(config).model.spec.output
+
+
+def test_what_the_other_classes_refuse(digits: Any) -> None:
+    with pytest.raises(UsageError, match=r"does not classify images: it reads .* and a classifier of images reads one"):
+        AutoModelForImageClassification.from_config(hf.SeqblocksConfig(spec=TIED))
+    text = "seqblocks: 1\nmodel:\n  input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}]\n"
+    with pytest.raises(UsageError, match=r"its output is .*, and a classifier has"):
+        AutoModelForImageClassification.from_config(hf.SeqblocksConfig(spec=text))
+    with pytest.raises(UsageError, match=r"has 7 labels, and vil_digits 10 classes: .* set=\{'classes': 7\}"):
+        AutoModelForImageClassification.from_config(hf.SeqblocksConfig.of("vil_digits", num_labels=7))
+    with pytest.raises(UsageError, match=r"the config has no spec: SeqblocksConfig.of"):
+        AutoModelForCausalLM.from_config(hf.SeqblocksConfig())
+    with pytest.raises(UsageError, match="wrap takes what build made, not Linear"):
+        hf.wrap(torch.nn.Linear(1, 1))
+    pooled = TIED.replace("    - unembed: {bias: false, tie: embed}", "    - pool\n    - classifier: 3")
+    with pytest.raises(UsageError, match=r"no class of transformers fits .*\. For language: .*\. For images: "):
+        hf.wrap(built(pooled))
+
+
+def test_images(digits: Any, tmp_path: Path) -> None:
+    seqblocks.save(digits, tmp_path / "m")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "m")
+    assert (model.config.num_labels, model.config.id2label[9]) == (10, "LABEL_9")
+    x, labels = torch.randn(3, 1, 8, 8), torch.tensor([1, 9, 4])
+    with torch.no_grad():
+        out = model(x, labels=labels)  # float32 images of a float64 model
+        assert torch.equal(out.logits, digits(x.double()))
+        torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
+        features = AutoModel.from_pretrained(tmp_path / "m")
+        pooled = features(pixel_values=x).pooler_output
+        torch.testing.assert_close(pooled @ digits.head.weight.T + digits.head.bias, out.logits)
+    with pytest.raises(RunError, match="reads images"):
+        model(x[:, :, 0])
+    with pytest.raises(RunError, match="needs its input, pixel_values"):
+        model()
+    with pytest.raises(RunError, match="takes no attention_mask"):
+        model(x, attention_mask=torch.ones(3, 4))
+    smaller = AutoModelForImageClassification.from_pretrained(
+        tmp_path / "m", set={"classes": 4}, ignore_mismatched_sizes=True
+    )
+    assert (smaller.config.num_labels, smaller(x).logits.shape) == (4, (3, 4))
+
+
+def test_features(saved: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(saved)
+    whole = built()
+    out = model(input_ids=ids(2, 5), use_cache=True)
+    torch.testing.assert_close(out.last_hidden_state @ whole.embed.weight.T, whole(ids(2, 5)))
+    further = model(ids(2, 1), past_key_values=out.past_key_values).last_hidden_state
+    torch.testing.assert_close(further, model(torch.cat([ids(2, 5), ids(2, 1)], 1)).last_hidden_state[:, -1:])
+    model.save_pretrained(tmp_path / "n")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "n")(ids(1, 3)).logits, whole(ids(1, 3)))
+
+
+def test_features_leave_an_untied_head_in_the_file(tmp_path: Path) -> None:
+    seqblocks.save(built(TIED.replace(", tie: embed", "")), tmp_path / "m")
+    model = AutoModel.from_pretrained(tmp_path / "m")
+    assert not any("unembed" in name for name in model.state_dict())
+    model.save_pretrained(tmp_path / "n")
+    assert AutoModel.from_pretrained(tmp_path / "n")(ids(1, 3)).last_hidden_state.shape == (1, 3, 8)
+    with pytest.raises(RunError, match=r"1 is missing \(unembed.weight\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "n")
+    with pytest.raises(UsageError, match=r"was not written by seqblocks.save"):
+        seqblocks.load(tmp_path / "n")
+
+
+def test_features_of_sequences_and_both_directions() -> None:
+    text = """
+seqblocks: 1
+use: [xlstm]
+model:
+  input: {features: 8}
+  steps:
+    - scan: {order: [forward, reverse], own: all, merge: sum, steps: [mlstm_block: {dim: 8, heads: 2}]}
+"""
+    model = hf.wrap(built(text))
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])  # padding on both sides: the model reads both ways
+    y = model(inputs_embeds=x, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(y[0, :4], model(inputs_embeds=x[:1, :4]).last_hidden_state[0])
+    torch.testing.assert_close(y[1, 2:5], model(inputs_embeds=x[1:, 2:5]).last_hidden_state[0])
+    with pytest.raises(RunError, match="cannot stream"):
+        model(inputs_embeds=x, use_cache=True)
+
+
+# --- calling ---------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_shifted_once(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(2, 6)
+    labels = x.clone()
+    labels[0, :3] = -100
+    out = model(x, labels=labels)
+    logits = out.logits[:, :-1].flatten(0, 1).float()
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
+    assert out.past_key_values is None
+    share = model(x, labels=labels, num_items_in_batch=4).loss
+    torch.testing.assert_close(share, out.loss * 8 / 4)
+    assert model(x, return_dict=False)[0].shape == (2, 6, 16)
+    assert model(x, logits_to_keep=2).logits.shape == (2, 2, 16)
+    assert torch.equal(model(x, logits_to_keep=torch.tensor([1, 4])).logits, model(x).logits[:, [1, 4]])
+
+
+def test_packed_sequences_by_position_ids(saved: Path) -> None:
+    """As DataCollatorWithFlattening makes them."""
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(1, 9)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])
+    y = model(x, position_ids=positions, cu_seq_lens_q=torch.tensor([0, 3, 7, 9]), max_length_q=4).logits
+    for start, stop in [(0, 3), (3, 7), (7, 9)]:
+        torch.testing.assert_close(y[:, start:stop], model(x[:, start:stop]).logits)
+    with pytest.raises(RunError, match="position_ids go up by one, and begin at 0"):
+        model(x, position_ids=2 * positions)
+    with pytest.raises(RunError, match=r"position_ids is \[1, 4\], and the tokens are \[1, 9\]"):
+        model(x, position_ids=positions[:, :4])
+    with pytest.raises(RunError, match="takes no cu_seq_lens_q"):
+        model(x, cu_seq_lens_q=torch.tensor([0, 9]))
+
+
+def test_masks(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(3, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]])
+    y = model(x, attention_mask=mask, use_cache=False).logits
+    for row, (start, stop) in enumerate([(2, 6), (0, 6), (1, 4)]):
+        alone = model(x[row : row + 1, start:stop]).logits[0]
+        torch.testing.assert_close(y[row, start:stop], alone)
+    assert model(x, attention_mask=mask).past_key_values is None, "the state has read the padding"
+    for wrong, message in [
+        (mask[:, :4], r"attention_mask is \[3, 4\], and there are 6 tokens of 3 sequences"),
+        (mask[:, None, None], "which tokens a token reads is decided by the model's steps"),
+        (mask * 0.5, "and no other numbers"),
+        (torch.tensor([[1, 0, 1, 1, 1, 1]]).expand(3, 6), "padding between tokens, which a state cannot skip"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            model(x, attention_mask=wrong)
+    with pytest.raises(RunError, match=r"padding after the last token, which the state would have read: pad on"):
+        model(x, attention_mask=mask, use_cache=True)
+
+
+def test_a_cache_is_a_value(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(2, 8)
+    whole = model(x).logits
+    first = model(x[:, :3], use_cache=True).past_key_values
+    for _ in range(2):  # a call does not change the cache that it was given
+        out = model(x[:, 3:7], past_key_values=first)
+        torch.testing.assert_close(out.logits, whole[:, 3:7])
+        assert (first.get_seq_length(), out.past_key_values.get_seq_length()) == (3, 7)
+    torch.testing.assert_close(model(x[:, 7:], past_key_values=out.past_key_values).logits, whole[:, 7:])
+    with pytest.raises(RunError, match="holds 2 sequences and the input 1"):
+        model(x[:1], past_key_values=first)
+    first.batch_repeat_interleave(2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x[[0, 0, 1, 1], 3:4], past_key_values=first).logits, whole[[0, 0, 1, 1], 3:4])
+    with pytest.raises(RunError, match="is the StateCache that a call returns, not DynamicCache"):
+        model(x, past_key_values=transformers.DynamicCache())
+
+
+def test_going_back(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(2, 12)
+    whole = model(x).logits
+    with torch.no_grad():
+        cache = model(x[:, :4], use_cache=True).past_key_values
+        with pytest.raises(RunError, match="2 tokens, of which 0 are known"):
+            copy.deepcopy(cache).crop(-2)
+        cache.activate_past_recording()
+        for start, stop, back in [(4, 8, -3), (5, 6, 0), (6, 9, -3), (6, 7, -1), (6, 8, 7), (7, 12, 0)]:
+            out = model(x[:, start:stop], past_key_values=cache)
+            torch.testing.assert_close(out.logits, whole[:, start:stop])
+            cache = out.past_key_values
+            cache.crop(back)
+            assert cache.get_seq_length() == (back if back > 0 else stop + back)
+        with pytest.raises(RunError, match="13 tokens, of which 0 are known"):
+            cache.crop(-13)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 2, 8)}, "takes no inputs_embeds: it reads token numbers"),
+        ({"output_attentions": True}, "takes no output_attentions: no step keeps"),
+        ({"output_hidden_states": True}, "takes no output_hidden_states: AutoModel has"),
+        ({"token_type_ids": torch.ones(1, 2, dtype=torch.long)}, "tokens of one type"),
+        ({"input_ids": None}, "needs its input, input_ids"),
+        ({"input_ids": torch.zeros(1, 2)}, "reads token numbers"),
+        ({"nonsense": 3}, "takes no nonsense"),
+    ],
+)
+def test_arguments_at_fault(arguments: dict[str, Any], message: str) -> None:
+    model = hf.wrap(built())
+    with pytest.raises(RunError, match=message):
+        model(**{"input_ids": ids(1, 2), **arguments})
+    model(ids(1, 2), token_type_ids=torch.zeros(1, 2), output_attentions=False, inputs_embeds=None)
+
+
+# --- parts, copies ---------------------------------------------------------------------------------------------------
+
+
+def test_embeddings() -> None:
+    model = hf.wrap(built())
+    assert model.get_input_embeddings() is model.model.embed
+    assert model.get_output_embeddings() is model.model.unembed
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(16) is model.model.embed
+    with pytest.raises(RunError, match="the vocabulary of 16 tokens is a value of the spec and cannot become 20"):
+        model.resize_token_embeddings(20)
+    with pytest.raises(RunError, match=r"embed.weight is \[16, 8\] in the spec, and the new one is \[20, 8\]"):
+        model.set_input_embeddings(torch.nn.Embedding(20, 8))
+    before = model(ids(1, 4)).logits
+    other = torch.nn.Embedding(16, 8, dtype=torch.float64)
+    model.set_input_embeddings(other)
+    model.tie_weights()
+    assert model.model.unembed.weight is other.weight
+    assert not torch.equal(model(ids(1, 4)).logits, before)
+
+
+def test_gradients_of_inputs_for_adapters() -> None:
+    model = hf.wrap(built())
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    assert model(ids(1, 4)).logits.requires_grad
+    model.disable_input_require_grads()
+    assert not model(ids(1, 4)).logits.requires_grad
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(how: Any) -> None:
+    model = hf.wrap(built(), eos_token_id=7)
+    model.generate(ids(1, 3), max_new_tokens=2, do_sample=False)
+    again = how(model)
+    assert again.model.unembed.weight is again.model.embed.weight
+    assert again.model.embed.weight is not model.model.embed.weight
+    assert torch.equal(again(ids(2, 4)).logits, model(ids(2, 4)).logits)
+    again.load_state_dict({name: value + 1 for name, value in built().state_dict().items() if "unembed" not in name})
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight + 1)
+    assert again.config.eos_token_id == 7
+
+
+def test_drawing_follows_the_seed_of_torch() -> None:
+    config = hf.SeqblocksConfig.of("mamba_small", set={"dim": 8, "depth": 1})
+    made = []
+    for seed in (0, 0, 1):
+        transformers.set_seed(seed)
+        made.append(AutoModelForCausalLM.from_config(config).model.embed.weight)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_layers_are_computed_again() -> None:
+    model = hf.wrap(built()).train()
+    x = ids(2, 6)
+    model(x, labels=x).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    names = list(model.state_dict())
+    for options in ({}, {"every_n_layers": 2}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}):
+        model.activation_checkpointing_enable(**options)
+        if options.get("activation_checkpointing_kwargs"):
+            model.enable_input_require_grads()
+        assert model.is_gradient_checkpointing
+        assert list(model.state_dict()) == names
+        calls: list[None] = []
+        handle = model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(None))  # noqa: B023
+        model.zero_grad()
+        model(x, labels=x).loss.backward()
+        handle.remove()
+        assert len(calls) == 2
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name])
+        model.activation_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    flat = hf.SeqblocksConfig(spec="seqblocks: 1\nmodel:\n  input: {tokens: 9}\n  steps: [embed: 4, unembed]\n")
+    with pytest.raises(RunError, match="has no `repeat`"):
+        AutoModelForCausalLM.from_config(flat).activation_checkpointing_enable()
