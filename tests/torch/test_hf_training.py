@@ -1,0 +1,120 @@
+"""The Trainer of transformers on models of specs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import seqblocks
+import seqblocks.hf as hf
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+ROWS = torch.randint(0, 16, (12, 6), generator=torch.Generator().manual_seed(2))
+DATA = [{"input_ids": row, "labels": row} for row in ROWS]
+# A tied embedding, parameters in full precision, two layers.
+TEXT = """
+seqblocks: 1
+use: [mamba]
+model:
+  input: {tokens: 16}
+  steps:
+    - embed: {features: 8}
+    - repeat: {name: layers, times: 2, steps: [mamba_block: {dim: 8, layers: 2, state: 4}]}
+    - rms_norm: {name: norm}
+    - unembed: {bias: false, tie: embed}
+"""
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(DATA)
+
+
+def trainer(folder: Path, model: Any, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder), max_steps=6, per_device_train_batch_size=2, learning_rate=0.01, lr_scheduler_type="constant",
+        max_grad_norm=0, logging_steps=1, save_steps=3, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+        **options,
+    )  # fmt: skip
+    return InOrder(model, arguments, train_dataset=DATA, eval_dataset=DATA[:4])
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    folder = tmp_path_factory.mktemp("trained")
+    run = trainer(folder, hf.wrap(seqblocks.build_text(TEXT, seed=0)))
+    run.train()
+    return folder, run
+
+
+def test_losses_are_those_of_a_loop(done: tuple[Path, Trainer]) -> None:
+    model = seqblocks.build_text(TEXT, seed=0).train()
+    optimiser = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0)
+    expected = []
+    for batch in ROWS.split(2):
+        logits = model(batch)[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+        expected.append(loss.item())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    torch.testing.assert_close(losses(done[1]), expected, rtol=1e-4, atol=1e-4)
+    assert done[1].evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_training_is_resumed(done: tuple[Path, Trainer], tmp_path: Path, shards: bool) -> None:
+    folder, whole = done
+    checkpoint = folder / "checkpoint-3"
+    if shards:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        (checkpoint / "model.safetensors").unlink()
+        model.save_pretrained(checkpoint, max_shard_size="8KB")
+    run = trainer(tmp_path, hf.wrap(seqblocks.build_text(TEXT, seed=9)))
+    loaded: list[Any] = []
+    run._issue_warnings_after_load = loaded.append  # type: ignore[method-assign]
+    run.train(resume_from_checkpoint=str(checkpoint))
+    if not shards:
+        assert not loaded[0].missing_keys, "of a tied parameter, the file has one"
+    assert not loaded[0].unexpected_keys or shards
+    torch.testing.assert_close(losses(run)[-3:], losses(whole)[-3:], rtol=1e-5, atol=1e-5)
+    assert run.model.model.unembed.weight is run.model.model.embed.weight
+
+
+def test_a_checkpoint_is_a_folder_of_ours(done: tuple[Path, Trainer]) -> None:
+    folder, run = done
+    last = seqblocks.load(folder / "checkpoint-6")
+    for name, value in run.model.model.state_dict().items():
+        assert torch.equal(last.state_dict()[name], value)
+
+
+def test_activations_are_computed_again(done: tuple[Path, Trainer], tmp_path: Path) -> None:
+    model = hf.wrap(seqblocks.build_text(TEXT, seed=0))
+    model.activation_checkpointing_enable()
+    run = trainer(tmp_path, model, save_strategy="no")
+    run.train()
+    torch.testing.assert_close(losses(run), losses(done[1]), rtol=1e-5, atol=1e-5)
+
+
+def test_images_are_classified(tmp_path: Path) -> None:
+    model = hf.wrap(seqblocks.build("vil_digits", set={"dim": 16, "depth": 2}, seed=0))
+    data = [{"pixel_values": torch.randn(1, 8, 8), "labels": at % 10} for at in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    run = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    run.train()
+    assert len(losses(run)) == 2
+    assert run.predict(data).predictions.shape == (4, 10)
