@@ -50,9 +50,9 @@ def larger(model: SequenceModel) -> SequenceModel:
 class Example:
     """An input of a model, its outputs for the whole sequence, a loss and the gradients."""
 
-    def __init__(self, model: SequenceModel, size: int, seed: int = 0, marks: bool = True) -> None:
+    def __init__(self, model: SequenceModel, shares: tuple[int, ...], seed: int = 0, marks: bool = True) -> None:
         self.model, self.types = model, _output_types(model)
-        self.edges = [0, *(model.frame_size * count for count in accumulate(SHARES[size]))]
+        self.edges = [0, *(model.frame_size * count for count in accumulate(shares))]
         self.x = random_input(model, 2, self.edges[-1], seed).detach()
         self.context = random_context(model, 2, seed)
         self.resets = self._marks() if marks and model._resets_obstacle is None else None
@@ -62,7 +62,7 @@ class Example:
         loss = torch.stack([(y * self.weights[name]).mean() for name, y in self.y.items()]).sum()
         loss.backward()
         self.loss = loss.item()
-        self.gradients = {name: p.grad for name, p in model.named_parameters()}
+        self.gradients = [p.grad for p in model.parameters()]
 
     def _marks(self) -> Tensor:
         """First tokens of sequences, also where a part begins and at its end."""
@@ -90,11 +90,10 @@ class Example:
         loss = torch.stack(losses).sum()
         loss.backward()
         parallel.sum_gradients()
-        largest = max(g.abs().max().item() for g in self.gradients.values() if g is not None)
+        largest = max(g.abs().max().item() for g in self.gradients if g is not None)
         gradient = 0.0
-        for name, p in self.model.named_parameters():
-            expected = self.gradients[name]
-            assert (p.grad is None) == (expected is None), name
+        for p, expected in zip(self.model.parameters(), self.gradients, strict=True):
+            assert (p.grad is None) == (expected is None)
             if expected is not None:
                 gradient = max(gradient, (p.grad - expected).abs().max().item() / max(1.0, largest))
         return {"output": output, "loss": abs(loss.item() - self.loss) / max(1, abs(self.loss)), "gradient": gradient}
