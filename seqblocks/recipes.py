@@ -229,6 +229,59 @@ class Stack(FromSeveral):
         out.copy_(ours.select(self.axis or 0, at))
 
 
+class Cut(FromSeveral):
+    """As much of official tensors, joined along `axis`, as ours holds, from `start` on. `sizes`: of the tensors."""
+
+    kind = "cut"
+    words: ClassVar[dict[str, bool]] = {"sizes": True, "start": False, "axis": False}
+    sizes: Shape
+    start: int | None
+
+    def misfit(self, name: str, shape: Shape) -> Fault | None:
+        fault = super().misfit(name, shape)
+        if fault or not shape:
+            return fault
+        if len(self.sizes) != len(self.officials):
+            found = f"{len(self.sizes)} sizes of {len(self.officials)} tensors"
+            return Fault("E209", "the sizes do not fit", at="sizes", expected="one size for each", found=found)
+        stop, end = (self.start or 0) + shape[self.axis or 0], sum(self.sizes)
+        if stop <= end:
+            return None
+        found = f"{stop}; {_described(name, shape)}"
+        return Fault("E209", "the part ends after the tensors", at="start", expected=f"at most {end}", found=found)
+
+    def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
+        import torch
+
+        found = [tensor.shape[self.axis or 0] for tensor in tensors]
+        if found != list(self.sizes):
+            expected = f"must be {list(self.sizes)} along axis {self.axis or 0}"
+            raise RunError(f"for {name} the official {listing(self.officials)} {expected}, and they are {found}")
+        return torch.cat(tensors, self.axis or 0).narrow(self.axis or 0, self.start or 0, shape[self.axis or 0])
+
+    def _shares(self, shape: Shape) -> list[tuple[int, int]]:
+        """Return from where to where ours is of each official tensor; both are equal where it has nothing of it."""
+        first = self.start or 0
+        last, begins = first + shape[self.axis or 0], [sum(self.sizes[:at]) for at in range(len(self.sizes))]
+        return [
+            (min(max(first - begin, 0), size), min(max(last - begin, 0), size))
+            for begin, size in zip(begins, self.sizes, strict=True)
+        ]
+
+    def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
+        axis = (self.axis or 0) % len(shape)
+        return tuple(
+            Extent((*shape[:axis], size, *shape[axis + 1 :]), Share(("slice", axis, 1), *share, size))
+            for size, share in zip(self.sizes, self._shares(shape), strict=True)
+        )
+
+    def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
+        axis, shares = self.axis or 0, self._shares(tuple(ours.shape))
+        start, stop = shares[at]
+        before = sum(last - first for first, last in shares[:at])
+        out.narrow(axis, start, stop - start).copy_(ours.narrow(axis, before, stop - start))
+
+
 class Split(FromOne):
     """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat.
 
@@ -436,7 +489,7 @@ class Rearrange(FromOne):
 
 
 RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
-    cls.kind: cls for cls in (Concat, Stack, Split, Slice, Transpose, Reshape, Real, Imag, Rearrange)
+    cls.kind: cls for cls in (Concat, Stack, Cut, Split, Slice, Transpose, Reshape, Real, Imag, Rearrange)
 }
 
 

@@ -148,6 +148,7 @@ class Composer(Mixers, Rates, Contexts):
         self.add_maybe(
             body, "experts", inside.now, count=self.number(count), top=top, steps=inside.steps,
             score=self.chance.choice(["softmax", "sigmoid"]), normalize=self.chance.choice([None, top > 1, False]),
+            corrected=self.chance.choice([None, None, True]),
         )  # fmt: skip
 
     def repeat(self, body: Body) -> None:

@@ -60,6 +60,11 @@ class Mixers(Tokens):
         self.project(body, source, now, times * heads * self.chance.randint(1, width // 2))
         self.add(body, "phase", body.now)
         self.add(body, "rotate", now, **{"from": source, "by": self.named(body), "heads": times * heads})
+        if self.maybe(0.4):
+            turned = self.named(body)
+            more = self.project(body, source, now, times * heads)
+            wider = replace(now, width=now.width + times * heads)
+            self.add(body, "join_heads", wider, **{"from": turned, "with": more, "heads": times * heads})
 
     def centaurus(self, body: Body) -> None:
         mode = self.chance.choice(["neck", "pointwise", "s5", "dws", "full"])

@@ -14,6 +14,7 @@ through. A key of the enclosing map that reaches into a block takes precedence o
     q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts that an official tensor joins or stacks,
                                                  or holds flat; `axis: 1`: parts of each of its rows
     q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
+    v.weight: {cut: [q, k, v], start: 8, sizes: [6, 6, 12]}   the same of several, joined; these are their sizes
     w: {transpose: v}                            last two axes swapped; the last of ours may be one there
     w: {reshape: v}                              the same numbers in our shape
     w: {rearrange: v, pattern: "(head part d) gate -> gate (part head d)", head: heads, part: 3}
@@ -47,6 +48,8 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import NameFault, parse, unknown_name
 from seqblocks.language.spec import is_name, known_keys, required
 from seqblocks.recipes import LISTS, RECIPES, FromSeveral, Name, Rearrange, Recipe, read_pattern, words_of
+
+EXAMPLES = {"split": "{split: qkv, parts: 3, part: 0}", "cut": "{cut: [q, k], start: 4, sizes: [6, 6]}"}
 
 
 def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
@@ -187,7 +190,7 @@ def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, Any] | None:
             if out[key] is None:
                 return None
         elif needed:
-            missing = Fault("E202", f"{kind} needs {quote(key)}", hint="{split: qkv, parts: 3, part: 0}")
+            missing = Fault("E202", f"{kind} needs {quote(key)}", hint=EXAMPLES[kind])
             required(ctx.report, node, key, missing, node.span)
             return None
     return out if _in_range(ctx, kind, node, out) else None

@@ -164,7 +164,7 @@ def _shape(pieces: list[_Piece]) -> Shape:
 
 def _misfits(pieces: list[_Piece]) -> Iterator[str]:
     """Yield why pieces do not make up one tensor."""
-    shares = sorted((piece.extent.share for piece in pieces if piece.extent.share), key=lambda share: share.start)
+    shares = sorted((piece.extent.share for piece in pieces if piece.extent.share), key=lambda share: share[1:3])
     if len(shares) < len(pieces):
         if len(pieces) > 1:
             yield "one of them is all of it"

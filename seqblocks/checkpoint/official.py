@@ -74,7 +74,7 @@ def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tupl
     Names, shapes and kinds are compared before anything is read. RunError names all that does not fit; with `partial`
     it is left out. Reading raises RunError where two tensors of one tied parameter differ.
     """
-    choice = min((_choice(spec, layout, weights.headers) for layout in layouts(spec)), key=_distance)
+    choice = _nearest([_choice(spec, layout, weights.headers) for layout in layouts(spec)], weights)
     headers: dict[str, Tensor] = {}
     left_out = LeftOut(_missing(choice, weights, partial), choice.spare, {})
     for name, pairs in choice.found.items():
@@ -106,6 +106,20 @@ class _Choice(NamedTuple):
 
 def _distance(choice: _Choice) -> tuple[int, int]:
     return len(choice.missing), len(choice.spare)
+
+
+def _nearest(choices: list[_Choice], weights: Weights) -> _Choice:
+    """Return the layout that fits best by its names; of several the first one whose shapes fit."""
+    least = min(map(_distance, choices))
+    best = [choice for choice in choices if _distance(choice) == least]
+    return next((choice for choice in best if len(best) > 1 and _fits(choice, weights)), best[0])
+
+
+def _fits(choice: _Choice, weights: Weights) -> bool:
+    try:
+        return all(_header(pairs, weights, {}) is not None for pairs in choice.found.values())
+    except RunError:
+        return False
 
 
 def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice:

@@ -72,21 +72,3 @@ class Rotate(Op):
         a, b = turned.unbind(-1)
         pairs = torch.stack([a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()], -1).to(x.dtype)
         return torch.cat([pairs.flatten(-2), rest], -1).flatten(-2)
-
-
-@primitive("repeat_heads")
-class RepeatHeads(Op):
-    """Each head's features several times, next to each other: heads a b become a a b b."""
-
-    heads: int = argument(1, "number of heads; must divide the width", ge=1)
-    times: int = argument(..., "how often each head occurs", ge=1)
-
-    def shape(self, x: Wire) -> Wire:
-        must_divide(self.heads, x.features, "heads", "the width")
-        return x.with_features(self.times * x.features)
-
-    def facts(self, x: Wire) -> Facts:
-        return x.facts.range
-
-    def forward(self, p: Any, call: Any, x: Any) -> Any:
-        return x.unflatten(-1, (self.heads, -1)).repeat_interleave(self.times, -2).flatten(-2)

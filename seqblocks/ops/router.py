@@ -16,12 +16,16 @@ class Router(Op):
     builtin = True
     ports = (ANY,)
     count: int = argument(..., "number of experts, C", ge=1)
+    corrected: bool = argument(False, "whether a number per expert is added where experts are chosen")
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.count)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
-        return {"weight": Parameter((self.count, x.features), Init("fan_in_uniform"))}
+        out = {"weight": Parameter((self.count, x.features), Init("fan_in_uniform"))}
+        if self.corrected:
+            out["correction"] = Parameter((self.count,), Init("zeros"), decay=False, full_precision=True)
+        return out
 
     def macs(self, x: Wire) -> int:
         return x.features * self.count

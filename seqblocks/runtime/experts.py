@@ -43,8 +43,7 @@ class Experts(StepModule):
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
         scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
-        best = scores.sort(dim=-1, descending=True, stable=True)  # equal scores: the first expert, on every device
-        weights, chosen = (each[:, : self._arguments.top] for each in best)
+        weights, chosen = self._choose(scores)
         if self._arguments.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         if call.routed is not None:
@@ -53,6 +52,16 @@ class Experts(StepModule):
         run = self._on_all if x.is_meta else self._on_routed
         y = run(flat, weights, chosen, inner, x.ndim)
         return y.unflatten(0, x.shape[:-1]), {}
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores [tokens, top] of the chosen experts, and which these are; of equal ones the first."""
+        if not self._arguments.corrected:
+            best = scores.sort(dim=-1, descending=True, stable=True)
+            return best.values[:, : self._arguments.top], best.indices[:, : self._arguments.top]
+        correction = self._modules["router"].correction.to(scores.dtype)
+        ranked = (scores + correction).sort(dim=-1, descending=True, stable=True)
+        chosen = ranked.indices[:, : self._arguments.top]
+        return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # a gradient of 0, not none
 
     def _on_routed(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
         """Compute each expert on its tokens, which are sorted by expert; no sum depends on the order of threads."""

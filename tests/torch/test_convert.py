@@ -24,7 +24,7 @@ from seqblocks.checkpoint.reading import Weights, weights_in
 from seqblocks.cli.main import main
 from seqblocks.graph import ModelSpec
 from seqblocks.language.spec import bundled
-from seqblocks.recipes import Concat, Rearrange, Recipe, Reshape, Slice, Split, Stack, Transpose
+from seqblocks.recipes import Concat, Cut, Rearrange, Recipe, Reshape, Slice, Split, Stack, Transpose
 
 safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
 
@@ -134,11 +134,12 @@ def recipes(draw: Any) -> tuple[Recipe, tuple[int, ...]]:
     """A recipe that is the whole of its official tensors, and the shape of ours."""
     shape = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
-    kind = draw(st.sampled_from(["concat", "stack", "split", "transpose", "reshape", "rearrange", "slice"]))
-    if kind == "concat":
+    kind = draw(st.sampled_from(["concat", "cut", "stack", "split", "transpose", "reshape", "rearrange", "slice"]))
+    if kind in ("concat", "cut"):
         cut = draw(st.lists(sizes, min_size=1, max_size=3))
         shape = tuple(sum(cut) if at == axis % len(shape) else size for at, size in enumerate(shape))
-        return Concat(tuple("abc"[: len(cut)]), axis, tuple(cut)), shape
+        names, whole = tuple("abc"[: len(cut)]), tuple(cut)
+        return Concat(names, axis, whole) if kind == "concat" else Cut(names, whole, 0, axis), shape
     if kind == "stack":
         return Stack(tuple("abcd"[: shape[axis]]), axis), shape
     if kind == "split":
@@ -168,6 +169,27 @@ def test_a_recipe_reads_what_it_writes(case: tuple[Recipe, tuple[int, ...]]) -> 
         recipe.put("w", ours, at, out)
         assert (out >= 0).all()
     assert torch.equal(recipe.make("w", shape, *outs), ours)
+
+
+@given(st.lists(sizes, min_size=1, max_size=3), st.lists(sizes, min_size=1, max_size=4), st.integers(0, 1))
+def test_cuts_of_joined_tensors_read_what_they_write(ours: list[int], theirs: list[int], axis: int) -> None:
+    """Tensors of any sizes, cut in other places than they are joined."""
+    theirs.append(max(sum(ours) - sum(theirs), 1))
+    ours.append(sum(theirs) - sum(ours) or 1)
+    theirs[-1] += sum(ours) - sum(theirs)
+    starts = [sum(ours[:at]) for at in range(len(ours))]
+    names = tuple("abcde"[: len(theirs)])
+    shapes = [(size, 2)[:: 1 - 2 * axis] for size in ours]
+    recipes = [Cut(names, tuple(theirs), start, axis) for start in starts]
+    parts = [torch.randn(shape) for shape in shapes]
+    outs = [torch.full(extent.shape, torch.nan) for extent in recipes[0].extents("w", shapes[0])]
+    for recipe, part in zip(recipes, parts, strict=True):
+        assert recipe.misfit("w", tuple(part.shape)) is None
+        for at, out in enumerate(outs):
+            recipe.put("w", part, at, out)
+    assert torch.equal(torch.cat(outs, axis), torch.cat(parts, axis))
+    for recipe, part in zip(recipes, parts, strict=True):
+        assert torch.equal(recipe.make("w", tuple(part.shape), *outs), part)
 
 
 PARTS = """

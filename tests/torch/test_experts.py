@@ -25,13 +25,19 @@ ROUTES = [
     "count: 1, top: 1",
     "count: 6, top: 3, score: sigmoid",
     "count: 6, top: 1, score: sigmoid",
+    "count: 6, top: 2, score: sigmoid, corrected: true",
+    "count: 5, top: 2, corrected: true",
 ]
 STEPS = "[{linear: {features: 7, name: up}}, silu, {linear: {features: 6, name: down}}]"
 
 
 def build(route: str, dtype: Any = torch.float64, steps: str = STEPS, head: str = "{features: 4}") -> SequenceModel:
     text = f"seqblocks: 1\nmodel: {{input: {head}, steps: [{{experts: {{{route}, steps: {steps}}}}}]}}\n"
-    return seqblocks.build_text(text, dtype=dtype)
+    model = seqblocks.build_text(text, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("correction"):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+    return model
 
 
 def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: bool) -> Tensor:
@@ -41,7 +47,8 @@ def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: b
     for token in x.flatten(0, -2):
         logits = weights["experts.router.weight"] @ token
         scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
-        chosen = sorted(range(len(scores)), key=lambda each, scores=scores: -float(scores[each].detach()))[:top]
+        ranked = (scores + weights.get("experts.router.correction", 0)).detach()
+        chosen = sorted(range(len(scores)), key=lambda each, ranked=ranked: -float(ranked[each]))[:top]
         total = sum(scores[each] for each in chosen) if normalize else 1.0
         made: Any = 0
         for each in range(len(scores)):
@@ -64,8 +71,9 @@ def test_values_and_gradients(route: str, training: bool) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-14)
     weights = torch.randn_like(y)
     found = torch.autograd.grad((y * weights).sum(), leaves, allow_unused=not training)
-    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
-    for mine, theirs in zip(found, wanted, strict=True):
+    wanted = torch.autograd.grad((expected * weights).sum(), leaves, allow_unused=arguments.corrected)
+    for mine, theirs, leaf in zip(found, wanted, leaves, strict=True):
+        theirs = torch.zeros_like(leaf) if theirs is None else theirs  # of the correction
         torch.testing.assert_close(torch.zeros_like(theirs) if mine is None else mine, theirs, rtol=1e-11, atol=1e-13)
 
 
@@ -151,7 +159,7 @@ def test_the_losses(route: str) -> None:
     logits = x.flatten(0, 1) @ model.get_parameter("experts.router.weight").T
     scores = logits.softmax(-1) if arguments.score == "softmax" else logits.sigmoid()
     shares, count = scores / scores.sum(-1, keepdim=True), arguments.count
-    chosen = scores.topk(arguments.top).indices
+    chosen = (scores + dict(model.named_parameters()).get("experts.router.correction", 0)).topk(arguments.top).indices
     used = [(chosen == each).sum() / chosen.numel() for each in range(count)]
     balance = count * sum(used[each] * shares[:, each].mean() for each in range(count))
     torch.testing.assert_close(model.auxiliary_losses(), {"experts": balance})

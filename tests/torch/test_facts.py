@@ -27,6 +27,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("time_step", {"least": 0.5, "most": 2}),
     ("phase", {}),
     ("repeat_heads", {"heads": 2, "times": 1}),
+    ("join_heads", {"with": "bounded", "heads": 2}),
     ("lerp", {"to": "bounded"}),
     ("lerp", {"to": "bounded", "by": "low"}),
     ("select", {"features": 8}),

@@ -170,9 +170,33 @@ XLSTM = {
 }  # fmt: skip
 FALCON = {**MAMBA, "model_type": "falcon_mamba"}
 MAMBA2 = {**MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 8, "n_groups": 2}
+ATTENTION = {**MAMBA, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+GRIFFIN = {**ATTENTION, "model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]}
+QWEN = {
+    **ATTENTION, "model_type": "qwen3_next", "head_dim": 16, "linear_key_head_dim": 8, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "full_attention_interval": 2,
+}  # fmt: skip
+OLMO = {**ATTENTION, "model_type": "olmo_hybrid"}
+KIMI = {
+    **ATTENTION, "model_type": "kimi_linear", "num_experts": 3, "num_experts_per_token": 2, "moe_intermediate_size": 8,
+    "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 2},
+}  # fmt: skip
+JAMBA = {**ATTENTION, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 3}
+BAMBA = {**ATTENTION, "model_type": "bamba", "mamba_n_heads": 4, "attn_layer_indices": [0]}
+ZAMBA = {
+    **ATTENTION, "model_type": "zamba2", "layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 2,
+    "n_mamba_heads": 4,
+}  # fmt: skip
+GLA = {**MAMBA, "model_type": "gla", "num_heads": 2}
+FLA = [{**GLA, "model_type": kind} for kind in ("gla", "retnet", "delta_net", "gated_deltanet", "kda")]
+FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
 
 
-@pytest.mark.parametrize("config", [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON])
+@pytest.mark.parametrize(
+    "config",
+    [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA],
+    ids=lambda config: config.get("model_type", "mamba_ssm"),
+)
 def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
@@ -183,7 +207,7 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     ("config", "message"),
     [
         ([], "config.json is not a mapping"),
-        ({}, "no model_type, and seqblocks writes specs of mamba, mamba_ssm, mamba2, falcon_mamba, xlstm: give"),
+        ({}, "no model_type, and seqblocks writes specs of mamba, mamba_ssm, mamba2, .*, rwkv7: give"),
         ({"model_type": "bert"}, "of model_type 'bert', and"),
         ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
         ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
@@ -196,7 +220,22 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
         ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], and"),
         ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
         ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, and expand \* hidden_size is 32"),
-        ({**MAMBA2, "time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\], and"),
+        ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"time_step_limit must be two numbers of at least 0, not \[0\."),
+        ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', and seqblocks writes specs for"),
+        ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', and seqblocks writes specs for"),
+        ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, and seqblocks writes specs for"),
+        ({**GRIFFIN, "rope_parameters": 3}, "rope_parameters is not a mapping"),
+        ({**QWEN, "attention_bias": True}, "attention_bias is True, and seqblocks writes specs for False alone"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
+        ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, and seqblocks writes specs for 1 alone"),
+        ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
+        ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, and mamba_expand \* hidden_size is 32"),
+        ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
+        ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, and num_hidden_layers is 2"),
+        ({**GLA, "num_kv_heads": 1}, "num_kv_heads is 1, and seqblocks writes specs for 2 alone"),
+        ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, and seqblocks writes specs for None alone"),
+        ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], and seqb"),
     ],
 )
 def test_a_config_that_is_none_of_ours(config: Any, message: str, tmp_path: Path) -> None:

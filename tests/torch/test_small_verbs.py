@@ -242,3 +242,12 @@ def test_drop_path_drops_one_branch_of_parallel_as_residual_drops_its_own() -> N
     dropped = (outputs[0] == x).flatten(1).all(1)
     assert 0 < dropped.sum() < 8
     check_law(model.eval(), seq=5)
+
+
+def test_heads_repeated_and_joined() -> None:
+    model = built("repeat_heads: {heads: 3, times: 2, as: r}", "linear: {from: input, features: 9, as: more}",
+                  "join_heads: {from: r, with: more, heads: 3}")
+    twice = X.unflatten(-1, (3, 2)).repeat_interleave(2, -2).flatten(-2).unflatten(-1, (3, 4))
+    more = (X @ model.more.weight.T + model.more.bias).unflatten(-1, (3, 3))
+    torch.testing.assert_close(model(X), torch.cat([twice, more], -1).flatten(-2), rtol=1e-14, atol=1e-14)
+    check_law(model, seq=9, resets=[(0, 3), (1, 8)])

@@ -45,7 +45,7 @@ def _check_choice(arguments: Experts) -> None:
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
     """Return a body of one step, the router."""
-    run, op = ctx.run, Router(count=arguments.count)
+    run, op = ctx.run, Router(count=arguments.count, corrected=arguments.corrected)
     kind = op.shape(wire) if wire else None
     value = run.value(kind, "scores")
     parameters = op.parameters(wire) if wire else {}

@@ -1,0 +1,45 @@
+"""Specs from the config.json of models that others publish: one function per family writes the spec as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from seqblocks.checkpoint.families import fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
+from seqblocks.checkpoint.families.values import Config
+from seqblocks.checkpoint.families.xlstm import xlstm
+from seqblocks.errors import UsageError, listing
+
+FAMILIES: dict[str, Callable[[Config], str]] = {
+    "mamba": mamba.mamba,
+    "mamba_ssm": mamba.mamba_ssm,
+    "mamba2": mamba.mamba2,
+    "falcon_mamba": mamba.falcon_mamba,
+    "xlstm": xlstm,
+    "recurrent_gemma": griffin.recurrent_gemma,
+    "qwen3_next": qwen.qwen3_next,
+    "olmo_hybrid": olmo.olmo_hybrid,
+    "kimi_linear": kimi.kimi_linear,
+    "jamba": jamba.jamba,
+    "bamba": jamba.bamba,
+    "zamba2": zamba.zamba2,
+    "gla": fla.gla,
+    "retnet": fla.retnet,
+    "delta_net": fla.delta_net,
+    "gated_deltanet": fla.gated_deltanet,
+    "kda": fla.kda,
+    "hgrn2": fla.hgrn2,
+    "rwkv7": fla.rwkv7,
+}
+
+
+def spec_text(config: Any) -> str:
+    """Return a spec, as YAML, of the model that a config.json describes. Raise UsageError where that is not known."""
+    if not isinstance(config, dict):
+        raise UsageError("config.json is not a mapping")
+    kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
+    if kind not in FAMILIES:
+        what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
+        known = listing(FAMILIES, len(FAMILIES))
+        raise UsageError(f"{what}, and seqblocks writes specs of {known}: give a spec of your own")
+    return FAMILIES[kind](config)

@@ -1,0 +1,202 @@
+"""Language models of flash-linear-attention, from the config.json that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from seqblocks.checkpoint.families.text import Language, language, swiglu
+from seqblocks.checkpoint.families.values import (
+    Config,
+    flag,
+    number,
+    require,
+    scalar,
+    whole,
+    whole_or,
+    written,
+)
+from seqblocks.errors import UsageError
+
+NAMES = ("model.embeddings", "model.norm")
+OFFICIAL = "model.layers.{layer}"
+
+
+def gla(config: Config) -> str:
+    """Write a language model of gated linear attention."""
+    require(config, clamp_min=(None,), use_gk=True, use_gv=(False, None))
+    return _model(config, "GLA", "gla", "gla_mixer", _attention(config, 4, 0.5, 1.0))
+
+
+def retnet(config: Config) -> str:
+    """Write a RetNet language model."""
+    return _model(config, "RetNet", "retnet", "retention_mixer", _attention(config, 8, 1.0, 2.0), ratio=2)
+
+
+def _attention(config: Config, heads: int, expand_k: float, expand_v: float) -> dict[str, float]:
+    """Return the arguments that GLA and RetNet have in common, of those that make the same layer."""
+    require(config, num_kv_heads=(None, config.get("num_heads")), feature_map=(None,), use_short_conv=(False, None))
+    require(config, use_output_gate=True, elementwise_affine=True)
+    return {
+        "heads": whole(config, "num_heads", heads),
+        "expand_k": number(config, "expand_k", expand_k),
+        "expand_v": number(config, "expand_v", expand_v),
+        "eps": _eps(config),
+    }
+
+
+def delta_net(config: Config) -> str:
+    """Write a DeltaNet language model."""
+    require(config, use_beta=True, use_short_conv=True, qk_norm="l2", qk_activation="silu", use_output_norm=True)
+    arguments = {
+        "heads": whole(config, "num_heads", 16),
+        "expand_k": number(config, "expand_k", 1.0),
+        "expand_v": number(config, "expand_v", 1.0),
+        "kernel": whole(config, "conv_size", 4),
+        "gated": flag(config, "use_gate", False),
+        "negative": flag(config, "allow_neg_eigval", False),
+        "eps": _eps(config),
+    }
+    return _model(config, "DeltaNet", "deltanet", "deltanet_mixer", arguments)
+
+
+def gated_deltanet(config: Config) -> str:
+    """Write a Gated DeltaNet language model."""
+    require(config, use_gate=True, output_gate_activation=("swish", "silu", "sigmoid", None))
+    opening = "sigmoid" if config.get("output_gate_activation") == "sigmoid" else "silu"
+    arguments = {**_delta(config, 6, 256, 2.0), "opening": opening}
+    return _model(config, "Gated DeltaNet", "deltanet", "gated_deltanet_mixer", arguments)
+
+
+def kda(config: Config) -> str:
+    """Write a language model of Kimi Delta Attention."""
+    bound = config.get("lower_bound")
+    arguments = _delta(config, 16, 128, 1.0)
+    if bound is not None:
+        arguments |= {"decays": "bounded", "bound": number(config, "lower_bound")}
+    return _model(config, "KDA", "kda", "kda_mixer", arguments)
+
+
+def _delta(config: Config, heads: int, head: int, expand_v: float) -> dict[str, float | str]:
+    """Return the arguments that Gated DeltaNet and KDA have in common."""
+    require(config, use_short_conv=True)
+    count = whole(config, "num_heads", heads)
+    return {
+        "heads": count,
+        "value_heads": whole_or(config, "num_v_heads", count),
+        "head": whole(config, "head_dim", head),
+        "expand_v": number(config, "expand_v", expand_v),
+        "kernel": whole(config, "conv_size", 4),
+        "negative": flag(config, "allow_neg_eigval", False),
+        "eps": _eps(config),
+    }
+
+
+def _eps(config: Config) -> float:
+    return number(config, "norm_eps", 1e-6)
+
+
+def _hidden(config: Config, ratio: float, share: float = 2 / 3, multiple: int = 256) -> int:
+    """Return the width of the networks; without one in the config, a share of the model's."""
+    of_dim = whole(config, "hidden_size") * (config.get("hidden_ratio") or ratio) * share
+    return whole_or(config, "intermediate_size", -(-int(of_dim) // multiple) * multiple)
+
+
+def _language(config: Config, about: str, use: list[str]) -> Language:
+    require(config, attn=(None,), attnres_block_size=(None,))
+    model = language(config, f"{about} language model of flash-linear-attention", use, _eps(config))
+    return model._replace(names=NAMES)
+
+
+def _model(
+    config: Config, about: str, use: str, verb: str, arguments: Mapping[str, float | str], ratio: float = 4
+) -> str:
+    """Write a model whose layers are all of one kind."""
+    require(config, hidden_act=("swish", "silu", None))
+    mixer = f"{verb}: {{dim: dim, {written(arguments)}}}"
+    more = f"hidden: {_hidden(config, ratio)}, eps: {scalar(_eps(config))}"
+    layer = f"- fla_layer: {{dim: dim, {more}, mixer: [{{{mixer}}}]}}"
+    names = f"layers.{{layer}}.fla_layer: {OFFICIAL}\nlayers.{{layer}}.fla_layer.token.mixer.{verb}: {OFFICIAL}.attn\n"
+    layers = ["layer"] * whole(config, "num_hidden_layers")
+    return _language(config, about, ["fla", use]).text(layers, {"layer": layer}, names)
+
+
+def hgrn2(config: Config) -> str:
+    """Write an HGRN2 language model, whose layers share the parameters of their lower decays."""
+    require(config, hidden_act=("swish", "silu", None), use_short_conv=(False, None), elementwise_affine=True)
+    dim, depth = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    key = whole_or(config, "expand_ratio", 0) or dim // whole(config, "num_heads")
+    norm = f"rms_norm: {{eps: {scalar(_eps(config))}, name: norm}}"
+    bounded = flag(config, "use_lower_bound", True)
+    least = "select: {from: lower, first: layer * dim, features: dim, as: least}"
+    mixer = f"hgrn2_mixer: {{dim: dim, key: {key}, lower: least}}"
+    none = "constant: {features: dim, learned: false, value: 0, as: least}"
+    steps = [
+        least if bounded else none,
+        f"residual: {{from: input, name: token, steps: [{{{norm}}}, {{{mixer}}}]}}",
+        f"residual: {{name: channel, steps: [{{{norm}}}, {{swiglu: {_hidden(config, 4)}}}]}}",
+    ]
+    names = [
+        f"layers.{{layer}}.token.norm: {OFFICIAL}.attn_norm",
+        f"layers.{{layer}}.token.hgrn2_mixer: {OFFICIAL}.attn",
+        f"layers.{{layer}}.channel.norm: {OFFICIAL}.mlp_norm",
+        swiglu("layers.{layer}.channel.swiglu", f"{OFFICIAL}.mlp"),
+    ]
+    model = _language(config, "HGRN2", ["hgrn"])
+    if bounded:
+        decays = f"- lower_decays: {{layers: {depth}, features: dim, as: lower}}"
+        model = model._replace(before=f"- identity: {{as: h}}\n{decays}\n- identity: {{from: h, name: tokens}}")
+        names.append("lower.weight: model.lower_bounds")
+    return model.text(["layer"] * depth, {"layer": "\n".join(f"- {step}" for step in steps)}, "\n".join(names) + "\n")
+
+
+def rwkv7(config: Config) -> str:
+    """Write an RWKV-7 language model; its first layer is written by itself, as later ones read its values."""
+    require(config, hidden_act=("sqrelu", None), norm_first=True)
+    dim, depth = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    if set(config.get("value_dim") or [dim]) != {dim}:
+        found = config["value_dim"]
+        raise UsageError(f"config.json: value_dim is {found!r}, and seqblocks writes specs for {dim} alone")
+    head = whole_or(config, "head_dim", 0) or dim // whole(config, "num_heads")
+    eps = number(config, "norm_eps", 1e-5)
+    mixer = {
+        "head": head,
+        "decay_rank": whole(config, "decay_low_rank_dim", 64),
+        "erase_rank": whole(config, "a_low_rank_dim", 64),
+        "value_rank": whole(config, "v_low_rank_dim", 16),
+        "gate_rank": whole(config, "gate_low_rank_dim", 128),
+        "eps": eps,
+        "key_eps": 1e-6 if flag(config, "fuse_norm", True) else 1e-24,
+    }
+    norm = f"eps: {scalar(eps)}, bias: {scalar(flag(config, 'norm_bias', True))}"
+    hidden = _hidden(config, 4, share=1, multiple=32)
+    model = _language(config, "RWKV-7", ["rwkv7"])._replace(norm=f"layer_norm: {{name: norm, {norm}}}")
+    return _rwkv7_text(model, depth, norm, written(mixer), hidden)
+
+
+def _rwkv7_text(model: Language, depth: int, norm: str, mixer: str, hidden: int) -> str:
+    channel = f"rwkv7_channel_mixer: {{dim: dim, hidden: {hidden}, layers: {depth}"
+    first = f"""
+- layer_norm: {{{norm}, name: pre_norm, as: first}}
+- layer_norm: {{{norm}, name: attn_norm, as: normed}}
+- rwkv7_mixer: {{dim: dim, values: normed, layers: {depth}, {mixer}, name: attn, as: {{mixed: dim, values: dim}}}}
+- add: {{from: mixed, with: first}}
+- residual:
+    name: ffn
+    steps: [{{layer_norm: {{{norm}, name: norm}}}}, {{{channel}}}}}]
+"""
+    layer = f"""
+- identity: {{as: h}}
+- layer_norm: {{{norm}, name: attn_norm}}
+- rwkv7_mixer: {{dim: dim, values: values, layer: layer + 1, layers: {depth}, {mixer}, name: attn}}
+- add: {{with: h}}
+- residual: {{name: ffn, steps: [{{layer_norm: {{{norm}, name: norm}}}}, {{{channel}, layer: layer + 1}}}}]}}
+"""
+    names = ["pre_norm: model.layers.0.pre_norm"]
+    for ours, official in (("", "0"), ("layers.{layer}.", "{layer + 1}")):
+        names += [f"{ours}{part}: model.layers.{official}.{part}" for part in ("attn_norm", "attn")]
+        names.append(f"{ours}ffn.norm: model.layers.{official}.ffn_norm")
+        names.append(f"{ours}ffn.rwkv7_channel_mixer: model.layers.{official}.ffn")
+    kinds = {"layer": layer}
+    return model._replace(before=first).text(
+        ["layer"] * (depth - 1), kinds, "\n".join(names) + "\n"
+    )

@@ -1,0 +1,68 @@
+"""RecurrentGemma from the config.json of transformers."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.values import (
+    Config,
+    flag,
+    number,
+    require,
+    rotary,
+    scalar,
+    whole,
+    whole_or,
+    words,
+    written,
+)
+
+MAP = """
+layers.{layer}.griffin_layer: model.layers.{layer}
+layers.{layer}.griffin_layer.temporal.mixer.griffin_mixer: model.layers.{layer}.temporal_block
+layers.{layer}.griffin_layer.temporal.mixer.attention_mixer: model.layers.{layer}.temporal_block
+"""
+
+
+def recurrent_gemma(config: Config) -> str:
+    """Write a RecurrentGemma language model."""
+    require(config, hidden_activation=("gelu_pytorch_tanh", None))
+    dim, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    eps, (base, part) = number(config, "rms_norm_eps", 1e-6), rotary(config, 0.5)
+    layer = f"griffin_layer: {{dim: dim, hidden: {whole(config, 'intermediate_size') // 2}, eps: {scalar(eps)}, mixer: "
+    recurrent = {
+        "width": whole_or(config, "lru_width", dim),
+        "heads": heads,
+        "kernel": whole(config, "conv1d_width", 4),
+    }
+    attention = {
+        "heads": heads,
+        "kv_heads": whole_or(config, "num_key_value_heads", heads),
+        "window": whole(config, "attention_window_size", 2048),
+        "rotary": base,
+        "turned": int(dim // heads * part),
+        "bias": flag(config, "attention_bias", False),
+        "bias_out": True,
+    }
+    kinds = {
+        "r": f"- {layer}[{{griffin_mixer: {{dim: dim, {written(recurrent)}}}}}]}}",
+        "a": f"- {layer}[{{attention_mixer: {{dim: dim, {written(attention)}}}}}]}}",
+    }
+    found = words(config, "block_types", ("recurrent", "attention")) or ["recurrent"]
+    depth = whole(config, "num_hidden_layers")
+    blocks = ["griffin", "transformer"]
+    model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
+        names=("model.embed_tokens", "model.final_norm"),
+        before=f"- scale: {{by: {in_bfloat16(math.sqrt(dim))}, name: embedded}}",
+        after=f"- soft_cap: {{cap: {scalar(number(config, 'logits_soft_cap', 30.0))}}}",
+    )
+    return model.text([found[at % len(found)][0] for at in range(depth)], kinds, MAP)
+
+
+def in_bfloat16(number: float) -> float:
+    """Return a number rounded to bfloat16, ties to even: transformers keeps the embedding's factor so."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", rounded))[0])

@@ -1,0 +1,114 @@
+"""Jamba and Bamba from the config.json of transformers: attention among layers of Mamba, of Mamba-2."""
+
+from __future__ import annotations
+
+from seqblocks.checkpoint.families.layers import decoder, gated_network, layer_map, used
+from seqblocks.checkpoint.families.mamba import limits
+from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.values import (
+    Config,
+    flag,
+    number,
+    rank,
+    require,
+    rotary,
+    scalar,
+    whole,
+    whole_or,
+    written,
+)
+from seqblocks.errors import UsageError
+
+NORMS = ("input_layernorm", "pre_ff_layernorm")
+NAMES = ("model.embed_tokens", "model.final_layernorm")
+
+
+def jamba(config: Config) -> str:
+    """Write a Jamba language model: Mamba and attention, networks dense or of experts."""
+    require(config, use_mambapy=(False, True, None))
+    eps, count = number(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
+    mixers = {"mamba": _mamba(config, eps), "attention": _attention(config)}
+    layers = [
+        ("attention" if _is_in(config, "attn", at, 8, 4) else "mamba")
+        + ("_experts" if count > 1 and _is_in(config, "expert", at, 2, 1) else "")
+        for at in range(whole(config, "num_hidden_layers"))
+    ]
+    network = gated_network(config)
+    top = whole(config, "num_experts_per_tok", 2)
+    experts = f"experts: {{count: {count}, top: {top}, normalize: false, steps: [{{{network}}}]}}"
+    kinds = {
+        word: decoder(mixers[word.split("_")[0]], experts if word.endswith("experts") else network, eps)
+        for word in dict.fromkeys(layers)
+    }
+    names = layer_map(
+        kinds, NORMS, {"mamba_mixer": "mamba", "attention_mixer": "self_attn"},
+        {"swiglu": "feed_forward", "experts": "feed_forward"},
+    )  # fmt: skip
+    model = language(config, "Jamba language model", ["mamba", "transformer", "hybrids"], eps)
+    return model._replace(names=NAMES).text(layers, kinds, names)
+
+
+def _is_in(config: Config, kind: str, layer: int, period: int, offset: int) -> bool:
+    return layer % whole(config, f"{kind}_layer_period", period) == whole(config, f"{kind}_layer_offset", offset)
+
+
+def _mamba(config: Config, eps: float) -> str:
+    arguments = {
+        "state": whole(config, "mamba_d_state", 16),
+        "expand": number(config, "mamba_expand", 2),
+        "kernel": whole(config, "mamba_d_conv", 4),
+        "rank": rank(config.get("mamba_dt_rank", "auto")),
+        "bias": flag(config, "mamba_proj_bias", False),
+        "conv_bias": flag(config, "mamba_conv_bias", True),
+        "norms": True,
+        "eps": eps,
+    }
+    return f"mamba_mixer: {{dim: dim, layers: layers, {written(arguments)}}}"
+
+
+def _attention(config: Config, **more: float) -> str:
+    heads = whole(config, "num_attention_heads")
+    arguments = {"heads": heads, "kv_heads": whole_or(config, "num_key_value_heads", heads), **more}
+    return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
+
+
+def bamba(config: Config) -> str:
+    """Write a Bamba language model: Mamba-2 and attention, a dense network after each."""
+    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), rotary(config, 0.5)
+    bias, heads = flag(config, "attention_bias", False), whole(config, "num_attention_heads")
+    turned = int(whole(config, "hidden_size") // heads * part)
+    attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
+    listed = config.get("attn_layer_indices") or []
+    layers = ["attention" if at in listed else "mamba2" for at in range(whole(config, "num_hidden_layers"))]
+    wide = flag(config, "mlp_bias", False)
+    network = f"swiglu: {{hidden: {whole(config, 'intermediate_size')}, bias: {scalar(wide)}}}"
+    kinds = used(
+        {"mamba2": decoder(_mamba2(config, eps), network, eps), "attention": decoder(attention, network, eps)}, layers
+    )
+    mixers = {"mamba2_mixer": "mamba", "attention_mixer": "self_attn"}
+    names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
+    model = language(config, "Bamba language model", ["mamba2", "transformer", "hybrids"], eps)
+    return model._replace(names=NAMES).text(layers, kinds, names)
+
+
+def _mamba2(config: Config, eps: float) -> str:
+    require(config, hidden_act="silu")
+    inner = whole(config, "mamba_expand", 2) * whole(config, "hidden_size")
+    heads = whole(config, "mamba_n_heads", 128)
+    head = inner // heads if config.get("mamba_d_head") in (None, "auto") else whole(config, "mamba_d_head")
+    if heads * head != inner:
+        raise UsageError(
+            f"config.json: mamba_n_heads * mamba_d_head is {heads * head}, and mamba_expand * hidden_size is {inner}"
+        )
+    arguments = {
+        "state": whole(config, "mamba_d_state", 256),
+        "expand": whole(config, "mamba_expand", 2),
+        "head": head,
+        "groups": whole(config, "mamba_n_groups", 1),
+        "kernel": whole(config, "mamba_d_conv", 4),
+        "bias": flag(config, "mamba_proj_bias", False),
+        "conv_bias": flag(config, "mamba_conv_bias", True),
+        "eps": eps,
+        **limits(config),
+    }
+    return f"mamba2_mixer: {{dim: dim, layers: layers, {written(arguments)}}}"

@@ -1,0 +1,107 @@
+"""Kimi Linear from the config.json of transformers and of its releases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types
+from seqblocks.checkpoint.families.text import language, swiglu
+from seqblocks.checkpoint.families.values import Config, flag, number, require, whole, whole_or, words, written
+from seqblocks.errors import UsageError
+
+NETWORKS = ("dense", "sparse")
+
+
+def kimi_linear(config: Config) -> str:
+    """Write a Kimi Linear language model: Kimi Delta Attention and latent attention, networks dense or of experts."""
+    require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None))
+    eps, linear = number(config, "rms_norm_eps", 1e-5), _linear(config)
+    layers = [
+        ("memory" if kind == TYPES[0] else "attention") + ("_experts" if network == "sparse" else "")
+        for kind, network in zip(_types(config, linear), _networks(config), strict=True)
+    ]
+    kinds = {word: _layer(config, word, linear, eps) for word in dict.fromkeys(layers)}
+    names = layer_map(
+        kinds,
+        ("input_layernorm", "post_attention_layernorm"),
+        {"kda_mixer": "self_attn", "latent_attention_mixer": "self_attn"},
+        {"swiglu": "mlp", "corrected_network": "block_sparse_moe"},
+    )
+    if "mlp" in names:  # transformers writes all networks under the name of those with experts
+        lines = swiglu("layers.{layer}.decoder_layer.channel.network.swiglu", "model.layers.{layer}.block_sparse_moe")
+        names += "layouts:\n  transformers:\n" + "".join(f"    {line}\n" for line in lines.splitlines())
+    model = language(config, "Kimi Linear language model", ["kda", "transformer", "hybrids"], eps)
+    return model.text(layers, kinds, names)
+
+
+def _linear(config: Config) -> dict[str, Any]:
+    """Return the entries of Kimi Delta Attention, which releases have in a mapping of their own."""
+    found = config.get("linear_attn_config") or {}
+    if not isinstance(found, dict):
+        raise UsageError("config.json: linear_attn_config is not a mapping")
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    return {**config, **{ours: found[theirs] for theirs, ours in names.items() if theirs in found}, "lists": found}
+
+
+def _types(config: Config, linear: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer; the lists of releases count from 1."""
+    depth, full = whole(config, "num_hidden_layers"), linear["lists"].get("full_attn_layers")
+    usual = [TYPES[bool(at and at % 4 == 0)] for at in range(depth)]
+    if full is not None and config.get("layer_types") is None:
+        usual = [TYPES[at + 1 in full] for at in range(depth)]
+    return layer_types(config, usual)
+
+
+def _networks(config: Config) -> list[str]:
+    depth = whole(config, "num_hidden_layers")
+    if config.get("mlp_layer_types") is not None:
+        found = words(config, "mlp_layer_types", NETWORKS)
+        if len(found) != depth:
+            raise UsageError(f"config.json: mlp_layer_types has {len(found)} entries, and num_hidden_layers is {depth}")
+        return found
+    dense = whole(config, "first_k_dense_replace", 1)
+    return [NETWORKS[at >= dense] for at in range(depth)]
+
+
+def _layer(config: Config, word: str, linear: dict[str, Any], eps: float) -> str:
+    mixer = _memory(linear, eps) if word.startswith("memory") else _attention(config)
+    return decoder(mixer, _experts(config) if word.endswith("experts") else gated_network(config), eps)
+
+
+def _memory(linear: dict[str, Any], eps: float) -> str:
+    arguments = {
+        "heads": whole(linear, "linear_num_heads", 32),
+        "head": whole(linear, "linear_head_dim", 128),
+        "kernel": whole(linear, "linear_conv_kernel_dim", 4),
+        "gate_bias": False,
+        "eps": eps,
+    }
+    return f"kda_mixer: {{dim: dim, {written(arguments)}}}"
+
+
+def _attention(config: Config) -> str:
+    arguments = {
+        "heads": whole(config, "num_attention_heads"),
+        "head": whole(config, "qk_nope_head_dim", 128),
+        "common": whole(config, "qk_rope_head_dim", 64),
+        "value": whole_or(config, "v_head_dim", 128),
+        "rank": whole(config, "kv_lora_rank", 512),
+        "q_rank": whole_or(config, "q_lora_rank", 0),
+        "bias": flag(config, "attention_bias", False),
+    }
+    return f"latent_attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
+
+
+def _experts(config: Config) -> str:
+    each, count = whole(config, "moe_intermediate_size", 1024), whole_or(config, "num_shared_experts", 1)
+    top = config.get("num_experts_per_token", config.get("num_experts_per_tok"))
+    arguments = {
+        "experts": whole(config, "num_experts", 256),
+        "top": whole({"num_experts_per_token": top}, "num_experts_per_token"),
+        "hidden": each,
+        "shared": each * count,
+        "normalize": flag(config, "moe_renormalize", True),
+        "factor": number(config, "routed_scaling_factor", 2.446),
+    }
+    return f"corrected_network: {{{written(arguments)}}}"

@@ -1,0 +1,188 @@
+"""Mamba, Mamba-2 and FalconMamba language models from the config.json of transformers and of the official package."""
+
+from __future__ import annotations
+
+import math
+
+from seqblocks.checkpoint.families.values import (
+    Config,
+    expansion,
+    flag,
+    number,
+    rank,
+    require,
+    scalar,
+    whole,
+    written,
+)
+from seqblocks.errors import UsageError
+
+
+def mamba(config: Config) -> str:
+    """Write a Mamba language model from a config of transformers."""
+    require(config, hidden_act="silu", use_mambapy=(False, True, None))
+    return _mamba_text(
+        "mamba",
+        dim=whole(config, "hidden_size"),
+        depth=whole(config, "num_hidden_layers"),
+        vocabulary=whole(config, "vocab_size"),
+        state=whole(config, "state_size", 16),
+        expand=expansion(config),
+        kernel=whole(config, "conv_kernel", 4),
+        rank=rank(config.get("time_step_rank", "auto")),
+        bias=flag(config, "use_bias", False),
+        conv_bias=flag(config, "use_conv_bias", True),
+        eps=number(config, "layer_norm_epsilon", 1e-5),
+        tied=flag(config, "tie_word_embeddings", True),
+    )
+
+
+def mamba_ssm(config: Config) -> str:
+    """Write a Mamba language model from the config of the official package."""
+    inner = config.get("ssm_cfg") or {}
+    if not isinstance(inner, dict):
+        raise UsageError("config.json: ssm_cfg is not a mapping")
+    require(inner, layer=("Mamba1", None))
+    require(config, attn_layer_idx=([], None), d_intermediate=(0, None), rms_norm=(True, None))
+    multiple = whole(config, "pad_vocab_size_multiple", 8)
+    return _mamba_text(
+        "mamba",
+        dim=whole(config, "d_model"),
+        depth=whole(config, "n_layer"),
+        vocabulary=-(-whole(config, "vocab_size") // multiple) * multiple,
+        state=whole(inner, "d_state", 16),
+        expand=number(inner, "expand", 2),
+        kernel=whole(inner, "d_conv", 4),
+        rank=rank(inner.get("dt_rank", "auto")),
+        bias=flag(inner, "bias", False),
+        conv_bias=flag(inner, "conv_bias", True),
+        eps=number(config, "norm_epsilon", 1e-5),
+        tied=flag(config, "tie_embeddings", True),
+    )
+
+
+def mamba2(config: Config) -> str:
+    """Write a Mamba-2 language model from a config of transformers."""
+    require(config, hidden_act="silu")
+    expand, head = expansion(config), whole(config, "head_dim", 64)
+    inner, heads = int(expand * whole(config, "hidden_size")), whole(config, "num_heads", 128)
+    if heads * head != inner:
+        raise UsageError(f"config.json: num_heads * head_dim is {heads * head}, and expand * hidden_size is {inner}")
+    return _mamba_text(
+        "mamba2",
+        dim=whole(config, "hidden_size"),
+        depth=whole(config, "num_hidden_layers"),
+        vocabulary=whole(config, "vocab_size"),
+        state=whole(config, "state_size", 128),
+        expand=expand,
+        head=head,
+        groups=whole(config, "n_groups", 8),
+        kernel=whole(config, "conv_kernel", 4),
+        bias=flag(config, "use_bias", False),
+        conv_bias=flag(config, "use_conv_bias", True),
+        eps=number(config, "layer_norm_epsilon", 1e-5),
+        tied=flag(config, "tie_word_embeddings", False),
+        **limits(config),
+    )
+
+
+def limits(config: Config) -> dict[str, float]:
+    """Return the limits of the steps where a config has any: `dt_least` and `dt_most`."""
+    found = config.get("time_step_limit") or [0.0, math.inf]
+    ends = [math.inf if end == {"__float__": "Infinity"} else end for end in found] if isinstance(found, list) else []
+    if len(ends) != 2 or not all(type(end) in (int, float) and end >= 0 for end in ends):
+        raise UsageError(f"config.json: time_step_limit must be two numbers of at least 0, not {found!r}")
+    names = {"dt_least": 0.0, "dt_most": math.inf}
+    return {name: end for (name, usual), end in zip(names.items(), ends, strict=True) if end != usual}
+
+
+def _mamba_text(
+    kind: str, *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, **block: int | float | bool
+) -> str:
+    arguments = {**block, "eps": eps}
+    return f"""seqblocks: 1
+about: {kind} language model, as its config.json says
+use: [{kind}]
+
+let: {{dim: {dim}, depth: {depth}, vocabulary: {vocabulary}}}
+
+model:
+  input: {{tokens: vocabulary}}
+  steps:
+    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}}}
+    - repeat:
+        name: layers
+        times: depth
+        steps:
+          - {kind}_block: {{dim: dim, layers: layers, {written(arguments)}}}
+    - rms_norm: {{name: norm_f, eps: {scalar(eps)}}}
+    - unembed: {{bias: false{", tie: embed" if tied else ""}}}
+
+checkpoint:
+  embed: backbone.embedding
+  layers.{{layer}}.{kind}_block: backbone.layers.{{layer}}
+  norm_f: backbone.norm_f
+  unembed: lm_head
+  layouts: {{hub: {{embed: backbone.embeddings}}}}
+"""
+
+
+def falcon_mamba(config: Config) -> str:
+    """Write a FalconMamba language model: Mamba with norms without gains on dt, B and C."""
+    require(config, hidden_act="silu", use_mambapy=(False, True, None))
+    dim, low = whole(config, "hidden_size"), rank(config.get("time_step_rank", "auto"))
+    bias = scalar(flag(config, "use_bias", False))
+    norm = f"gain: none, eps: {scalar(number(config, 'mixer_rms_eps', 1e-6))}"
+    eps = scalar(number(config, "layer_norm_epsilon", 1e-5))
+    return f"""seqblocks: 1
+about: FalconMamba language model, as its config.json says
+
+let: {{dim: {dim}, depth: {whole(config, "num_hidden_layers")}, vocabulary: {whole(config, "vocab_size")}}}
+
+blocks:
+  falcon_mamba_block:
+    about: Mamba's block with norms on what its scan reads, matching transformers
+    args: {{dim: int}}
+    let:
+      inner: floor({scalar(expansion(config))} * dim)
+      low: {low or "ceil(dim / 16)"}
+      state: {whole(config, "state_size", 16)}
+    steps:
+      - residual:
+          steps:
+            - rms_norm: {{eps: {eps}, name: norm}}
+            - linear: {{features: 2 * inner, bias: {bias}, as: [x, z], name: in_proj}}
+            - causal_conv:
+                from: x
+                kernel: {whole(config, "conv_kernel", 4)}
+                bias: {scalar(flag(config, "use_conv_bias", True))}
+                activation: silu
+                as: u
+                name: conv1d
+            - linear: {{features: low + 2 * state, bias: false, as: {{t: low, b: state, c: state}}, name: x_proj}}
+            - rms_norm: {{from: t, {norm}, as: dt_low}}
+            - rms_norm: {{from: b, {norm}, as: B}}
+            - rms_norm: {{from: c, {norm}, as: C}}
+            - linear: {{from: dt_low, features: inner, as: dt, name: dt_proj, init: {{bias: inverse_softplus}}}}
+            - ssm: {{from: u, dt: dt, B: B, C: C, z: z, state: state}}
+            - linear: {{features: dim, bias: {bias}, name: out_proj}}
+    checkpoint:
+      residual: mixer
+      residual.norm: norm
+      residual.ssm.A_log: mixer.A_log
+      residual.ssm.D: mixer.D
+
+model:
+  input: {{tokens: vocabulary}}
+  steps:
+    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}}}
+    - repeat: {{name: layers, times: depth, steps: [falcon_mamba_block: {{dim: dim}}]}}
+    - rms_norm: {{name: norm_f, eps: {eps}}}
+    - unembed: {{bias: false{", tie: embed" if flag(config, "tie_word_embeddings", True) else ""}}}
+
+checkpoint:
+  embed: backbone.embeddings
+  layers.{{layer}}.falcon_mamba_block: backbone.layers.{{layer}}
+  norm_f: backbone.norm_f
+  unembed: lm_head
+"""

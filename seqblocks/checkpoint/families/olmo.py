@@ -1,0 +1,65 @@
+"""OLMo hybrid from the config.json of transformers."""
+
+from __future__ import annotations
+
+from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types, used
+from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.values import Config, flag, number, rotary, whole, whole_or, written
+
+# transformers writes another name for a norm of the layers with attention than the releases have
+LAYOUT = """layouts:
+  transformers: {"layers.{layer}.postnorm_layer.token.norm": "model.layers.{layer}.feedforward_layer_norm"}
+"""
+
+
+def olmo_hybrid(config: Config) -> str:
+    """Write an OLMo hybrid language model: Gated DeltaNet, and attention whose norms come after it."""
+    eps, depth = number(config, "rms_norm_eps", 1e-6), whole(config, "num_hidden_layers")
+    usual = [TYPES[at % 4 == 3] for at in range(depth)]
+    types = layer_types(config, usual if TYPES[1] in usual else [*usual[:-1], TYPES[1]])
+    layers = ["memory" if kind == TYPES[0] else "attention" for kind in types]
+    network = gated_network(config)
+    kinds = used(
+        {
+            "memory": decoder(_memory(config), network, eps),
+            "attention": decoder(_attention(config, eps), network, eps, verb="postnorm_layer"),
+        },
+        layers,
+    )
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    names = layer_map(
+        kinds, ("attention_layer_norm", "feedforward_layer_norm"), {"gated_deltanet_mixer": "linear_attn"},
+        {"swiglu": "mlp"},
+    ) + layer_map(kinds, norms, {"attention_mixer": "self_attn"}, {"swiglu": "mlp"}, "postnorm_layer")  # fmt: skip
+    model = language(config, "OLMo hybrid language model", ["deltanet", "transformer", "hybrids"], eps)
+    return model.text(layers, kinds, names + (LAYOUT if "attention" in kinds else ""))
+
+
+def _memory(config: Config) -> str:
+    all_heads = whole(config, "num_attention_heads")
+    heads = whole_or(config, "linear_num_key_heads", all_heads)
+    head = whole_or(config, "linear_key_head_dim", int(0.75 * whole(config, "hidden_size") / heads))
+    arguments = {
+        "heads": heads,
+        "value_heads": whole_or(config, "linear_num_value_heads", all_heads),
+        "head": head,
+        "expand_v": whole_or(config, "linear_value_head_dim", 2 * head) / head,
+        "kernel": whole(config, "linear_conv_kernel_dim", 4),
+        "negative": flag(config, "linear_allow_neg_eigval", True),
+    }
+    return f"gated_deltanet_mixer: {{dim: dim, {written(arguments)}}}"
+
+
+def _attention(config: Config, eps: float) -> str:
+    heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
+    turns = (config.get("rope_parameters") or {}).get("rope_theta") is not None
+    arguments = {
+        "heads": heads,
+        "kv_heads": whole_or(config, "num_key_value_heads", heads),
+        "rotary": rotary(config)[0] if turns else 0,
+        "normed": True,
+        "bias": bias,
+        "bias_out": bias,
+        "eps": eps,
+    }
+    return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"

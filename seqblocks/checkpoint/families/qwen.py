@@ -1,0 +1,78 @@
+"""Qwen3-Next from the config.json of transformers."""
+
+from __future__ import annotations
+
+from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types
+from seqblocks.checkpoint.families.text import language
+from seqblocks.checkpoint.families.values import Config, flag, number, require, rotary, whole, whole_or, written
+
+
+def qwen3_next(config: Config) -> str:
+    """Write a Qwen3-Next language model: Gated DeltaNet and gated attention, networks dense or of experts."""
+    require(config, attention_bias=False)
+    eps, depth = number(config, "rms_norm_eps", 1e-6), whole(config, "num_hidden_layers")
+    every = whole_or(config, "full_attention_interval", 4)
+    types = layer_types(config, [TYPES[(at + 1) % every == 0] for at in range(depth)])
+    layers = [
+        ("memory" if kind == TYPES[0] else "attention") + ("_experts" if _is_sparse(config, at) else "")
+        for at, kind in enumerate(types)
+    ]
+    kinds = {word: _layer(config, word, eps) for word in dict.fromkeys(layers)}
+    names = layer_map(
+        kinds,
+        ("input_layernorm", "post_attention_layernorm"),
+        {"gated_deltanet_mixer": "linear_attn", "gated_attention_mixer": "self_attn"},
+        {"swiglu": "mlp", "sparse_network": "mlp"},
+    )
+    model = language(config, "Qwen3-Next language model", ["deltanet", "transformer", "hybrids"], eps, gain="one_plus")
+    return model.text(layers, kinds, names)
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    step = whole(config, "decoder_sparse_step", 1)
+    listed = layer in (config.get("mlp_only_layers") or [])
+    return not listed and whole(config, "num_experts", 512) > 0 and (layer + 1) % step == 0
+
+
+def _layer(config: Config, word: str, eps: float) -> str:
+    mixer = _memory(config, eps) if word.startswith("memory") else _attention(config, eps)
+    network = _experts(config) if word.endswith("experts") else gated_network(config)
+    return decoder(mixer, network, eps, "one_plus")
+
+
+def _memory(config: Config, eps: float) -> str:
+    head = whole(config, "linear_key_head_dim", 128)
+    arguments = {
+        "heads": whole(config, "linear_num_key_heads", 16),
+        "value_heads": whole(config, "linear_num_value_heads", 32),
+        "head": head,
+        "expand_v": whole(config, "linear_value_head_dim", 128) / head,
+        "kernel": whole(config, "linear_conv_kernel_dim", 4),
+        "eps": eps,
+    }
+    return f"gated_deltanet_mixer: {{dim: dim, {written(arguments)}}}"
+
+
+def _attention(config: Config, eps: float) -> str:
+    head, (base, part) = whole(config, "head_dim", 256), rotary(config, 0.25)
+    arguments = {
+        "heads": whole(config, "num_attention_heads"),
+        "kv_heads": whole(config, "num_key_value_heads"),
+        "head": head,
+        "turned": int(head * part),
+        "rotary": base,
+        "eps": eps,
+    }
+    return f"gated_attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
+
+
+def _experts(config: Config) -> str:
+    require(config, hidden_act="silu")
+    arguments = {
+        "experts": whole(config, "num_experts", 512),
+        "top": whole(config, "num_experts_per_tok", 10),
+        "hidden": whole(config, "moe_intermediate_size", 512),
+        "shared": whole(config, "shared_expert_intermediate_size", 512),
+        "normalize": flag(config, "norm_topk_prob", True),
+    }
+    return f"sparse_network: {{dim: dim, {written(arguments)}}}"

@@ -1,0 +1,87 @@
+"""The text of a language model's spec: an embedding, layers of several kinds in some order, a norm, a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from seqblocks.checkpoint.families.values import Config, flag, scalar, whole
+
+CACHE = 2048  # most tokens of a stream where attention has no window; `set={"cache": …}` changes it
+
+
+class Language(NamedTuple):
+    """What language models have in common. norm: the last one, as a step. names: of the embedding and of that norm."""
+
+    about: str
+    use: Sequence[str]
+    dim: int
+    vocabulary: int
+    norm: str
+    tied: bool
+    names: tuple[str, str] = ("model.embed_tokens", "model.norm")
+    before: str = ""  # steps after the embedding
+    after: str = ""  # steps after the head
+    lets: str = ""
+    share: str = ""  # what layers of one kind share
+    blocks: str = ""
+
+    def text(self, layers: Sequence[str], kinds: Mapping[str, str], checkpoint: str) -> str:
+        """Return the spec. layers: the kind of each; kinds: their steps, line by line; checkpoint: lines of the map."""
+        embed, norm_name = self.names
+        return f"""seqblocks: 1
+about: {self.about}, as its config.json says
+use: [{", ".join(self.use)}]
+
+let: {{dim: {self.dim}, vocabulary: {self.vocabulary}, cache: {CACHE}{self.lets}}}
+{self.blocks}
+model:
+  input: {{tokens: vocabulary}}
+  steps:
+    - embed: {{features: dim, init: {{weight: "normal(0, 0.02)"}}, name: embed}}
+{_lines(self.before, 4)}    - repeat:
+        name: layers
+        pattern: {pattern(layers)}
+{_lines(self.share, 8)}{_kinds(kinds)}    - {self.norm}
+    - unembed: {{bias: false{", tie: embed" if self.tied else ""}}}
+{_lines(self.after, 4)}
+checkpoint:
+  embed: {embed}
+{_lines(checkpoint, 2)}  norm: {norm_name}
+  unembed: lm_head
+"""
+
+
+def language(
+    config: Config, about: str, use: Sequence[str], eps: float, *, gain: str = "plain", tied: bool = False
+) -> Language:
+    """Return what most configs call by the same names. eps, gain: of the last norm; tied: if the config is silent."""
+    return Language(
+        about,
+        use,
+        dim=whole(config, "hidden_size"),
+        vocabulary=whole(config, "vocab_size"),
+        norm=f"rms_norm: {{name: norm, gain: {gain}, eps: {scalar(eps)}}}",
+        tied=flag(config, "tie_word_embeddings", tied),
+    )
+
+
+def pattern(layers: Sequence[str]) -> str:
+    """Return words with counts: a a b becomes a*2 b."""
+    runs = [(word, len(list(some))) for word, some in groupby(layers)]
+    return " ".join(word if count == 1 else f"{word}*{count}" for word, count in runs)
+
+
+def swiglu(ours: str, theirs: str, bias: bool = False) -> str:
+    """Return the lines of a map for a gated network."""
+    whole = [(name, kind) for kind in ("weight", "bias")[: 1 + bias] for name in ("gate", "up", "down")]
+    return "\n".join(f"{ours}.{name}_{kind}: {theirs}.{name}_proj.{kind}" for name, kind in whole)
+
+
+def _kinds(kinds: Mapping[str, str]) -> str:
+    return "".join(f"{' ' * 8}{word}:\n{_lines(steps, 10)}" for word, steps in kinds.items())
+
+
+def _lines(text: str, indent: int) -> str:
+    return "".join(f"{' ' * indent}{line}\n" for line in text.splitlines() if line.strip())

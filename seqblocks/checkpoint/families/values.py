@@ -1,0 +1,91 @@
+"""Values of a config.json, checked as they are read, and written as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from seqblocks.errors import UsageError, listing
+
+Config = Mapping[str, Any]
+
+
+def require(config: Config, **values: Any) -> None:
+    """Raise UsageError unless entries that are there have one of these values: others would be another model."""
+    for key, allowed in values.items():
+        allowed = allowed if isinstance(allowed, tuple) else (allowed, None)
+        if config.get(key) not in allowed:
+            expected = repr(next((value for value in allowed if value is not None), None))
+            raise UsageError(f"config.json: {key} is {config[key]!r}, and seqblocks writes specs for {expected} alone")
+
+
+def _value(config: Config, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
+    value = config.get(key, default)
+    if type(value) not in kinds:
+        raise UsageError(f"config.json: {key} must be {what}, not {value!r}")
+    return value
+
+
+def whole(config: Config, key: str, default: int | None = None) -> int:
+    return int(_value(config, key, (int,), "a whole number", default))
+
+
+def whole_or(config: Config, key: str, default: int) -> int:
+    """Return a whole number; the default where the entry is null, too."""
+    return default if config.get(key) is None else whole(config, key)
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    return float(_value(config, key, (int, float), "a number", default))
+
+
+def flag(config: Config, key: str, default: bool) -> bool:
+    return bool(_value(config, key, (bool,), "true or false", default))
+
+
+def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
+    """Return a list of words, each of which is allowed."""
+    found = _value(config, key, (list,), "a list", None)
+    for word in found:
+        if word not in allowed:
+            known = listing(allowed)
+            raise UsageError(f"config.json: {key} has {word!r}, and seqblocks writes specs for {known} alone")
+    return list(found)
+
+
+def rank(value: Any) -> int:
+    """Return the rank of dt; 0 stands for the usual one, a sixteenth of the width."""
+    return 0 if value == "auto" else whole({"time_step_rank": value}, "time_step_rank")
+
+
+def expansion(config: Config) -> float:
+    expand = number(config, "expand", 2)
+    inner, dim = config.get("intermediate_size"), whole(config, "hidden_size")
+    if inner is not None and inner != int(expand * dim):
+        expected = f"expand * hidden_size is {int(expand * dim)}"
+        raise UsageError(f"config.json: intermediate_size is {inner!r}, and {expected}")
+    return expand
+
+
+def written(arguments: Mapping[str, float | str]) -> str:
+    """Return arguments as YAML."""
+    return ", ".join(f"{name}: {scalar(value)}" for name, value in arguments.items())
+
+
+def scalar(value: float | str) -> str:
+    """Return a number, truth value or word as YAML."""
+    return value if isinstance(value, str) else repr(value).lower()
+
+
+def rotary(config: Config, part: float = 1.0, base: float = 10000.0) -> tuple[float, float]:
+    """Return the base of rotary positions and the share of a head that turns; other kinds raise UsageError.
+
+    They are below `rope_parameters`, or, as older versions of transformers wrote them, at the top.
+    """
+    found = config.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise UsageError("config.json: rope_parameters is not a mapping")
+    require(found, rope_type="default")
+    require(config, rope_scaling=(None,))
+    both = {**config, **found}
+    return number(both, "rope_theta", base), number(both, "partial_rotary_factor", part)

@@ -1,0 +1,155 @@
+"""Models of transformers, small and drawn at random: what `from_pretrained` must read without a spec."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TYPES = ("linear_attention", "full_attention")
+
+
+def attention_sizes(chance: random.Random, head: int = 8) -> dict[str, Any]:
+    heads = chance.choice((2, 4))
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": chance.choice((1, 2)), "hidden_size": heads * head}
+    return {**sizes, "intermediate_size": 24, "vocab_size": chance.randint(20, 40), **NO_TOKENS}
+
+
+def layers(chance: random.Random, depth: int, words: tuple[str, ...] = TYPES) -> list[str]:
+    """Return kinds of layers, each at least once."""
+    found = [*words, *chance.choices(words, k=depth - len(words))]
+    chance.shuffle(found)
+    return found
+
+
+def recurrent_gemma(chance: random.Random) -> dict[str, Any]:
+    sizes = attention_sizes(chance, chance.choice((8, 12)))
+    return {
+        **sizes, "num_hidden_layers": 4, "attention_window_size": chance.choice((3, 7)), "tie_word_embeddings": True,
+        "lru_width": sizes["num_attention_heads"] * chance.choice((3, 6)), "conv1d_width": chance.choice((2, 4)),
+        "attention_bias": chance.random() < 0.5, "logits_soft_cap": chance.choice((10.0, 30.0)),
+        "block_types": chance.choice((["recurrent", "attention"], ["recurrent", "recurrent", "attention"])),
+    }  # fmt: skip
+
+
+def qwen3_next(chance: random.Random) -> dict[str, Any]:
+    keys = chance.choice((1, 2))
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 3, "layer_types": layers(chance, 3), "head_dim": 16,
+        "linear_key_head_dim": chance.choice((4, 8)), "linear_value_head_dim": chance.choice((4, 6)),
+        "linear_num_key_heads": keys, "linear_num_value_heads": keys * chance.choice((1, 2)),
+        "num_experts": chance.choice((3, 4)), "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+        "shared_expert_intermediate_size": 10, "mlp_only_layers": [chance.randrange(3)],
+        "norm_topk_prob": chance.random() < 0.5, "tie_word_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+
+
+def olmo_hybrid(chance: random.Random) -> dict[str, Any]:
+    heads = chance.choice((1, 2))
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 3, "layer_types": layers(chance, 3),
+        "linear_key_head_dim": chance.choice((5, 8)), "linear_value_head_dim": chance.choice((8, 9)),
+        "linear_num_key_heads": heads, "linear_num_value_heads": heads * chance.choice((1, 2)),
+        "linear_allow_neg_eigval": chance.random() < 0.5, "attention_bias": chance.random() < 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": chance.choice((500.0, None))},
+    }  # fmt: skip
+
+
+def kimi_linear(chance: random.Random) -> dict[str, Any]:
+    sizes = attention_sizes(chance)
+    return {
+        **sizes, "num_key_value_heads": sizes["num_attention_heads"], "num_hidden_layers": 3,
+        "layer_types": layers(chance, 3), "mlp_layer_types": layers(chance, 3, ("dense", "sparse")),
+        "linear_head_dim": chance.choice((4, 8)), "linear_num_heads": chance.choice((1, 2)),
+        "kv_lora_rank": 6, "q_lora_rank": chance.choice((None, 5)), "qk_rope_head_dim": chance.choice((2, 4)),
+        "qk_nope_head_dim": 8, "v_head_dim": chance.choice((6, 8)), "num_local_experts": 4,
+        "num_experts_per_tok": chance.choice((1, 2)), "moe_intermediate_size": 6,
+        "n_shared_experts": chance.choice((1, 2)), "norm_topk_prob": chance.random() < 0.5,
+        "attention_bias": chance.random() < 0.5,
+    }  # fmt: skip
+
+
+def jamba(chance: random.Random) -> dict[str, Any]:
+    period = chance.choice((2, 3))
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 3, "num_experts": chance.choice((1, 3)),
+        "attn_layer_period": period, "attn_layer_offset": chance.randrange(period), "expert_layer_offset": 1,
+        "num_experts_per_tok": chance.choice((1, 2)), "mamba_d_state": 4, "mamba_dt_rank": chance.choice(("auto", 3)),
+        "mamba_conv_bias": chance.random() < 0.5, "mamba_proj_bias": chance.random() < 0.5, "mamba_d_conv": 3,
+    }  # fmt: skip
+
+
+def bamba(chance: random.Random) -> dict[str, Any]:
+    return {
+        **attention_sizes(chance), "num_hidden_layers": 3, "attn_layer_indices": [chance.randrange(3)],
+        "mamba_n_heads": 4, "mamba_n_groups": chance.choice((1, 2)), "mamba_d_state": chance.choice((4, 6)),
+        "mamba_conv_bias": chance.random() < 0.5, "mamba_proj_bias": chance.random() < 0.5, "mamba_chunk_size": 8,
+        "attention_bias": chance.random() < 0.5, "mlp_bias": chance.random() < 0.5,
+        "time_step_limit": chance.choice(((0.0, float("inf")), (0.3, 0.6))),
+    }  # fmt: skip
+
+
+def zamba2(chance: random.Random) -> dict[str, Any]:
+    sizes, adapted = attention_sizes(chance), chance.random() < 0.5
+    return {
+        **sizes, "num_hidden_layers": 5, "layers_block_type": ["hybrid", *layers(chance, 4, (TYPES[0], "hybrid"))],
+        "num_key_value_heads": sizes["num_attention_heads"], "mamba_d_state": 4, "n_mamba_heads": 4,
+        "num_mem_blocks": chance.choice((1, 2)), "adapter_rank": 3, "use_shared_attention_adapter": adapted,
+        "use_mem_rope": chance.random() < 0.5, "mamba_ngroups": chance.choice((1, 2)), "chunk_size": 8,
+        "add_bias_linear": chance.random() < 0.5, "time_step_min": chance.choice((0.001, 0.3)),
+    }  # fmt: skip
+
+
+# The class of transformers, its configurations, and the layout in which it writes.
+DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
+    "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
+    "qwen3_next": ("Qwen3Next", qwen3_next, "qwen3_next"),
+    "olmo_hybrid": ("OlmoHybrid", olmo_hybrid, "transformers"),
+    "kimi_linear": ("KimiLinear", kimi_linear, "transformers"),
+    "jamba": ("Jamba", jamba, "official"),
+    "bamba": ("Bamba", bamba, "official"),
+    "zamba2": ("Zamba2", zamba2, "official"),
+}
+
+
+def peer(family: str, seed: int, dtype: torch.dtype) -> Any:
+    """Return a model of transformers, with noise on all that is trained or corrected."""
+    library = pytest.importorskip("transformers", reason="of the `hub` extra")
+    name, drawn, _ = DRAWN[family]
+    torch.manual_seed(seed)
+    config = getattr(library, f"{name}Config")(**drawn(random.Random(seed)))
+    model = getattr(library, f"{name}ForCausalLM")(config)
+    model.config._experts_implementation = "eager"  # the usual one knows no float64
+    with torch.no_grad():
+        corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
+        for tensor in (*model.parameters(), *corrections):
+            tensor.add_(0.2 * torch.randn_like(tensor))
+    return model.to(dtype).eval()
+
+
+class InFloat64:
+    """torch, for a module that computes parts in float32 whatever its dtype: for a comparison to 1e-9."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Make a model of transformers compute all of it in float64, its rotary frequencies included."""
+    module = sys.modules[type(model).__module__]
+    patch.setattr(module, "torch", InFloat64())
+    patch.setattr(Tensor, "float", Tensor.double)
+    if hasattr(module, "RecurrentGemmaRglru"):
+        patch.setattr(module.RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
+    for part in model.modules():
+        if hasattr(part, "inv_freq"):
+            count, base = part.inv_freq.numel(), model.config.rope_parameters["rope_theta"]
+            part.inv_freq = base ** (-torch.arange(count, dtype=torch.float64) / count)

@@ -1,0 +1,56 @@
+"""`from_pretrained` on what transformers writes for hybrids of recurrences and attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.checkpoint.reading import weights_in
+from tests.torch.hub_models import DRAWN, in_float64, peer
+
+pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+CASES = [pytest.param(family, seed, marks=[pytest.mark.long] * (seed > 0)) for family in DRAWN for seed in range(3)]
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_logits_and_weights_are_those_of_transformers(
+    family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        model = peer(family, seed, dtype)
+        place = tmp_path / str(dtype)
+        model.save_pretrained(place, max_shard_size="20KB")
+        ours = seqblocks.from_pretrained(place).eval()
+        ids = torch.randint(0, model.config.vocab_size, (2, 16))
+        with torch.no_grad():
+            found = ours(ids)
+            if dtype == torch.float64:
+                in_float64(model, monkeypatch)
+            expected = model(ids, use_cache=False).logits
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+    seqblocks.checkpoint.convert(place, "seqblocks", tmp_path / "ours")
+    seqblocks.checkpoint.convert(tmp_path / "ours", DRAWN[family][2], tmp_path / "back", shard_size="20KB")
+    before, after = weights_in(place), weights_in(tmp_path / "back")
+    assert before.headers.keys() == after.headers.keys()
+    assert all(torch.equal(before.read(name), after.read(name)) for name in before.headers)
+
+
+@pytest.mark.parametrize(("family", "seed"), CASES)
+def test_greedy_tokens_are_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    model = peer(family, seed, torch.float64)
+    model.save_pretrained(tmp_path)
+    ours = seqblocks.from_pretrained(tmp_path).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, 5))
+    with torch.no_grad():
+        logits, state = ours(ids, return_state=True)
+        found = [ids, logits[:, -1:].argmax(-1)]
+        for _ in range(31):
+            logits_t, state = ours.step(found[-1][:, 0], state)
+            found.append(logits_t.argmax(-1, keepdim=True))
+        tokens = torch.cat(found, 1)
+        theirs = model(tokens, use_cache=False).logits.argmax(-1)  # each is greedy after those before it
+    assert torch.equal(tokens[:, 5:], theirs[:, 4:-1])
