@@ -213,7 +213,7 @@ def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> 
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
-    spec = analysed(record, text, set)
+    spec = _analysed(record, text, set)
     headers = {name: weights.headers[name] for name in record["checksums"]}
     check_fit(spec, headers)
     return spec, weights._replace(headers=headers, read=lambda name: _read_tensor(path, record, weights, name))
@@ -273,7 +273,23 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
             raise UsageError(f"{path} was not written by seqblocks.save: {name} {reason}")
 
 
-def analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
+def config_spec(config: Mapping[str, Any], set: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Return the spec that a config.json of ours holds, with further overrides. Raise UsageError and SpecError."""
+    spec = config.get("spec")
+    if not isinstance(spec, str):
+        what = "the config has no spec" if spec is None else f"`spec` of the config is not a text, but {spec!r}"
+        raise UsageError(f"{what}: SeqblocksConfig.of('mamba_small') makes one of a bundled spec, or of a path")
+    files, overrides = (config.get(key) or {} for key in ("files", "overrides"))
+    if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+        raise UsageError(f"`files` of the config is not a mapping of names to texts, but {files!r:.80}")
+    if not isinstance(overrides, dict):
+        raise UsageError(f"`overrides` of the config is not a mapping of names to values, but {overrides!r:.80}")
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
+    name = str(config.get("spec_name") or "config")
+    return _analysed({"name": name, "overrides": values, "files": files}, spec, set)
+
+
+def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
     """Return the spec of a folder with further overrides. They come last, as they may repeat one by another name."""
     check.checked_overrides(set)
     given = set or {}

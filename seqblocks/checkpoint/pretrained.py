@@ -13,11 +13,12 @@ import torch
 from seqblocks import graph
 from seqblocks.analysis import check
 from seqblocks.checkpoint.families import spec_text
-from seqblocks.checkpoint.folder import CONFIG, as_path, load
+from seqblocks.checkpoint.folder import CONFIG, as_path, config_spec, load
+from seqblocks.checkpoint.hub import MODEL_TYPE
 from seqblocks.checkpoint.official import LeftOut, translated
 from seqblocks.checkpoint.reading import Weights, read_json, weights_in
 from seqblocks.checkpoint.record import RECORD
-from seqblocks.checkpoint.weights import fill
+from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import PartialWarning, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.arguments import checked_device
@@ -41,8 +42,8 @@ def from_pretrained(
 
     path: a folder with `model.safetensors` or `pytorch_model.bin` (or shards of either with their index), or one such
     file. spec: a path, the name of a bundled spec, or what `load_model` returns; its `checkpoint:` map says what the
-    tensors are called. None reads what `save` wrote, or writes the spec from `config.json`. Each parameter has the
-    dtype of the file, or all have `dtype`; `set` and `allow_use` as in `build`.
+    tensors are called. None reads what `save` wrote, or `save_pretrained` of `seqblocks.hf`, or writes the spec from
+    `config.json`. Each parameter has the dtype of the file, or all have `dtype`; `set` and `allow_use` as in `build`.
 
     partial: what does not fit is left out, with a PartialWarning: such parameters are drawn with `seed`, and positions
     of an image are interpolated to its grid. Otherwise RunError names all that is missing, left over, or of another
@@ -53,12 +54,33 @@ def from_pretrained(
     if spec is None and (place / RECORD).exists():
         return load(place, set=set, device=device, dtype=dtype)
     weights = weights_in(place)
-    found = spec_of(place, spec, set, allow_use)
-    ours, left_out = translated(found, weights, partial)
+    if spec is None and (config := own_config(place)):
+        found, ours, left_out = _own(config, weights, set)
+    else:
+        found = spec_of(place, spec, set, allow_use)
+        ours, left_out = translated(found, weights, partial)
     model = _model(found, ours, left_out, device, dtype, seed)
     if any(left_out):
         warnings.warn(PartialWarning(f"{path} was loaded in part\n{left_out}"), stacklevel=2)
     return model
+
+
+def own_config(place: Path) -> dict[str, Any] | None:
+    """Return the config.json of a folder if it holds a spec, as `save` and `save_pretrained` write it; else None."""
+    file = place / CONFIG
+    config = read_json(file) if file.is_file() else None
+    return config if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE else None
+
+
+def _own(
+    config: Mapping[str, Any], weights: Weights, set: Mapping[str, Any] | None
+) -> tuple[ModelSpec, Weights, LeftOut]:
+    """Return the spec that a config.json holds, and weights that have its names."""
+    spec = config_spec(config, set)
+    tied = {item.name for item in graph.parameters(spec.graph) if item.tied}
+    ours = weights._replace(headers={name: x for name, x in weights.headers.items() if name not in tied})
+    check_fit(spec, ours.headers)
+    return spec, ours, LeftOut({}, [], {})
 
 
 def spec_of(place: Path, spec: Any, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()) -> ModelSpec:

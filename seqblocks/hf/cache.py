@@ -97,7 +97,7 @@ class StateCache:
 def _leaf(tree: Any) -> Tensor:
     while isinstance(tree, dict):
         tree = next(iter(tree.values()))
-    return tree  # type: ignore[no-any-return]
+    return tree
 
 
 def _batch(state: States) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from seqblocks.analysis import check
-from seqblocks.checkpoint.folder import analysed
+from seqblocks.checkpoint.folder import config_spec
 from seqblocks.checkpoint.hub import hub_config, sizes
 from seqblocks.errors import UsageError
 from seqblocks.graph import ModelSpec
@@ -36,20 +36,19 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
         **others: Any,
     ) -> None:
         self.spec, self.spec_name = spec, spec_name
-        self.overrides, self.files = dict(overrides or {}), dict(files or {})
+        self.overrides, self.files = overrides or {}, files or {}
         self.vocab_size, self.use_cache = vocab_size, use_cache
         self.bos_token_id = others.pop("bos_token_id", None)
         self.eos_token_id = others.pop("eos_token_id", None)
         self.pad_token_id = others.pop("pad_token_id", None)
         super().__init__(**{"tie_word_embeddings": True, **others})
-        if spec is not None and vocab_size is None:
-            self._derive(self.analysed(), others)
+        if spec is not None and vocab_size is None and not {"num_labels", "id2label"} & others.keys():
+            self._derive(self.analysed())
 
-    def _derive(self, model: ModelSpec, given: Collection[str] = ()) -> None:
-        """Set what transformers reads of a spec's sizes, except those that were given."""
+    def _derive(self, model: ModelSpec) -> None:
+        """Set what transformers reads of a spec's sizes."""
         for name, size in sizes(model).items():
-            if name not in given and "id2label" not in given:
-                setattr(self, name, size)
+            setattr(self, name, size)
 
     @classmethod
     def of(
@@ -66,11 +65,7 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
 
     def analysed(self, set: Mapping[str, Any] | None = None) -> ModelSpec:
         """Return the analysed spec, with further overrides. Raises SpecError and UsageError."""
-        if not isinstance(self.spec, str):
-            what = "the config has no spec" if self.spec is None else f"`spec` is a {type(self.spec).__name__}, no text"
-            raise UsageError(f"{what}: SeqblocksConfig.of('mamba_small') makes one of a bundled spec, or of a path")
-        record = {"name": self.spec_name, "overrides": self.overrides, "files": self.files}
-        return analysed(record, self.spec, set)
+        return config_spec(vars(self), set)
 
     def with_values(self, set: Mapping[str, Any]) -> SeqblocksConfig:
         """Return a copy whose spec has further overrides."""

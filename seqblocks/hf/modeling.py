@@ -68,7 +68,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self._keys_to_ignore_on_load_unexpected = [rf"^(model\.)?{re.escape(name)}$" for name in sorted(spare)]
         for parameter in self.model.parameters():
             if not parameter.is_meta:
-                parameter._is_hf_initialized = True
+                _mark_drawn(parameter)
         tied = {item.name: item.tied for item in graph.parameters(self.model.graph) if item.tied}
         self._tied_weights_keys = {f"model.{name}": f"model.{source}" for name, source in tied.items()}
         self.register_load_state_dict_pre_hook(files.adapt_names)
@@ -134,7 +134,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         for parameter in new:
             name = names[id(parameter)]
             draw(parameter, name, declared[name], seed)
-            parameter._is_hf_initialized = True
+            _mark_drawn(parameter)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -278,6 +278,11 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             return self._output(y).unsqueeze(1), state
         y, state = self.model(x, state=state, return_state=True, resets=resets)
         return self._output(y), state
+
+
+def _mark_drawn(parameter: Any) -> None:
+    """Note that a parameter has its values, so that transformers does not draw it again."""
+    parameter._is_hf_initialized = True
 
 
 def _names(spec: ModelSpec) -> set[str]:

@@ -116,7 +116,8 @@ def test_overrides_and_files_are_in_the_config(tmp_path: Path) -> None:
     (tmp_path / "m" / "spec.yaml").unlink()  # config.json is all that is needed
     (tmp_path / "m" / "seqblocks.json").unlink()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    assert torch.equal(again(ids(1, 4)).logits, model(ids(1, 4)))
+    torch.testing.assert_close(again(ids(1, 4)).logits, model(ids(1, 4)))
+    assert torch.equal(seqblocks.from_pretrained(tmp_path / "m").norm.weight, model.norm.weight)
     config = AutoConfig.from_pretrained(tmp_path / "m")
     assert config.overrides == {"dim": "12"}
     assert AutoModelForCausalLM.from_config(config).model.embed.weight.shape == (16, 12)
@@ -210,11 +211,14 @@ def test_damaged_configs(saved: Path) -> None:
     for change, message in [
         ({"spec": None}, "the config has no spec"),
         ({"spec": "seqblocks: 1\n"}, "defines nothing"),
-        ({"spec": 3}, "`spec` is a int, no text"),
-        ({"files": {}}, "mamba"),
+        ({"spec": 3}, "`spec` of the config is not a text, but 3"),
+        ({"files": []}, ""),
+        ({"files": ["a"]}, "`files` of the config is not a mapping of names to texts"),
+        ({"overrides": {"dim": 3}}, r"the weights are not this model's: .* is \[16, 8\], and \[16, 3\] here"),
+        ({"overrides": {"dmi": "3"}}, "there is no 'dmi' in the spec"),
     ]:
         (saved / "config.json").write_text(json.dumps(config | change))
-        if change == {"files": {}}:  # bundled files are then those of this version
+        if not message:  # bundled files are then those of this version
             AutoModelForCausalLM.from_pretrained(saved)
             continue
         with pytest.raises(seqblocks.SeqblocksError, match=message):
