@@ -1,0 +1,63 @@
+"""`from_pretrained` on models of flash-linear-attention, which tests/golden/fla/make.py ran on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.checkpoint.reading import weights_in
+
+safetensors = pytest.importorskip("safetensors.torch", reason="an optional extra; the test extra installs it")
+FOLDER = Path(__file__).parent.parent / "golden" / "fla"
+CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+def case(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
+    """Return the config, the weights, the ids and the logits."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        data = dict(file)
+    weights = {key[2:]: torch.from_numpy(value) for key, value in data.items() if key.startswith("w/")}
+    ids = torch.from_numpy(data["ids"]).long()
+    return json.loads(str(data["config"])), weights, ids, torch.from_numpy(data["logits"])
+
+
+def written(name: str, place: Path, dtype: torch.dtype) -> tuple[Path, dict[str, Tensor], Tensor, Tensor]:
+    config, weights, ids, logits = case(name)
+    weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
+    place.mkdir()
+    safetensors.save_file(weights, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps(config))
+    return place, weights, ids, logits
+
+
+VARIANTS = ("delta_net_gated", "gated_deltanet_sigmoid", "kda_bounded")  # run by hand
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in VARIANTS)) for name in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_tokens_and_weights_are_those_of_the_package(name: str, tmp_path: Path) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        place, weights, ids, logits = written(name, tmp_path / str(dtype), dtype)
+        model = seqblocks.from_pretrained(place).eval()
+        with torch.no_grad():
+            assert (model(ids) - logits).abs().max() <= tolerance * logits.abs().max()
+    steps, state = [], model.init_state(len(ids))
+    with torch.no_grad():
+        for t in range(ids.shape[1]):
+            logits_t, state = model.step(ids[:, t], state)
+            steps.append(logits_t)
+    found = torch.stack(steps, 1)
+    assert (found - logits).abs().max() <= tolerance * logits.abs().max()
+    assert torch.equal(found.argmax(-1), logits.argmax(-1)), "36 greedy choices"
+    seqblocks.checkpoint.convert(place, "seqblocks", tmp_path / "ours")
+    seqblocks.checkpoint.convert(tmp_path / "ours", "official", tmp_path / "back")
+    back = weights_in(tmp_path / "back")
+    assert back.headers.keys() == weights.keys()
+    assert all(torch.equal(back.read(key), tensor) for key, tensor in weights.items())
