@@ -60,6 +60,22 @@ class Port(NamedTuple):
     broadcast: bool = False
 
 
+class Split(NamedTuple):
+    """A way to compute an op on several ranks, each with an equal part of the features.
+
+    op: what a rank computes. parts: the ports of which it reads its part of the features; the others it reads whole.
+    cuts: the parameters of which it has a part, and the axis that is cut; the others are whole. sums: whether the
+    ranks' outputs are summands of the output; else each is a part of its features. added: parameters that are added
+    to the output, of which each rank may then add its share only.
+    """
+
+    op: "Op"
+    parts: tuple[str, ...] = ()
+    cuts: Mapping[str, int] = types.MappingProxyType({})
+    sums: bool = False
+    added: tuple[str, ...] = ()
+
+
 X = Port("x", "the input", main=True)
 ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 
@@ -85,6 +101,10 @@ class Op(BaseModel):
     or the whole sequence (such an op cannot stream)."""
     reversible: ClassVar[bool] = False
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
+    independent: ClassVar[str] = ""
+    """What it treats each by itself, so that several ranks may share the work: `features`, or the heads or groups that
+    an argument of this name counts (0: features). All inputs and the output then have the same parts, and so has the
+    first axis of each parameter. See `splits` for other cases."""
     summarises: ClassVar[bool] = False
     """Whether `transition` computes something of the tokens, which takes time; otherwise it copies inputs at most."""
     source: ClassVar[str] = ""
@@ -172,6 +192,12 @@ class Op(BaseModel):
         `p` holds until one of them changes: it is then prepared anew.
         """
         return None
+
+    def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
+        """Return the ways to compute it on so many ranks, by default as `independent` says; without any it is
+        computed whole on each. Raises Fault where its heads or groups cannot be dealt out evenly.
+        """
+        return evenly(self, ranks, self.independent, wires) if self.independent else []
 
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
         """Return why it cannot run token by token on these wires, or None."""
@@ -409,6 +435,23 @@ def field_kind(annotation: Any) -> FieldKind:
     if options[0] is str:
         return FieldKind("word", optional=optional)
     return FieldKind("value", optional=optional)
+
+
+def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: Iterable[str] = ()) -> list[Split]:
+    """Return the split in which a rank computes a share of an op's features, or of the heads that `what` counts.
+
+    whole: ports that are read whole. A single head has no split. Raises Fault E401 where there are some more that
+    cannot be dealt out evenly.
+    """
+    wires = list(wires)
+    count = 0 if what == "features" else getattr(op, what)
+    if count == 1:
+        return []
+    if count % ranks:
+        raise Fault("E401", f"{what} {count} cannot be dealt out to {ranks} ranks", at=what)
+    local = op.model_copy(update={what: count // ranks} if count else {})
+    parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
+    return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]
 
 
 # --- checks that many ops share -----------------------------------------------------------------------------------

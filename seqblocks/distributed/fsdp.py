@@ -48,7 +48,7 @@ def shard(
     Raises UsageError for arguments, UnavailableError without a process group.
     """
     _check(model, reduce)
-    mesh = _whole_world() if mesh is None else mesh
+    mesh = whole_world() if mesh is None else mesh
     paths = list(layer_paths(model.graph))
     whole = _keep_whole(model, mesh, "avg" if reduce == "mean" else "sum")
     if checkpointing:
@@ -84,14 +84,20 @@ def _check(model: Any, reduce: str) -> None:
         raise UsageError(f"shard takes what build made, not {type(model).__name__}")
     if reduce not in ("mean", "sum"):
         raise UsageError(f"gradients are reduced by mean or sum, not {reduce!r}")
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        how = "start the script with torchrun and call torch.distributed.init_process_group()"
-        raise UnavailableError(f"there is no process group to shard over: {how}")
+    check_group("shard over")
     if any(hasattr(module, "unshard") for module in model.modules()):
         raise UsageError("the model is sharded already")
 
 
-def _whole_world() -> Any:
+def check_group(what: str) -> None:
+    """Raise UnavailableError unless there is a process group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        how = "start the script with torchrun and call torch.distributed.init_process_group()"
+        raise UnavailableError(f"there is no process group to {what}: {how}")
+
+
+def whole_world() -> Any:
+    """Return a mesh of one axis with all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = torch.accelerator.current_accelerator()

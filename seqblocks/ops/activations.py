@@ -12,6 +12,7 @@ from seqblocks.types import Facts, Wire
 class Activation(Op):
     """Base of the activations."""
 
+    independent = "features"
     ports = (ANY,)
 
     def facts(self, x: Wire) -> Facts:

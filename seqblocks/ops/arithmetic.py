@@ -16,6 +16,7 @@ FLOATS: tuple[Kind, ...] = ("sequence", "vector", "image")
 class Identity(Op):
     """Pass a wire on unchanged, to name it or to split it with `as:`."""
 
+    independent = "features"
     ports = (Port("x", "the input", main=True, kinds=(*FLOATS, "tokens")),)
 
     def facts(self, x: Wire) -> Facts:
@@ -29,6 +30,7 @@ class Identity(Op):
 class Add(Op):
     """Add another wire: x + with. See `residual` to add the input of some steps to their output."""
 
+    independent = "features"
     ports = (
         Port("x", "the first summand", main=True, kinds=FLOATS, broadcast=True),
         Port("with", "the second summand, as wide as x", kinds=FLOATS, broadcast=True),
@@ -49,6 +51,7 @@ class Add(Op):
 class Multiply(Op):
     """Multiply by another wire, feature by feature: x * by. See `gate` for a factor with an activation."""
 
+    independent = "features"
     ports = (
         Port("x", "the first factor", main=True, kinds=FLOATS, broadcast=True),
         Port("by", "the second factor, as wide as x", kinds=FLOATS, broadcast=True),
@@ -72,6 +75,7 @@ class Multiply(Op):
 class Divide(Op):
     """Divide by another wire, feature by feature: x / by."""
 
+    independent = "features"
     ports = (
         Port("x", "the dividend", main=True, kinds=FLOATS, broadcast=True),
         Port("by", "the divisor, as wide as x", kinds=FLOATS, broadcast=True),
@@ -92,6 +96,7 @@ class Divide(Op):
 class Lerp(Op):
     """Go part of the way to another wire: x + by * (to - x). The part is a wire, or a learned weight [features]."""
 
+    independent = "features"
     ports = (
         Port("x", "where it starts", main=True, kinds=ANY.kinds, broadcast=True),
         Port("to", "where it goes, as wide as x", kinds=ANY.kinds, broadcast=True),
@@ -148,6 +153,7 @@ class Select(Op):
 class Scale(Op):
     """Multiply every feature by one fixed number: by * x."""
 
+    independent = "features"
     ports = (Port("x", "the input", main=True, kinds=FLOATS),)
     by: float = argument(..., "the factor", ge=-1e6, le=1e6)
 

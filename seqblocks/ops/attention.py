@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from seqblocks.errors import Fault, RunError
-from seqblocks.op import Op, Port, argument, must_divide, primitive
+from seqblocks.op import Op, Port, Split, argument, evenly, must_divide, primitive
 from seqblocks.parameters import State
 from seqblocks.types import Wire
 
@@ -38,6 +38,15 @@ class _Heads(Op):
             )
         must_divide(self.shared, v.features, "kv_heads", "the width of v", at="v")
         return q.with_features(v.features // self.shared * self.heads)
+
+    def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
+        """By heads; where all queries share one head of keys and values, each rank has that."""
+        alone = self.shared == 1
+        found = evenly(self, ranks, "heads", (q, k, v), whole=("k", "v") if alone else ())
+        if not alone and self.shared % ranks:
+            raise Fault("E401", f"kv_heads {self.shared} cannot be dealt out to {ranks} ranks", at="kv_heads")
+        kv_heads = self.kv_heads if alone else self.kv_heads // ranks
+        return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
     def pair(self, q: Wire, v: Wire) -> int:
         """Return the multiply-accumulates of a query and one key that it sees."""

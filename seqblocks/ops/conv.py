@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, argument, must_have_grid, primitive
+from seqblocks.op import Op, Split, argument, evenly, must_have_grid, primitive
 from seqblocks.ops.shift import window_after
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
@@ -26,6 +26,9 @@ class CausalConv(Op):
     activation: Activation = argument("none", "applied to the result")
     mixing: bool = argument(False, "mix the features (a full convolution) instead of treating each on its own")
     bias: bool = argument(True, "whether a bias is added")
+
+    def splits(self, ranks: int, x: Wire) -> list[Split]:
+        return [] if self.mixing else evenly(self, ranks, "features", [x])
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         width = x.features if self.mixing else 1
@@ -76,6 +79,7 @@ class CausalConv(Op):
 class Conv2d(Op):
     """Depthwise K x K convolution over the tokens of an image, zero-padded to keep their grid. Resets are an error."""
 
+    independent = "features"
     reads = "all"
     kernel: int = argument(3, "height and width of the window, K; odd, so that the grid keeps its size", ge=1, le=255)
     activation: Activation = argument("none", "applied to the result")

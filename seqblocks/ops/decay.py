@@ -26,6 +26,7 @@ def exactly(x: Any) -> Any:
 class TimeStep(Op):
     """The steps of a state space: softplus(x + bias), between `least` and `most`. Made in float32 at least."""
 
+    independent = "features"
     least: float = argument(0.0, "no step is shorter", ge=0)
     most: float = argument(math.inf, "no step is longer", gt=0)
     source = "Mamba-2 (arXiv:2405.21060)"
@@ -67,6 +68,7 @@ class LogDecay(Op):
     A_log is [H], one for each head's D / H features; dt_bias and rate are [D].
     """
 
+    independent = "heads"
     ports = (X, Port("lower", "kind logsigmoid: the smallest decays, from 0 to 1, as wide as x", optional=True))
     kind: DecayKind = argument(..., "how x becomes a log decay")
     heads: int = argument(0, "heads with an A_log each; must divide the width (0: one for each feature)", ge=0)

@@ -58,6 +58,7 @@ def activated(name: str, facts: Facts) -> Facts:
 class Gate(Op):
     """Multiply by another wire after an activation: x * activation(by). With `heads`, `by` has one number per head."""
 
+    independent = "heads"
     ports = (
         Port("x", "what is gated", main=True, kinds=ANY.kinds, broadcast=True),
         Port("by", "the gate, before its activation", kinds=ANY.kinds, broadcast=True),

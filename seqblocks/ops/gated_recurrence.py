@@ -20,6 +20,7 @@ class GatedRecurrence(Op):
     first token of a sequence. State per sequence: h [E], float32; with `first_full` also whether it has begun.
     """
 
+    independent = "features"
     ports = (Port("x", "what is taken in", main=True), Port("decay", "log decay, at most 0, as wide as x"))
     reads = "past"
     reversible = True

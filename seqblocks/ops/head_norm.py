@@ -13,6 +13,7 @@ from seqblocks.types import Wire
 class HeadNorm(Norm):
     """Layer normalisation of each head's own features; gain and bias run over all features, or are shared by heads."""
 
+    independent = "heads"
     heads: int = argument(..., "number of heads; must divide the width", ge=1)
     gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")
     bias: bool = argument(False, "whether a bias is added")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, argument, must_divide, primitive
+from seqblocks.op import ANY, Op, Split, argument, must_divide, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -38,6 +38,13 @@ class HeadwiseLinear(Op):
         if self.bias:
             table["bias"] = Parameter((groups * out,), Init("zeros"), decay=False)
         return table
+
+    def splits(self, ranks: int, x: Wire) -> list[Split]:
+        groups, out, _ = self.sizes(x)
+        if groups % ranks:
+            return []
+        features = self.features and groups * out // ranks
+        return [Split(self.model_copy(update={"features": features}), ("x",), {"weight": 0, "bias": 0})]
 
     def macs(self, x: Wire) -> int:
         groups, out, width = self.sizes(x)

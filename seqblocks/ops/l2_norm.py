@@ -12,6 +12,7 @@ from seqblocks.types import Facts, Wire
 class L2Norm(Op):
     """Division of each head's features by their length: x / sqrt(sum(x^2) + eps), taken in float32 at least."""
 
+    independent = "heads"
     ports = (ANY,)
     heads: int = argument(1, "number of heads; must divide the width", ge=1)
     eps: float = argument(1e-6, "added to the sum of squares", gt=0)

@@ -13,6 +13,7 @@ from seqblocks.types import Wire
 class LearnableSkip(Op):
     """Add another wire, scaled by a learned weight per feature, or with `heads` per head: x + weight * with."""
 
+    independent = "heads"
     ports = (
         Port("x", "what is added to", main=True, kinds=ANY.kinds, broadcast=True),
         Port("with", "what is scaled and added", kinds=ANY.kinds, broadcast=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.op import ANY, Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -54,3 +54,9 @@ class Linear(Affine):
 
     def width(self) -> int:
         return self.features
+
+    def splits(self, ranks: int, x: Wire) -> list[Split]:
+        """By rows of the weight, whose outputs are parts, or by columns, whose outputs are summands."""
+        rows = Split(self.model_copy(update={"features": self.features // ranks}), cuts={"weight": 0, "bias": 0})
+        columns = Split(self, ("x",), {"weight": 1}, sums=True, added=("bias",))
+        return [columns] if self.features % ranks else [columns, rows]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, Split, argument, evenly, must_divide, must_match, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
@@ -79,6 +79,13 @@ class LinearAttention(Op):
             if wire := wires[name]:
                 must_match(name, wire, self.of_values * width, "heads of values times the width of a key")
         return v
+
+    def splits(self, ranks: int, *wires: Wire | None) -> list[Split]:
+        if self.fixed_decay != "none":  # each head has its own, by its number
+            return []
+        found = evenly(self, ranks, "heads", wires)
+        values = self.value_heads // ranks
+        return [each._replace(op=each.op.model_copy(update={"value_heads": values})) for each in found]
 
     def check_ports(self, wires: dict[str, Wire | None]) -> None:
         """Fault unless the rule has its wires, and no other's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import ANY, Op, argument, primitive
+from seqblocks.op import ANY, Op, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -24,6 +24,14 @@ class SwiGLU(Op):
         if self.bias:
             out |= {f"{name}_bias": Parameter(size[:1], Init("zeros"), decay=False) for name, size in sizes.items()}
         return out
+
+    def splits(self, ranks: int, x: Wire) -> list[Split]:
+        """By hidden features."""
+        if self.hidden % ranks:
+            return []
+        cuts = {"gate_weight": 0, "up_weight": 0, "gate_bias": 0, "up_bias": 0, "down_weight": 1}
+        local = self.model_copy(update={"hidden": self.hidden // ranks})
+        return [Split(local, (), cuts, sums=True, added=("down_bias",))]
 
     def macs(self, x: Wire) -> int:
         return 3 * x.features * self.hidden

@@ -18,6 +18,7 @@ class MLSTM(Op):
     1/sqrt(DK) is applied inside. State per sequence: C [H, DK, DV], n [H, DK] and the stabiliser m [H], float32.
     """
 
+    independent = "heads"
     ports = (
         Port("q", "queries"),
         Port("k", "keys"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from seqblocks.op import ANY, Op, Port, argument, primitive
+from seqblocks.op import ANY, Op, Port, Split, argument, primitive
 from seqblocks.parameters import Init, Parameter
 from seqblocks.types import Wire
 
@@ -32,6 +32,11 @@ class Norm(Op):
         if self.bias:
             out["bias"] = Parameter(shape, Init("zeros"), decay=False)
         return out
+
+    def splits(self, ranks: int, *wires: Any) -> list[Split]:
+        found = [*super().splits(ranks, *wires)]
+        is_shared = self.gain_width(wires[0]) < wires[0].features  # by all heads or groups
+        return [each._replace(cuts={}) for each in found] if is_shared else found
 
     def effective_gain(self, p: Any) -> Any:
         weight = p.get("weight")

@@ -15,6 +15,7 @@ from seqblocks.types import Facts, Wire
 class Phase(Op):
     """Running sums of angles, from 0 to 2 pi; sums are float64. State per sequence: the sums so far [D], float32."""
 
+    independent = "features"
     ports = (X._replace(about="what each token adds"),)
     reads = "past"
     reversible = True
@@ -46,6 +47,7 @@ class Phase(Op):
 class Rotate(Op):
     """Turn pairs of each head's features, 2j and 2j + 1, by angles; later features than there are angles for stay."""
 
+    independent = "heads"
     ports = (X, Port("by", "the angles, as many for each head"))
     heads: int = argument(..., "number of heads; must divide the width and the number of angles", ge=1)
     source = "Mamba-3 (ICLR 2026)"

@@ -20,6 +20,7 @@ class RMSNorm(Norm):
     in float32 at least.
     """
 
+    independent = "groups"
     ports = (ANY, Port("z", "a gate, as wide as x", optional=True, kinds=ANY.kinds, broadcast=True))
     gate: Literal["before", "after"] = argument("before", "where the gate is multiplied: before the norm, or after")
     activation: ActivationName = argument("silu", "the gate's nonlinearity")

@@ -63,6 +63,7 @@ def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
 class _Shifted(Op):
     """Base of the verbs that read a token some places earlier."""
 
+    independent = "features"
     reads = "past"
 
 

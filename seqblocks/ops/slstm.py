@@ -18,6 +18,7 @@ class SLSTM(Op):
     (powerlaw). State per sequence: y, c, n and the stabiliser m, each [H, D], float32.
     """
 
+    independent = "heads"
     ports = (
         Port("i", "input gate"),
         Port("f", "forget gate"),

@@ -13,6 +13,7 @@ from seqblocks.types import Facts, Wire
 class SoftCap(Op):
     """Limit values smoothly to (-cap, cap): cap * tanh(x / cap)."""
 
+    independent = "features"
     ports = (ANY,)
     cap: float = argument(..., "the bound", ge=1e-6)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from seqblocks.errors import Fault
-from seqblocks.op import Op, Port, argument, must_divide, must_match, primitive
+from seqblocks.op import Op, Port, Split, argument, evenly, must_divide, must_match, primitive
 from seqblocks.parameters import Init, Parameter, State
 from seqblocks.types import Wire
 
@@ -59,6 +59,14 @@ class SSM(Op):
         if self.skip:
             out["D"] = Parameter(size[:1], Init("ones"), decay=False, full_precision=True)
         return out
+
+    def splits(
+        self, ranks: int, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None
+    ) -> list[Split]:
+        wires = (x, dt, B, C, z)
+        if self.groups > 1:
+            return evenly(self, ranks, "groups", wires)
+        return evenly(self, ranks, "features", wires, whole=("B", "C"))
 
     def warns(self, x: Wire, dt: Wire, *others: Wire | None) -> Iterator[Fault]:
         if not self.softplus and dt.facts.low < 0:
@@ -137,6 +145,7 @@ class SSM(Op):
 class LayerScale(Op):
     """Multiply each feature by a learned gain that starts small."""
 
+    independent = "features"
     start: float = argument(1e-5, "initial value of the gains")
     source = "CaiT (arXiv:2103.17239)"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seqblocks.errors import UsageError
 from seqblocks.parameters import Init, Parameter
-from seqblocks.runtime.shards import assign
+from seqblocks.runtime.shards import Parts, assign
 
 Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
@@ -20,7 +20,7 @@ Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
+def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Parts | None = None) -> None:
     """Fill `target` in place, with numbers that are drawn in float32 on the CPU; a rank takes its part of them.
 
     The device and dtype of the target and torch's defaults change nothing. UsageError where float16 cannot hold them.
@@ -32,7 +32,7 @@ def draw(target: Tensor, name: str, parameter: Parameter, seed: int) -> None:
     shape = parameter.shape
     fan_in = parameter.fan_in or max(1, math.prod(shape[1:]))
     drawn = DRAWS[parameter.init.name](shape, parameter.init, fan_in, generator)
-    assign(target, drawn)
+    assign(target, parts.take(name, drawn) if parts else drawn)
     if target.dtype == torch.float16 and not torch.isfinite(drawn.to(torch.float16)).all():
         raise UsageError(f"{parameter.init} draws numbers for {name} that float16 cannot hold; build in another dtype")
 

@@ -19,6 +19,7 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
 from seqblocks.runtime.stepping import Stepper, reset, stepper
@@ -37,6 +38,7 @@ class SequenceModel(Body):
     `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
+    parts: Parts | None = None  # of a model of which each rank computes a part (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # what routers chose in the latest call, if it was in training
     _relay: Relay | None = None  # set while a call runs on a part of a sequence whose other parts other ranks hold
 
@@ -304,9 +306,9 @@ class SequenceModel(Body):
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        for item in graph.parameters(self.graph):
+        for item in graph.parameters(self.parts.spec.graph if self.parts else self.graph):
             if item.tied is None:
-                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
+                draw(self.get_parameter(item.name), item.name, item.parameter, seed, self.parts)
         self.tie()
 
     def tie(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from seqblocks.errors import RunError
+
+if TYPE_CHECKING:
+    from seqblocks.graph import ModelSpec
 
 ORDINARY = (nn.Parameter, Tensor)
 
@@ -25,6 +28,54 @@ def is_sharded(tensor: Any) -> TypeGuard[Any]:
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor: the tensor itself unless it is a DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+class Cut(NamedTuple):
+    """How a parameter is cut: along an axis, each of the sections that follow one another there by itself."""
+
+    axis: int
+    sections: tuple[int, ...]
+
+    def pieces(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield start and length of what a rank has, in the whole parameter."""
+        start = 0
+        for size in self.sections:
+            yield start + rank * (size // ranks), size // ranks
+            start += size
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return what a rank has of a tensor."""
+        return torch.cat([whole.narrow(self.axis, *piece) for piece in self.pieces(rank, ranks)], self.axis)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Return the tensor that ranks have these parts of."""
+        sizes = [size // len(parts) for size in self.sections]
+        pieces = zip(*(part.split(sizes, self.axis) for part in parts), strict=True)
+        return torch.cat([piece for section in pieces for piece in section], self.axis)
+
+
+class Parts(NamedTuple):
+    """What a rank has of a model that is computed in parts: which rank it is, the cuts by parameter, the whole spec."""
+
+    group: Any
+    rank: int
+    ranks: int
+    cuts: dict[str, Cut]
+    spec: ModelSpec
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """Return the rank's part of a parameter."""
+        cut = self.cuts.get(name)
+        return cut.part(whole, self.rank, self.ranks) if cut else whole
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        """Return a whole parameter. All ranks must ask for it."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
+        return cut.join(parts)
 
 
 @torch.no_grad()

@@ -1,0 +1,322 @@
+"""A plan of tensor parallelism, derived from the graph: which steps are split over ranks, and what these exchange.
+
+docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from seqblocks import graph
+from seqblocks.errors import Fault, UsageError
+from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.op import Op, Split
+from seqblocks.parameters import Parameter
+from seqblocks.runtime.shards import Cut
+from seqblocks.types import Wire
+
+
+class Exchange(NamedTuple):
+    """What ranks exchange around an op.
+
+    enter: for each value that it reads, what is done with it: `slice`, `gather`, `copy` (whose gradients are added).
+    leave: what is done with the output: `sum`, `gather` or nothing. copied: parameters that each rank has and whose
+    gradients are added; added: those among them that are part of a sum, so that each rank adds its share.
+    """
+
+    enter: tuple[tuple[str, ...], ...]
+    leave: str
+    axis: int
+    copied: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+class Plan(NamedTuple):
+    """What each of `ranks` computes: the spec of its part, how parameters are cut, and what is exchanged, by op."""
+
+    ranks: int
+    whole: ModelSpec
+    part: ModelSpec
+    cuts: dict[str, Cut]
+    exchanges: dict[int, Exchange]
+    steps: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        width = max(len(path) for path, _ in self.steps)
+        return "\n".join(f"{path:{width}}  {what}" for path, what in self.steps)
+
+
+def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
+    """Return how the steps of a model are split over so many ranks.
+
+    A step is split as its op declares (`Op.splits`); what declares nothing is computed whole on each rank, and so is
+    what would only be gathered again. Raises UsageError that names the steps whose heads or groups cannot be dealt out
+    evenly, or says that no step can be split.
+    """
+    planner = _Planner(spec, ranks)
+    while planner.changed:
+        plan = planner.run()
+    if planner.refused:
+        raise UsageError(f"the model cannot be split over {ranks} ranks: {'; '.join(dict.fromkeys(planner.refused))}")
+    if not plan.cuts:
+        raise UsageError(f"no step of {spec.name} can be split over {ranks} ranks")
+    return plan
+
+
+class _Planner:
+    """Plans again, with more values and steps that must be whole, until nothing contradicts."""
+
+    def __init__(self, spec: ModelSpec, ranks: int) -> None:
+        self.spec, self.ranks = spec, ranks
+        self.changed = True
+        self.whole: set[int] = set()  # values that must be whole
+        self.undivided: set[int] = set(_tied(spec.graph))  # nodes that must not be split, by id
+        self.refused: list[str] = []
+
+    def run(self) -> Plan:
+        self.parts: dict[int, bool] = dict.fromkeys(self.spec.graph.reads, False)  # by value: whether ranks have parts
+        self.origins: dict[int, frozenset[int]] = {}  # by value: the nodes that split its features first
+        self.starts: set[int] = set()
+        self.used: set[int] = set()  # starts whose parts are used up by a sum
+        self.types = dict(self.spec.types)
+        self.cuts: dict[int, dict[str, Cut]] = {}
+        self.exchanges: dict[int, Exchange] = {}
+        self.original: dict[int, Node] = {}
+        self.done: dict[int, Graph] = {}
+        self.steps: dict[str, str] = {}
+        self.refused = []
+        before = len(self.whole), len(self.undivided)
+        local = self._body(self.spec.graph, "")
+        self._need_whole(*self.spec.graph.results)
+        cuts = {item.name: cut for item, cut in self._cut_parameters(local) if not item.shared}
+        self.undivided |= self.starts - self.used
+        self.changed = before != (len(self.whole), len(self.undivided))
+        spec = replace(self.spec, graph=local, types=self.types)
+        return Plan(self.ranks, self.spec, spec, cuts, self.exchanges, tuple(self.steps.items()))
+
+    def _cut_parameters(self, local: Graph) -> Iterator[tuple[graph.Named, Cut]]:
+        """Yield each parameter that is cut. One that is cut otherwise than the one it shares must be whole."""
+        found = {item.name: item for item in graph.parameters(local, shared=True)}
+        for item in found.values():
+            cut = self._cut_of(item)
+            owner = found[item.tied] if item.shared and item.tied else None
+            if owner and cut != self._cut_of(owner):
+                self.undivided |= {id(self.original[id(each.node)]) for each in (item, owner)}
+            if cut:
+                yield item, cut
+
+    def _cut_of(self, item: graph.Named) -> Cut | None:
+        return self.cuts.get(id(item.node), {}).get(item.name.rpartition(".")[2])
+
+    def _need_whole(self, *values: int) -> None:
+        self.whole |= {value for value in values if self.parts.get(value)}
+
+    def _pass(self, outer: int, inner: int) -> None:
+        """Give a body's input the layout of the value that it is called with."""
+        is_part = self.parts[outer]
+        if self.parts.setdefault(inner, is_part) != is_part:  # the same body is called twice, with others
+            self._need_whole(outer, inner)
+            self.parts[inner] = self.parts[inner] and is_part
+        self.origins[inner] = self.origins.get(outer, frozenset())
+        if is_part and outer != inner:
+            self.types[inner] = self.types[outer]
+
+    def _body(self, body: Graph, path: str) -> Graph:
+        if id(body) not in self.done:
+            self.done[id(body)] = replace(body, nodes=[self._node(n, graph.join(path, n.name)) for n in body.nodes])
+        return self.done[id(body)]
+
+    def _node(self, node: Node, path: str) -> Node:
+        made = self._op(node, path) if node.op else self._combinator(node, path)
+        self.original[id(made)] = node
+        return made
+
+    def _combinator(self, node: Node, path: str) -> Node:
+        apart = node.kind not in ("block", "residual", "scan")
+        if apart or any(value in self.whole for value in node.outputs):
+            self.whole |= {body.result for body in node.bodies.values()}
+        if apart:
+            self._need_whole(*node.reads)
+        for body in node.bodies.values():
+            outer = (node.reads[0], *body.captures) if apart else node.reads
+            for value, inner in zip(outer, body.reads, strict=True):
+                self._pass(value, inner)
+        bodies = {label: self._body(body, graph.join(path, label)) for label, body in node.bodies.items()}
+        result = next(reversed(node.bodies.values())).result
+        self._check_result(node, result)
+        is_part = self.parts[result] and not apart
+        self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
+        return replace(node, bodies=bodies, type=self._local(node.type, is_part))
+
+    def _check_result(self, node: Node, result: int) -> None:
+        joined = node.kind == "scan" and len(node.arguments.orders) > 1 and node.arguments.merge == "concat"
+        if node.split or joined:
+            self._need_whole(result)
+        if node.kind == "residual" and self.parts[node.reads[0]] != self.parts[result]:
+            self._need_whole(node.reads[0], result)
+
+    def _local(self, wire: Wire | None, is_part: bool) -> Wire | None:
+        return wire.with_features(wire.features // self.ranks) if wire and is_part else wire
+
+    def _note_outputs(self, node: Node, is_part: bool, origins: frozenset[int]) -> None:
+        for value in node.outputs:
+            self.parts[value] = is_part
+            self.types[value] = self._local(self.spec.types[value], is_part)
+            self.origins[value] = origins if is_part else frozenset()
+
+    # --- ops ----------------------------------------------------------------------------------------------------------
+
+    def _op(self, node: Node, path: str) -> Node:
+        assert node.op
+        split = self._choose(node, path)
+        if split is None:
+            return self._undivided(node, path)
+        read = frozenset(each for value in node.reads for each in self.origins.get(value, ()))
+        if split.sums:
+            self.used |= read
+        elif not split.parts:
+            self.starts.add(id(node))
+            read = frozenset([id(node)])
+        gathers = not split.sums and any(value in self.whole for value in node.outputs)
+        is_part = not split.sums and not gathers
+        op = split.op.model_copy()
+        wires = [self._wire(node, split, port.name, wire) for port, wire in zip(node.op.ports, node.wires, strict=True)]
+        self._check_declaration(node, split, wires, path)
+        self._note_outputs(node, is_part, read)
+        self.exchanges[id(op)] = self._exchange(node, split, "sum" if split.sums else "gather" if gathers else "")
+        self.steps[path] = _words(node, split, gathers)
+        made = replace(
+            node, op=op, wires=tuple(wires), type=self._local(node.type, is_part), state=op.state(*wires),
+            split=tuple(width // self.ranks for width in node.split) if is_part else node.split,
+            parameters=self._cut(node, split),
+        )  # fmt: skip
+        self.cuts[id(made)] = self._cuts(node, split)
+        return made
+
+    def _undivided(self, node: Node, path: str) -> Node:
+        """Return a step that each rank computes whole, from whole inputs."""
+        assert node.op
+        self._note_outputs(node, False, frozenset())
+        if not any(self.parts[value] for value in node.reads):
+            return node
+        op = node.op.model_copy()
+        enter = tuple(("gather",) if self.parts[value] else () for value in node.reads)
+        self.exchanges[id(op)] = Exchange(enter, "", _axis(node))
+        self.steps[path] = "whole on each rank, its inputs gathered"
+        return replace(node, op=op)
+
+    def _choose(self, node: Node, path: str) -> Split | None:
+        """Return the split of a step that moves the fewest numbers for each token, or None to compute it whole."""
+        reads_parts = any(self.parts[value] for value in node.reads)
+        if node.op is None or node.type is None or id(node) in self.undivided or any(w is None for w in node.wires[:1]):
+            return None
+        try:
+            found = [split for split in node.op.splits(self.ranks, *node.wires) if self._fits(node, split)]
+        except Fault as fault:
+            if reads_parts:
+                self.refused.append(f"{path} ({node.span}): {fault.message}")
+            return None
+        if not reads_parts:
+            return next((split for split in found if not split.parts), None)
+        whole = self._width(value for value in node.reads if self.parts[value])
+        best = min(found, key=lambda split: self._moved(node, split), default=None)
+        return best if best and self._moved(node, best) <= whole else None
+
+    def _fits(self, node: Node, split: Split) -> bool:
+        """Whether all widths can be dealt out, and nothing that is tied is cut."""
+        assert node.type
+        read = {port: [self.spec.types[v] for v in node.inputs.get(port, ())] for port in split.parts}
+        if any(wire is None or wire.features % self.ranks for wires in read.values() for wire in wires):
+            return False
+        if any(name in node.ties for name in split.cuts):
+            return False
+        if split.sums:
+            return True
+        if any(len(wires) > 1 for wires in read.values()):
+            return False  # its parts would be of each of the joined wires
+        if node.split and (split.parts or any(value in self.whole for value in node.outputs)):
+            return False
+        return not any(width % self.ranks for width in node.split or (node.type.features,))
+
+    def _moved(self, node: Node, split: Split) -> int:
+        assert node.type
+        is_moved = split.sums or any(value in self.whole for value in node.outputs)
+        whole = (v for port, values in node.inputs.items() if port not in split.parts for v in values if self.parts[v])
+        return self._width(whole) + (node.type.features if is_moved else 0)
+
+    def _width(self, values: Iterable[int]) -> int:
+        wires = (self.spec.types[value] for value in values)
+        return sum(wire.features for wire in wires if wire)
+
+    def _wire(self, node: Node, split: Split, port: str, wire: Wire | None) -> Wire | None:
+        return self._local(wire, port in split.parts)
+
+    def _exchange(self, node: Node, split: Split, leave: str) -> Exchange:
+        enter: list[tuple[str, ...]] = []
+        for port, values in node.inputs.items():
+            for value in values:
+                if port in split.parts:
+                    enter.append(() if self.parts[value] else ("slice",))
+                else:
+                    enter.append(("gather", "copy") if self.parts[value] else ("copy",))
+        copied = tuple(name for name in node.parameters if name not in split.cuts)
+        return Exchange(tuple(enter), leave, _axis(node), copied, tuple(n for n in copied if n in split.added))
+
+    def _cuts(self, node: Node, split: Split) -> dict[str, Cut]:
+        widths = self._sections(node, split)
+        found = {}
+        for name, axis in split.cuts.items():
+            if name in node.parameters:
+                size = node.parameters[name].shape[axis]
+                found[name] = Cut(axis, tuple(width * size // sum(widths) for width in widths))
+        return found
+
+    def _sections(self, node: Node, split: Split) -> tuple[int, ...]:
+        """Return the widths of the wires that an op's input or output is made of, along which it is cut."""
+        if not split.parts:
+            return node.split if node.split and not split.sums else (1,)
+        joined = [values for port, values in node.inputs.items() if port in split.parts and len(values) > 1]
+        wires = [self.spec.types[value] for value in joined[0]] if joined else []
+        return tuple(wire.features for wire in wires if wire) or (1,)
+
+    def _cut(self, node: Node, split: Split) -> dict[str, Parameter]:
+        made = dict(node.parameters)
+        for name, cut in self._cuts(node, split).items():
+            shape = list(made[name].shape)
+            shape[cut.axis] //= self.ranks
+            made[name] = made[name]._replace(shape=tuple(shape))
+        return made
+
+    def _check_declaration(self, node: Node, split: Split, wires: list[Wire | None], path: str) -> None:
+        """Check that an op's part has the shapes that its split declares."""
+        assert node.type
+        found = {name: tuple(p.shape) for name, p in split.op.parameters(*wires).items()}
+        expected = {name: tuple(p.shape) for name, p in self._cut(node, split).items()}
+        width = node.type.features // (1 if split.sums else self.ranks)
+        if found != expected or split.op.shape(*wires).features != width:
+            what = f"declares a split over {self.ranks} ranks that does not fit its shapes"
+            raise UsageError(f"{path} ({node.span}): {node.verb} {what}")
+
+
+def _tied(body: Graph) -> Iterator[int]:
+    """Yield the ids of nodes that have a parameter that is tied to another's."""
+    found = {item.name: item for item in graph.parameters(body, shared=True)}
+    for item in found.values():
+        if item.tied and not item.shared:
+            yield from (id(item.node), id(found[item.tied].node))
+
+
+def _axis(node: Node) -> int:
+    return node.type.feature_axis if node.type and node.type.kind != "tokens" else -1
+
+
+def _words(node: Node, split: Split, gathers: bool) -> str:
+    """Say how a step is split."""
+    if split.sums:
+        return "columns, outputs summed" if split.parts else "hidden features, outputs summed"
+    what = "rows" if not split.parts else (type(node.op).independent if isinstance(node.op, Op) else "") or "parts"
+    return f"{what}, output gathered" if gathers else what
+
+

@@ -1,0 +1,176 @@
+"""Tensor parallelism: a model of which each rank computes a part of the heads, channels and hidden features.
+
+docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seqblocks.distributed.fsdp import check_group, whole_world
+from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
+from seqblocks.errors import UsageError
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.shards import Parts, assign, is_sharded
+from seqblocks.state import States
+
+
+def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
+    """Return this rank's part of a model, with its part of the weights.
+
+    All ranks call it with the same inputs, and each has the whole output. What is split, and how, follows from the
+    graph (`tensor_plan`); parameters that are not split are the same on all ranks, and so are their gradients. Random
+    steps such as dropout need the same seed on all ranks. `shard` may shard the result over other ranks.
+
+    mesh: a DeviceMesh of one axis, by default all ranks. Raises UsageError where the model cannot be split over so many
+    ranks, UnavailableError without a process group.
+    """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"tensor_parallel takes what build made, not {type(model).__name__}")
+    check_group("split over")
+    if model.parts or any(is_sharded(p) for p in model.parameters()):
+        raise UsageError("the model is split or sharded already; split it first, then shard it")
+    mesh = whole_world() if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise UsageError(f'tensor_parallel splits over a mesh of one axis, not {mesh.ndim}: pass mesh["tensor"]')
+    plan = tensor_plan(model.spec, mesh.size())
+    with torch.device("meta"):
+        local = SequenceModel(plan.part)
+    local.parts = Parts(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.cuts, plan.whole)
+    _exchange(local, plan, mesh.get_group())
+    _take_weights(local, model)
+    return local.train(model.training)
+
+
+def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Primitive) and (exchange := plan.exchanges.get(id(module.op))):
+            module.__class__ = Exchanging
+            assert isinstance(module, Exchanging)
+            module._exchange, module._group = exchange, group
+
+
+def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
+    assert local.parts
+    for name, parameter in list(local.named_parameters()):
+        whole = model.get_parameter(name)
+        path, _, leaf = name.rpartition(".")
+        own = nn.Parameter(torch.empty(parameter.shape, dtype=whole.dtype, device=whole.device), whole.requires_grad)
+        local.get_submodule(path).register_parameter(leaf, own)
+        if not whole.is_meta:
+            assign(own, local.parts.take(name, whole.detach()))
+    local.tie()
+
+
+class Exchanging(Primitive):
+    """A step of which each rank computes a part, with what is exchanged before and after it."""
+
+    _exchange: Exchange
+    _group: Any
+
+    def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
+        exchange = self._exchange
+        entered = []
+        for tensor, what in zip(tensors, exchange.enter, strict=True):
+            for each in what:
+                tensor = ENTER[each](tensor, self._group, exchange.axis if tensor.dim() == 4 else -1)
+            entered.append(tensor)
+        y, states = super().forward(*entered, call=call)
+        if exchange.leave:
+            y = LEAVE[exchange.leave](y, self._group, exchange.axis)
+        return y, states
+
+    def parameters_by_name(self, call: Call) -> dict[str, Any]:
+        found = super().parameters_by_name(call)
+        for name in self._exchange.copied:
+            if name in found:
+                found[name] = _Copy.apply(found[name], self._group)
+        for name in self._exchange.added:
+            if name in found:
+                found[name] = found[name] / dist.get_world_size(self._group)
+        return found
+
+
+class _Copy(torch.autograd.Function):
+    """The tensor itself, which each rank reads for its part of the work; gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _added(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _added(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, axis: int) -> Tensor:
+        ctx.group, ctx.axis = group, axis
+        return _joined(x, group, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _own(gradient, ctx.group, ctx.axis), None, None
+
+
+class _Slice(torch.autograd.Function):
+    """The rank's part of what all have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, axis: int) -> Tensor:
+        ctx.group, ctx.axis = group, axis
+        return _own(x, group, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(gradient, ctx.group, ctx.axis), None, None
+
+
+def _added(x: Tensor, group: Any) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _joined(x: Tensor, group: Any, axis: int) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, axis)
+
+
+def _own(x: Tensor, group: Any, axis: int) -> Tensor:
+    return x.chunk(dist.get_world_size(group), axis)[dist.get_rank(group)].contiguous()
+
+
+ENTER: dict[str, Callable[[Tensor, Any, int], Tensor]] = {
+    "slice": lambda x, group, axis: _Slice.apply(x, group, axis),
+    "gather": lambda x, group, axis: _Gather.apply(x, group, axis),
+    "copy": lambda x, group, axis: _Copy.apply(x, group) if x.is_floating_point() else x,
+}
+LEAVE: dict[str, Callable[[Tensor, Any, int], Tensor]] = {
+    "sum": lambda y, group, axis: _Sum.apply(y, group),
+    "gather": lambda y, group, axis: _Gather.apply(y, group, axis),
+}
