@@ -34,7 +34,7 @@ from seqblocks.graph import ModelSpec, SpecSource
 from seqblocks.runtime.arguments import checked_device
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.shards import gathered, mesh_of, on_first_rank
+from seqblocks.runtime.shards import gathered, groups_of, on_first_rank
 
 SPEC = "spec.yaml"
 CONFIG = "config.json"  # for transformers
@@ -62,16 +62,16 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
         raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
     limit = checked_size(shard_size)
     safetensors()
-    mesh = mesh_of(model.state_dict(keep_vars=True).values())
-    target = None if mesh else writing.target_of(as_path(path))
+    groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
+    target = None if groups else writing.target_of(as_path(path))
     tensors, tied = _tensors(model)
-    if mesh:
-        tensors = gathered(tensors, mesh)
+    if groups:
+        tensors = gathered(tensors, groups, model._parts)
 
     def work(folder: Path) -> None:
-        write_model(folder, model.spec, Weights(tensors, tensors.__getitem__), tied, limit)
+        write_model(folder, model._whole_spec, Weights(tensors, tensors.__getitem__), tied, limit)
 
-    on_first_rank(mesh, lambda: writing.write(target or writing.target_of(as_path(path)), work))
+    on_first_rank(groups, lambda: writing.write(target or writing.target_of(as_path(path)), work))
 
 
 def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:

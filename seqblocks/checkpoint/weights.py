@@ -13,7 +13,7 @@ from seqblocks.checkpoint.reading import Weights
 from seqblocks.errors import RunError, listing
 from seqblocks.graph import ModelSpec, Named
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.shards import assign, local
+from seqblocks.runtime.shards import Parts, assign, local
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
@@ -153,14 +153,14 @@ def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tenso
     """Copy weights that fit into a model, one at a time. Raise RunError where its dtype does not hold them."""
     own = model.state_dict(keep_vars=True)
     for name in names:
-        _copy(name, own[name], read(name))
+        _copy(name, own[name], read(name), model._parts)
     if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
         model.tie()  # to_empty and load_state_dict separate them
 
 
-def _copy(name: str, target: Tensor, tensor: Tensor) -> None:
+def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> None:
     _check_range(name, tensor, target.dtype)
-    assign(target, tensor)
+    assign(target, parts.take(name, tensor) if parts else tensor)
 
 
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

@@ -1,8 +1,17 @@
 """Models on several devices, by torch's own engines: sharded parameters, and the work of one model shared out."""
 
+from seqblocks.distributed.checkpoint import clip_gradients, pieces
 from seqblocks.distributed.fsdp import shard
 from seqblocks.distributed.plan import tensor_plan
 from seqblocks.distributed.sequence import SequenceParallel, sequence_parallel
 from seqblocks.distributed.tensor import tensor_parallel
 
-__all__ = ["SequenceParallel", "sequence_parallel", "shard", "tensor_parallel", "tensor_plan"]
+__all__ = [
+    "SequenceParallel",
+    "clip_gradients",
+    "pieces",
+    "sequence_parallel",
+    "shard",
+    "tensor_parallel",
+    "tensor_plan",
+]

@@ -35,7 +35,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     if not isinstance(model, SequenceModel):
         raise UsageError(f"tensor_parallel takes what build made, not {type(model).__name__}")
     check_group("split over")
-    if model.parts or any(is_sharded(p) for p in model.parameters()):
+    if model._parts or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")
     mesh = whole_world() if mesh is None else mesh
     if mesh.ndim != 1:
@@ -43,7 +43,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     plan = tensor_plan(model.spec, mesh.size())
     with torch.device("meta"):
         local = SequenceModel(plan.part)
-    local.parts = Parts(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.cuts, plan.whole)
+    local._parts = Parts(mesh.get_group(), mesh.get_local_rank(), plan.ranks, plan.cuts, plan.whole)
     _exchange(local, plan, mesh.get_group())
     _take_weights(local, model)
     return local.train(model.training)
@@ -58,14 +58,14 @@ def _exchange(model: SequenceModel, plan: Plan, group: Any) -> None:
 
 
 def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
-    assert local.parts
+    assert local._parts
     for name, parameter in list(local.named_parameters()):
         whole = model.get_parameter(name)
         path, _, leaf = name.rpartition(".")
         own = nn.Parameter(torch.empty(parameter.shape, dtype=whole.dtype, device=whole.device), whole.requires_grad)
         local.get_submodule(path).register_parameter(leaf, own)
         if not whole.is_meta:
-            assign(own, local.parts.take(name, whole.detach()))
+            assign(own, local._parts.take(name, whole.detach()))
     local.tie()
 
 

@@ -38,7 +38,7 @@ class SequenceModel(Body):
     `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
     """
 
-    parts: Parts | None = None  # of a model of which each rank computes a part (seqblocks.distributed.tensor_parallel)
+    _parts: Parts | None = None  # of a model of which each rank computes a part (seqblocks.distributed.tensor_parallel)
     _routed: dict[str, list[Routed]] | None = None  # what routers chose in the latest call, if it was in training
     _relay: Relay | None = None  # set while a call runs on a part of a sequence whose other parts other ranks hold
 
@@ -298,6 +298,11 @@ class SequenceModel(Body):
             raise RunError("auxiliary losses are those of a call in training: call model.train(), then the model")
         return {path: LOSSES[kind](routed) for path, routed in (self._routed or {}).items()}
 
+    @property
+    def _whole_spec(self) -> ModelSpec:
+        """The spec of the whole model: `spec`, unless this is a rank's part of it."""
+        return self._parts.spec if self._parts else self.spec
+
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:
         """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype.
@@ -306,9 +311,9 @@ class SequenceModel(Body):
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        for item in graph.parameters(self.parts.spec.graph if self.parts else self.graph):
+        for item in graph.parameters(self._whole_spec.graph):
             if item.tied is None:
-                draw(self.get_parameter(item.name), item.name, item.parameter, seed, self.parts)
+                draw(self.get_parameter(item.name), item.name, item.parameter, seed, self._parts)
         self.tie()
 
     def tie(self) -> None:

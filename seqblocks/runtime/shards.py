@@ -91,29 +91,36 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def gathered(tensors: dict[str, Tensor], mesh: Any) -> dict[str, Tensor]:
-    """Return the whole of tensors on the first rank's CPU, and nothing on others. All ranks must call it."""
-    first = _is_first(mesh)
+def gathered(tensors: dict[str, Tensor], groups: Groups, parts: Parts | None) -> dict[str, Tensor]:
+    """Return whole parameters on the first rank's CPU, and nothing on others. All ranks must call it."""
+    first = _is_first(groups)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        if parts:
+            whole = parts.join(name, whole)
         if first:
             found[name] = whole.cpu()
     return found
 
 
-def mesh_of(tensors: Iterable[Tensor]) -> Any:
-    """Return the mesh that tensors are spread over, or None."""
-    return next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+Groups = list[Any]
+"""Process groups, one for each axis of a mesh that a model is spread over; none for a model on one device."""
 
 
-def _is_first(mesh: Any) -> bool:
-    return not any(mesh.get_coordinate())
+def groups_of(tensors: Iterable[Tensor], parts: Parts | None) -> Groups:
+    """Return the groups that a model's tensors are spread over."""
+    mesh = next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+    return [*(mesh.get_all_groups() if mesh else ()), *([parts.group] if parts else ())]
 
 
-def on_first_rank(mesh: Any, work: Callable[[], None]) -> None:
-    """Call `work` on the first rank of a mesh; the others wait for it. Its error is raised there, a RunError here."""
-    if mesh is None or _is_first(mesh):
+def _is_first(groups: Groups) -> bool:
+    return not any(torch.distributed.get_rank(group) for group in groups)
+
+
+def on_first_rank(groups: Groups, work: Callable[[], None]) -> None:
+    """Call `work` on the first of all ranks; the others wait for it. Its error is raised there, a RunError here."""
+    if _is_first(groups):
         failed: list[str | None] = [None]
         try:
             work()
@@ -121,17 +128,16 @@ def on_first_rank(mesh: Any, work: Callable[[], None]) -> None:
             failed = [f"{type(error).__name__}: {error}"]
             raise
         finally:
-            _broadcast(mesh, failed)
+            _broadcast(groups, failed)
     else:
         failed = [None]
-        _broadcast(mesh, failed)
+        _broadcast(groups, failed)
         if failed[0]:
             raise RunError(f"the first rank failed: {failed[0]}")
 
 
-def _broadcast(mesh: Any, values: list[Any]) -> None:
-    for axis in range(mesh.ndim if mesh else 0):
-        group = mesh.get_group(axis)
+def _broadcast(groups: Groups, values: list[Any]) -> None:
+    for group in groups:
         source = torch.distributed.get_global_rank(group, 0)
         torch.distributed.broadcast_object_list(values, source, group=group)
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.distributed import shard
+from seqblocks.distributed import clip_gradients, pieces, shard, tensor_parallel
 
 WORDS = 32
 SPECS = {
@@ -66,6 +66,23 @@ model:
                   merge: sum
                   steps: [{linear: {features: 16, name: gates}}, {log_decay: {kind: softplus}}]
     - unembed: {bias: false}
+""",
+    # heads, channels, hidden features; one head of keys for all queries; what is split along joined wires; experts
+    "split": """
+seqblocks: 1
+use: [xlstm, mamba, transformer]
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: 16
+    - repeat:
+        name: layers
+        pattern: m s a e
+        m: [{mlstm_block: {dim: 16, heads: 2}}]
+        s: [{mamba_block: {dim: 16, state: 4}}, {residual: [rms_norm, {linear: 24}, softmax_free, {linear: 16, name: down}]}]
+        a: [{attention_layer: {dim: 16, heads: 4, kv_heads: 1}}, {residual: [rms_norm, {swiglu: {hidden: 8, bias: true}}]}]
+        e: [{residual: [rms_norm, {experts: {count: 2, top: 1, steps: [{linear: 8}, gelu, {linear: 16, name: down}]}}]}]
+    - unembed: {tie: embed, bias: false}
 """,
 }
 

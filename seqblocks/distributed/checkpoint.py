@@ -1,0 +1,132 @@
+"""State dicts of split models for torch.distributed.checkpoint, and the norm of gradients over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.shards import Cut, Parts, is_sharded, local
+
+
+class Piece(NamedTuple):
+    """A part of a rank's tensor, and where it begins in the whole one."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+
+class Pieces(Tensor):
+    """A whole tensor of which a rank has some pieces: what torch.distributed.checkpoint writes and fills in place."""
+
+    _pieces: list[Piece]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, like: Tensor, pieces: list[Piece]) -> Pieces:
+        made: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made._pieces = pieces
+        return made
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # noqa: PLW3201 - torch's names
+        return [ChunkStorageMetadata(torch.Size(at), each.size()) for each, at in self._pieces]
+
+    def __create_write_items__(self, name: str, whole: Any) -> list[WriteItem]:  # noqa: PLW3201
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]  # fmt: skip
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:  # noqa: PLW3201
+        return next(each for each, at in self._pieces if torch.Size(at) == index.offset)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} of a tensor that is in pieces on several ranks")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Pieces({list(self.shape)}, at {[at for _, at in self._pieces]})"
+
+
+def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict for `torch.distributed.checkpoint` to save, or to load in place.
+
+    state: that of the model or of its optimizer, as `get_model_state_dict` and `get_optimizer_state_dict` return it;
+    tensors stay where they are. Of a model that is not split over ranks it is returned as it is.
+    """
+    return dict(state) if model._parts is None else _in_pieces(model._parts, state, _shapes(model), "")
+
+
+def _shapes(model: SequenceModel) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _in_pieces(parts: Parts, state: Any, shapes: Mapping[str, torch.Size], name: str) -> Any:
+    """Return a state in which tensors of the shape of the parameter that they belong to are pieces."""
+    if isinstance(state, Mapping):
+        names = {key: key if key in shapes else name for key in state}
+        return {key: _in_pieces(parts, value, shapes, names[key]) for key, value in state.items()}
+    cut = parts.cuts.get(name)
+    if cut is None or not isinstance(state, Tensor) or state.shape != shapes[name]:
+        return state
+    shape = list(state.shape)
+    shape[cut.axis] *= parts.ranks
+    return Pieces(torch.Size(shape), local(state), list(_pieces_of(state, cut, parts)))
+
+
+def _pieces_of(tensor: Tensor, cut: Cut, parts: Parts) -> Iterator[Piece]:
+    """Yield what a rank has of a whole tensor: its part, or where that is sharded some rows of it."""
+    own, first = local(tensor), _first_row(tensor)
+    start = 0
+    for offset, length in cut.pieces(parts.rank, parts.ranks):
+        low, high = (first, first + own.shape[0]) if cut.axis == 0 else (0, own.shape[cut.axis])
+        begin, end = max(start, low), min(start + length, high)
+        if begin < end:
+            offsets = [0] * own.dim()
+            offsets[0] = first
+            offsets[cut.axis] = offset + begin - start
+            yield Piece(own.narrow(cut.axis, begin - low, end - begin), tuple(offsets))
+        start += length
+
+
+def _first_row(tensor: Any) -> int:
+    if not is_sharded(tensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets[0] if offsets else 0
+
+
+@torch.no_grad()
+def clip_gradients(model: SequenceModel, max_norm: float) -> float:
+    """Scale the gradients of a model on several ranks so that their norm over all parameters is at most `max_norm`.
+
+    Returns the norm before that, the same on all ranks; all must call it.
+    """
+    squares = {True: 0.0, False: 0.0}
+    found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    for name, gradient in found:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        is_cut = model._parts is not None and name in model._parts.cuts
+        squares[is_cut] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2  # type: ignore[operator]
+    if model._parts:
+        device = local(found[0][1]).device
+        cut = torch.tensor(squares[True], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(cut, group=model._parts.group)
+        squares[True] = float(cut)
+    total = math.sqrt(sum(squares.values()))
+    for _, gradient in found:
+        gradient.mul_(min(1.0, max_norm / (total + 1e-6)))
+    return total
