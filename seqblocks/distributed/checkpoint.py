@@ -33,10 +33,10 @@ class Pieces(Tensor):
         made._pieces = pieces
         return made
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # noqa: PLW3201 - torch's names
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(at), each.size()) for each, at in self._pieces]
 
-    def __create_write_items__(self, name: str, whole: Any) -> list[WriteItem]:  # noqa: PLW3201
+    def __create_write_items__(self, name: str, whole: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -46,7 +46,7 @@ class Pieces(Tensor):
             for chunk in self.__create_chunk_list__()
         ]  # fmt: skip
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:  # noqa: PLW3201
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return next(each for each, at in self._pieces if torch.Size(at) == index.offset)
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from seqblocks import graph
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Op, Split
+from seqblocks.op import Split
 from seqblocks.parameters import Parameter
 from seqblocks.runtime.shards import Cut
 from seqblocks.types import Wire
@@ -52,7 +52,7 @@ def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
     """Return how the steps of a model are split over so many ranks.
 
     A step is split as its op declares (`Op.splits`); what declares nothing is computed whole on each rank, and so is
-    what would only be gathered again. Raises UsageError that names the steps whose heads or groups cannot be dealt out
+    what would only be gathered again. Raises UsageError that names the mixers whose heads or groups cannot be dealt out
     evenly, or says that no step can be split.
     """
     planner = _Planner(spec, ranks)
@@ -86,7 +86,6 @@ class _Planner:
         self.original: dict[int, Node] = {}
         self.done: dict[int, Graph] = {}
         self.steps: dict[str, str] = {}
-        self.refused = []
         before = len(self.whole), len(self.undivided)
         local = self._body(self.spec.graph, "")
         self._need_whole(*self.spec.graph.results)
@@ -215,7 +214,7 @@ class _Planner:
         try:
             found = [split for split in node.op.splits(self.ranks, *node.wires) if self._fits(node, split)]
         except Fault as fault:
-            if reads_parts:
+            if reads_parts and node.op.reads != "token":
                 self.refused.append(f"{path} ({node.span}): {fault.message}")
             return None
         if not reads_parts:
@@ -316,7 +315,15 @@ def _words(node: Node, split: Split, gathers: bool) -> str:
     """Say how a step is split."""
     if split.sums:
         return "columns, outputs summed" if split.parts else "hidden features, outputs summed"
-    what = "rows" if not split.parts else (type(node.op).independent if isinstance(node.op, Op) else "") or "parts"
+    what = _counted(node, split) if split.parts else "rows"
     return f"{what}, output gathered" if gathers else what
+
+
+def _counted(node: Node, split: Split) -> str:
+    """Return what is dealt out: the arguments that count it, or features."""
+    assert node.op
+    before, after = node.op.model_dump(), split.op.model_dump()
+    changed = [name for name in before if before[name] != after[name] and name != "features"]
+    return " and ".join(changed) or "features"
 
 

@@ -12,6 +12,7 @@ from seqblocks.types import Facts, Wire
 class RepeatHeads(Op):
     """Each head's features several times, next to each other: heads a b become a a b b."""
 
+    independent = "heads"
     heads: int = argument(1, "number of heads; must divide the width", ge=1)
     times: int = argument(..., "how often each head occurs", ge=1)
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import seqblocks
@@ -79,9 +80,14 @@ model:
         name: layers
         pattern: m s a e
         m: [{mlstm_block: {dim: 16, heads: 2}}]
-        s: [{mamba_block: {dim: 16, state: 4}}, {residual: [rms_norm, {linear: 24}, softmax_free, {linear: 16, name: down}]}]
-        a: [{attention_layer: {dim: 16, heads: 4, kv_heads: 1}}, {residual: [rms_norm, {swiglu: {hidden: 8, bias: true}}]}]
-        e: [{residual: [rms_norm, {experts: {count: 2, top: 1, steps: [{linear: 8}, gelu, {linear: 16, name: down}]}}]}]
+        s: [{mamba_block: {dim: 16, state: 4}}]
+        a:
+          - attention_layer: {dim: 16, heads: 4, kv_heads: 1}
+          - residual: [rms_norm, {swiglu: {hidden: 8, bias: true}}]
+        e:
+          - residual:
+              - rms_norm
+              - experts: {count: 2, top: 1, steps: [{linear: 8}, gelu, {linear: {features: 16, name: down}}]}
     - unembed: {tie: embed, bias: false}
 """,
 }
@@ -190,6 +196,83 @@ def refused_folder(rank: int, folder: Path) -> Any:
         seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "no folder" / "model")
     except seqblocks.SeqblocksError as error:
         return type(error).__name__, str(error).replace(str(folder), "")
+
+
+def split_model(rank: int, folder: Path) -> Any:
+    """Tensor parallelism: outputs, gradients, a stream, and the way of weights into a checkpoint and back."""
+    text = SPECS["split"]
+    one = seqblocks.build_text(text, dtype="float64")
+    model = tensor_parallel(one)
+    x = tokens()
+    loss_of(one, x).backward()
+    loss_of(model, x).backward()
+    gradients = {name: model._parts.join(name, p.grad) for name, p in model.named_parameters()}
+    wrong = {
+        name: float((gradients[name] - p.grad).abs().max() / p.grad.abs().max()) for name, p in one.named_parameters()
+    }
+    norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+    wrong["the norm of all gradients"] = abs(float(norm) - clip_gradients(model, 0.5)) / float(norm)
+    wrong |= {
+        name: float((model._parts.take(name, p.grad) - model.get_parameter(name).grad).abs().max())
+        for name, p in one.named_parameters()
+    }
+
+    one.eval(), model.eval()
+    with torch.no_grad():
+        expected = one(x)
+        wrong["output"] = float((model(x) - expected).abs().max())
+        state, outputs = None, []
+        for t in range(x.shape[1]):
+            y, state = model.step(x[:, t], state)
+            outputs.append(y)
+        wrong["stream"] = float((torch.stack(outputs, 1) - expected).abs().max())
+    return wrong, _split_checkpoint(model, one, folder)
+
+
+def _split_checkpoint(model: Any, one: Any, folder: Path) -> list[str]:
+    """Save in pieces, load whole, and load in pieces again; save as one folder. Returns the names that differ."""
+    weights = get_model_state_dict(model)
+    dcp.save(pieces(model, weights), checkpoint_id=folder / "pieces")
+    seqblocks.save(model, folder / "whole")
+    other = seqblocks.build_text(SPECS["split"], dtype="float64", seed=1)
+    again = tensor_parallel(other)
+    loaded = get_model_state_dict(again)
+    dcp.load(pieces(again, loaded), checkpoint_id=folder / "pieces")
+    set_model_state_dict(again, loaded)
+    whole = get_model_state_dict(other)
+    dcp.load(whole, checkpoint_id=folder / "pieces", no_dist=True)
+    saved = seqblocks.load(folder / "whole")
+    meta = tensor_parallel(seqblocks.build_text(SPECS["split"], dtype="float64", device="meta")).to_empty(device="cpu")
+    meta.reset_parameters(0)
+    wrong = [
+        name
+        for name, p in one.state_dict().items()
+        if not (torch.equal(p, whole[name]) and torch.equal(p, saved.state_dict()[name]))
+    ]
+    own = model.state_dict()
+    return wrong + [
+        name
+        for name, p in own.items()
+        if not torch.equal(p, again.state_dict()[name]) or not torch.equal(p, meta.state_dict()[name])
+    ]
+
+
+def both_ways(rank: int, folder: Path) -> Any:
+    """A split model whose parts are sharded, on a mesh of 1 x 2."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = tensor_parallel(seqblocks.build_text(SPECS["split"], device="meta"), mesh["tensor"])
+    shard(model, mesh["data"])
+    model.to_empty(device="cpu")
+    model.reset_parameters(0)
+    loss = loss_of(model, tokens())
+    loss.backward()
+    gradients = {name: model._parts.join(name, p.grad.full_tensor()) for name, p in model.named_parameters()}
+    dcp.save(pieces(model, get_model_state_dict(model)), checkpoint_id=folder / "both")
+    one = seqblocks.build_text(SPECS["split"], seed=1)
+    whole = get_model_state_dict(one)
+    dcp.load(whole, checkpoint_id=folder / "both", no_dist=True)
+    expected = seqblocks.build_text(SPECS["split"]).state_dict()
+    return loss.item(), gradients, [name for name, p in expected.items() if not torch.equal(p, whole[name])]
 
 
 def _through_one_rank(text: str, folder: Path, before: dict[str, torch.Tensor]) -> None:

@@ -24,7 +24,10 @@ def _module(name: str) -> Any:
 
 
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
-RUN = ["nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder"]
+RUN = [
+    "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
+    "split_model", "both_ways",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,21 @@ def test_a_folder_that_the_first_rank_cannot_write_is_an_error_on_all(results):
     first, second = results["refused_folder"]
     assert first == ("UsageError", "there is no folder /no folder")
     assert second == ("RunError", "the first rank failed: UsageError: there is no folder /no folder")
+
+
+def test_a_model_that_is_split_over_ranks_computes_what_one_does(results):
+    wrong, changed = _result(results, "split_model")
+    assert changed == []
+    assert {name: error for name, error in wrong.items() if error > 1e-12} == {}  # float64: sums in another order
+
+
+def test_split_models_can_be_sharded(results):
+    loss, gradients, changed = _result(results, "both_ways")
+    expected, exact = _one_process(on_ranks.SPECS["split"], "float32", "float32")
+    assert changed == []
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
 
 
 def test_layers_of_repeats_are_groups_inner_ones_first():

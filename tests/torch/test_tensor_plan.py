@@ -1,0 +1,99 @@
+"""The plan of tensor parallelism: what is split, what stays whole, and what is refused. No process group is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import seqblocks
+from seqblocks.distributed import tensor_plan
+from seqblocks.op import PRIMITIVES, Op, Split, load_builtin, primitive
+
+TEXT = """
+seqblocks: 1
+use: [xlstm, transformer]
+model:
+  input: {{features: 16}}
+  steps:
+{steps}
+    - linear: {{features: 4, name: last}}
+"""
+
+
+def plan_of(steps: str, ranks: int = 2) -> Any:
+    indented = "\n".join(f"    {line}" for line in steps.strip().splitlines())
+    return tensor_plan(seqblocks.load_text(TEXT.format(steps=indented))[1], ranks)
+
+
+def test_each_step_is_listed_with_how_it_is_split():
+    plan = plan_of("- mlstm_layer: {dim: 16, heads: 2}")
+    steps = {path.removeprefix("mlstm_layer."): what for path, what in plan.steps}
+    assert {name for name, what in steps.items() if what == "columns, outputs summed"} == {
+        "cell.i", "cell.f", "proj_down"
+    }  # fmt: skip
+    assert {name for name, what in steps.items() if what == "heads"} == {"cell.mlstm", "cell.head_norm"}
+    by_features = {name for name, what in steps.items() if what == "features"}
+    assert by_features == {"c", "q", "k", "v", "learnable_skip", "gate"}
+    assert steps["proj_up"] == "rows"
+    assert "mlstm_layer.cell.mlstm      heads" in str(plan)
+
+
+def test_rows_of_a_split_output_are_dealt_out_by_its_parts():
+    cut = plan_of("- mlstm_layer: {dim: 16, heads: 2}").cuts["mlstm_layer.proj_up.weight"]
+    assert cut.axis == 0
+    assert [list(cut.pieces(rank, 2)) for rank in (0, 1)] == [[(0, 32), (64, 32)], [(32, 32), (96, 32)]]
+
+
+def test_what_would_only_be_gathered_stays_whole():
+    assert "last.weight" not in plan_of("- swiglu: {hidden: 8}").cuts
+    with pytest.raises(seqblocks.UsageError, match=r"no step of .* can be split over 2 ranks"):
+        plan_of("- layer_norm")
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused_by_name():
+    with pytest.raises(seqblocks.UsageError) as error:
+        plan_of("- linear: {features: 54, as: [q, k, v]}\n- attention: {q: q, k: k, v: v, heads: 3}")
+    assert "over 2 ranks: attention (" in str(error.value)
+    assert "heads 3 cannot be dealt out to 2 ranks" in str(error.value)
+
+
+
+def test_a_step_that_mixes_features_gathers_them():
+    plan = plan_of("- mlstm_layer: {dim: 16, heads: 2}\n- linear: {features: 32, name: a}\n- layer_norm")
+    assert not [path for path, _ in plan.steps if path in ("a", "layer_norm", "last")]
+
+
+def test_parameters_of_a_shared_step_are_cut_alike():
+    steps = """
+- swiglu: {hidden: 8, name: first}
+- rms_norm
+- swiglu: {share: first, hidden: 8, name: second}
+"""
+    plan = plan_of(steps)
+    assert sorted({name.partition(".")[0] for name in plan.cuts}) == ["first"]
+    assert [path for path, _ in plan.steps] == ["first", "second"]
+
+
+def test_a_declaration_that_does_not_fit_is_reported():
+    @primitive("odd_halves")
+    class OddHalves(Op):
+        """A primitive whose part is as wide as the whole."""
+
+        def splits(self, ranks, x):
+            return [Split(self)]
+
+        def forward(self, p, call, x):
+            return x
+
+    try:
+        with pytest.raises(seqblocks.UsageError, match=r"odd_halves .*: odd_halves declares a split over 2 ranks"):
+            plan_of("- odd_halves")
+    finally:
+        del PRIMITIVES["odd_halves"]
+
+
+def test_arguments_that_count_what_is_independent_exist():
+    load_builtin()
+    for verb, op in PRIMITIVES.items():
+        assert op.independent in ("", "features") or op.independent in op.model_fields, verb
