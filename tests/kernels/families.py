@@ -106,6 +106,7 @@ def scan_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
 BARE = ("D", "z", "dt_bias")
 SELECTIVE_SCAN = Kernel(
     name="selective_scan",
+    pairs_interpreted="long",
     function=kernels.selective_scan,
     make=scan_inputs,
     sequences=("u", "dt", "z", "B", "C"),
@@ -183,6 +184,7 @@ def conv_cancellation(x: Tensors, wanted: Tensors, given: Tensors, **options: An
 
 CAUSAL_CONV = Kernel(
     name="causal_conv",
+    pairs_interpreted="long",
     function=kernels.causal_conv,
     make=conv_inputs,
     sequences=("x",),

@@ -19,15 +19,25 @@ from tests.kernels.conformance import IMPLEMENTATIONS, INTERPRETED, Precision, S
 from tests.kernels.linear_attention import LINEAR_ATTENTION
 
 SHORT = ("op_key_T9", "op_gated_delta_T9", "op_rwkv6_T9", "op_kda_T1", "op_head_T1")
+SLOW = (
+    "op_kda_T130_strong", "op_gated_delta_T65_resets", "op_head_T130_strong", "op_linear_normalized_T33",
+    "op_delta_product_T17", "op_delta_T63_beta2",
+)
 LONG = (
-    "op_kda_T130_strong", "op_gated_delta_T130_beta2_strong", "op_gated_delta_T65_resets", "op_kda_T65_gva",
-    "op_key_T130_strong", "op_rwkv6_T65_strong", "op_head_T130_strong", "op_linear_normalized_T33",
-    "op_delta_product_T17", "op_delta_T63_beta2", "op_key_T65_resets",
+    "op_kda_T65_gva", "op_gated_delta_T130_beta2_strong", "op_key_T130_strong", "op_rwkv6_T65_strong",
+    "op_key_T65_resets",
 )
 
 
 @INTERPRETED
-@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SHORT,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(case, marks=pytest.mark.long) for case in LONG),
+    ],
+)
 def test_float32_loses_what_the_naive_functions_lose(case: str) -> None:
     """As the torch implementation: ten times that, and 1e-6 of the largest number; where beta is close to 2, ten times
     that."""
