@@ -52,8 +52,8 @@ def linear_attention(
     on a CPU 32); it changes rounding and speed only.
 
     Returns o [B, S, HV, V] in v's dtype, and with return_state the state after the last token.
-    The state and all sums are float32, float64 if any input is. Sums of decays are float64: a token may follow others
-    whose decay is strong. The torch implementation has first derivatives only.
+    The state and all sums are float32, float64 if any input is. A decay may be -inf: nothing of before is kept.
+    The torch implementation has first derivatives only.
 
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """

@@ -8,18 +8,22 @@ written at s by E_ts = exp(G_t - G_s). A rule writes keys with values that are g
     dplr     k with v, and b with X      (I - M) X = (a e^(G-g)) S + N v
                                          M, N_ts = a_t E_ts e^(-g_t) b_s, k_s, s < t
 
-X = X_0 + W S then, both for all chunks at once by substitution; what goes from chunk to chunk is the state alone.
-Gradients are autograd's, of the chunks made again.
+In both, rows c (-k, or a) correct the state: X = T (c S + u), with u of the chunk alone, and T the inverse of the
+system, for all chunks at once. What goes from chunk to chunk is the state alone. Gradients are autograd's, of the
+chunks made again.
 
-Sums of decays are float64 and exponents are differences of at most 0, so neither a strong decay nor what follows one
-loses digits. A decay per key does not factor out of a product q . k: within 16 tokens it is multiplied out, and
-between such blocks the exponents are taken from the start of the later one.
+Weights E are products of the factors e^g, so neither a strong decay nor what follows one loses digits. A decay per key
+does not factor out of a product q . k, but between two halves of a chunk it does, at the point where the second half
+begins: with weights from there on, and up to there. So chunks are halved, down to blocks in which weights have inverses
+that are safe.
+
+On a CPU a few hundred tokens of a few heads are computed at a time: tensors of that size stay in its cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,73 +37,161 @@ from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
 
-BLOCK = 16  # tokens between which decays per key are multiplied out
-RANGE = 60.0  # e to this, times any reasonable number, is in the range of float32
-RANGE_PER_HEAD = 8.0  # of exponents whose rounding costs no more than a few others
+BLOCK = 16  # tokens of a system that is solved by substitution
+LEAST = 1e-17  # weights whose inverses, squared by their derivative, are in the range of float32
+SPAN = 512  # tokens computed at a time on a CPU
+NUMBERS = 1 << 17  # of the largest input, computed at a time on a CPU
 Maybe = Tensor | None  # an input that a rule may lack
 
 
 class Decays:
-    """Running sums of log decays in a chunk, float64 [..., L] or [..., L, K], and weights [..., L, K or 1].
+    """Weights of a chunk's decays, products of the factors e^g of its tokens [..., L, K or 1]: all at most 1.
 
-    `before` leaves out the token's own. split: exponents of both signs are safe over the whole chunk.
+    split: the chunk has one block, in which inverses are safe too, so that E_ts = from_start_t / from_start_s.
     """
 
-    def __init__(self, decay: Maybe, per_key: bool, split: bool, tracked: bool, dtype: torch.dtype) -> None:
-        """tracked: for autograd."""
-        self.per_key, self.split, self.dtype = per_key, split, dtype
-        self.upto = None if decay is None else _running(decay, per_key, tracked)
-        self._own = decay
+    def __init__(self, decay: Maybe, groups: int, tracked: bool) -> None:
+        """decay [N, B, H, groups, L] or [N, B, H, groups, L, K]. tracked: for autograd."""
+        self.decay, self.tracked, self.split = decay, tracked, False
+        self._of_heads: dict[bool, Tensor] = {}
+        if decay is None:
+            return
+        self.per_key = decay.dim() == 6
+        factors = self._factors()
+        self.length = factors.shape[-2]
+        size = 1
+        while size < self.length:
+            factors = _joined(factors, size, tracked)
+            size *= 2
+        self.from_start = factors
+        # per head, and of one head of keys for several of values, products without weights are fewer
+        self.split = (self.per_key or groups == 1) and _safe(self.end)
+
+    def _factors(self) -> Tensor:
+        assert self.decay is not None
+        return (self.decay if self.per_key else self.decay.unsqueeze(-1)).exp()
+
+    @property
+    def end(self) -> Tensor:
+        """What becomes of the state over the chunk: [N, B, H, groups, 1, K or 1]."""
+        return self.from_start[..., -1:, :]
 
     @cached_property
-    def before(self) -> Maybe:
-        return None if self.upto is None or self._own is None else self.upto - self._own
+    def levels(self) -> list[_Level]:
+        """From the longest blocks in which inverses are safe to the whole chunk."""
+        early, size = self._factors(), 1
+        while not _blind(early) and size < self.length and _safe(_ends(early, size).unflatten(-2, (-1, 2)).prod(-2)):
+            early = _joined(early, size, self.tracked)
+            size *= 2
+        inside = early.unflatten(-2, (-1, size))
+        late = torch.ones_like(early) if size == 1 else (inside[..., -1:, :] / inside).flatten(-3, -2)
+        levels = [_Level(size, early, late)]
+        while size < self.length:
+            late = _joined_backwards(late, _ends(early, size), size)
+            early = _joined(early, size, True)
+            size *= 2
+            levels.append(_Level(size, early, late))
+        return levels
+
+    def read(self, x: Tensor, before: bool = False) -> Tensor:
+        """x as it reads the state that enters the chunk."""
+        if self.decay is None:
+            return x
+        return x * (_one_later(self.from_start) if before else self.from_start)
+
+    def written(self, x: Tensor) -> Tensor:
+        """x as it is written to the state that leaves the chunk; where `split`, still to be multiplied by `end`."""
+        if self.decay is None:
+            return x
+        return x * (self.back if self.split else self.levels[-1].late)
 
     @cached_property
-    def last(self) -> Maybe:
-        """Of the whole chunk, with the axis of tokens kept."""
-        if self.upto is None:
-            return None
-        return self.upto[..., -1:, :] if self.per_key else self.upto[..., -1:]
-
-    def factor(self, exponent: Tensor) -> Tensor:
-        """e to it."""
-        found = exponent.to(self.dtype).exp()
-        return found if self.per_key else found.unsqueeze(-1)
-
-    @cached_property
-    def from_start(self) -> Maybe:
-        return None if self.upto is None else self.factor(self.upto)
-
-    @cached_property
-    def from_start_before(self) -> Maybe:
-        return None if self.before is None else self.factor(self.before)
-
-    @cached_property
-    def back_to_start(self) -> Tensor:
+    def back(self) -> Tensor:
         """The inverse of `from_start`, where that is safe."""
-        assert self.upto is not None
-        return self.factor(-self.upto)
+        return self.from_start.reciprocal()
 
-    @cached_property
-    def to_end(self) -> Maybe:
-        if self.upto is None or self.last is None:
-            return None
-        return self.factor(self.last) * self.back_to_start if self.split else self.factor(self.last - self.upto)
+    def pairs(self, x: Tensor, y: Tensor, before: bool) -> Tensor:
+        """sum over K of x_t E_ts y_s [..., L, L], E_ts e^(-g_t) if x is read `before` its decay.
+
+        Meant for pairs s <= t, s < t if `before`; others have no meaning, but finite gradients.
+        """
+        if self.decay is None:
+            return x @ y.transpose(-1, -2)
+        if self.per_key:
+            return self._levelled(x, y, before)
+        if before not in self._of_heads:
+            one = torch.ones_like(self.from_start)
+            self._of_heads[before] = self._levelled(one, one, before)
+        return (x @ y.transpose(-1, -2)) * self._of_heads[before]
+
+    def _levelled(self, x: Tensor, y: Tensor, before: bool) -> Tensor:
+        """`pairs`, from within blocks of the first level to those between halves of the chunk."""
+        size, early, late = self.levels[0]
+        x_blocks, y_blocks = (z.unflatten(-2, (-1, size)) for z in (x, y))
+        if size == 1:
+            found = (x_blocks * y_blocks).sum(-1, keepdim=True)
+        else:
+            weights = early.unflatten(-2, (-1, size))
+            reads = x_blocks * (_one_later(weights) if before else weights)
+            found = reads @ (y_blocks / weights).transpose(-1, -2)
+        for size, early, late in self.levels[:-1]:
+            halves = (-1, 2, size)
+            second, later = x.unflatten(-2, halves)[..., 1, :, :], early.unflatten(-2, halves)[..., 1, :, :]
+            first, earlier = (z.unflatten(-2, halves)[..., 0, :, :] for z in (y, late))
+            across = (second * (_one_later(later) if before else later)) @ (first * earlier).transpose(-1, -2)
+            found = found.unflatten(-3, (-1, 2))
+            found = _of_quarters(found[..., 0, :, :], found[..., 1, :, :], across)
+        return found.squeeze(-3)
 
 
-def _running(decay: Tensor, per_key: bool, tracked: bool) -> Tensor:
-    """Sums over the axis of tokens, in float64."""
-    if not per_key or tracked or decay.device.type != "cpu":
-        return decay.double().cumsum(-2 if per_key else -1)
-    found = decay.to(torch.float64, copy=True)
-    for t in range(1, found.shape[-2]):  # several times as fast as `cumsum`, where tokens are not next to each other
-        found[..., t, :] += found[..., t - 1, :]
-    return found
+class _Level(NamedTuple):
+    """Weights [..., L, K or 1] within blocks of `size` tokens.
+
+    early: from the block's start up to a token, its own decay included; late: from after the token to the block's end.
+    """
+
+    size: int
+    early: Tensor
+    late: Tensor
+
+
+def _safe(ends: Tensor) -> bool:
+    """Whether weights of whole blocks have inverses in the range of float32; found on a CPU alone, by their values."""
+    return not _blind(ends) and bool(ends.amin() > LEAST)  # not of NaN
+
+
+def _blind(x: Tensor) -> bool:
+    """Whether a look at values would wait for a device."""
+    return x.device.type != "cpu"
+
+
+def _ends(early: Tensor, size: int) -> Tensor:
+    """Of each block [..., blocks, K]."""
+    return early.unflatten(-2, (-1, size))[..., -1, :]
+
+
+def _joined(early: Tensor, size: int, tracked: bool) -> Tensor:
+    """Weights from the start of blocks, of blocks twice as long; in place unless `tracked`."""
+    first, second = early.unflatten(-2, (-1, 2, size)).unbind(-3)
+    if tracked:
+        return torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
+    second.mul_(first[..., -1:, :])
+    return early
+
+
+def _joined_backwards(late: Tensor, ends: Tensor, size: int) -> Tensor:
+    """The same for weights to the end of blocks, whose ends are given."""
+    first, second = late.unflatten(-2, (-1, 2, size)).unbind(-3)
+    return torch.stack([first * ends[..., 1::2, :].unsqueeze(-2), second], -3).flatten(-4, -2)
+
+
+def _one_later(x: Tensor) -> Tensor:
+    """What the token before has, and 1 for the first one."""
+    return torch.cat([torch.ones_like(x[..., :1, :]), x[..., :-1, :]], -2)
 
 
 class Masks(NamedTuple):
-    """Where resets leave a chunk connected: pairs [B, 1, 1, N, L, L], tokens to its start and end, start to end."""
+    """Where resets leave a chunk connected: pairs [N, B, 1, 1, L, L], tokens to its start and end, start to end."""
 
     pairs: Tensor
     from_start: Tensor
@@ -108,119 +200,39 @@ class Masks(NamedTuple):
 
 
 def _masks(resets: Tensor) -> Masks:
-    """resets [B, N, L]."""
-    segment = resets.long().cumsum(-1)[:, None, None]
+    """resets [N, B, L]."""
+    segment = resets.long().cumsum(-1)[:, :, None, None]
     last = segment[..., -1:]
     return Masks(segment.unsqueeze(-1) == segment.unsqueeze(-2), segment == 0, segment == last, last == 0)
 
 
-def _times(x: Tensor, factor: Maybe) -> Tensor:
-    return x if factor is None else x * factor
+def _of_quarters(first: Tensor, second: Tensor, below: Tensor) -> Tensor:
+    """A lower triangular matrix of blocks."""
+    above = torch.cat([first, torch.zeros_like(below)], -1)
+    return torch.cat([above, torch.cat([below, second], -1)], -2)
 
 
-def _weighted(x: Tensor, exponent: Tensor) -> Tensor:
-    """x [..., L, K] times e to an exponent of at most 0."""
-    return x * exponent.to(x.dtype).exp()
+def _seen(pairs: Tensor, masks: Masks | None, itself: bool, tracked: bool) -> Tensor:
+    """Pairs [..., L, L] of a token and those before it in its sequence, `itself` included or not; 0 for others."""
+    diagonal = 0 if itself else -1
+    if masks is None:
+        return pairs.tril(diagonal) if tracked else pairs.tril_(diagonal)
+    return torch.where(masks.pairs.tril(diagonal), pairs, 0.0)
 
 
-def _pairs(x: Tensor, y: Tensor, to: Maybe, since: Maybe, seen: Tensor, block: int) -> Tensor:
-    """sum over K of x_t e^(to_t - since_s) y_s, 0 where s is not seen from t: [..., L, L]."""
-    if to is None or since is None:
-        return _where_seen(x @ y.transpose(-1, -2), seen)
-    if to.dim() == 5:
-        exponents = (to.unsqueeze(-1) - since.unsqueeze(-2)).to(x.dtype)
-        return _where_seen((x @ y.transpose(-1, -2)) * exponents.clamp(max=0.0).exp(), seen)
-    return _where_seen(_pairs_per_key(x, y, to, since, seen, block), seen)
-
-
-def _where_seen(x: Tensor, seen: Tensor) -> Tensor:
-    """x [..., L, L], but 0 for unseen pairs."""
-    return torch.where(seen, x, 0.0)
-
-
-def _pairs_per_key(x: Tensor, y: Tensor, to: Tensor, since: Tensor, seen: Tensor, block: int) -> Tensor:
-    """`_pairs` of a decay per key; pairs that are not seen have no meaning, but finite gradients.
-
-    `block`: tokens within which exponents of both signs are safe, so that the decay factors out; 0 if there is none.
-    """
-    L, rows = x.shape[-2], []
-    for first in range(0, L, block or BLOCK):
-        end = min(first + (block or BLOCK), L)
-        now = slice(first, end)
-        anchor = since[..., first - 1 : first, :] if first else torch.zeros_like(since[..., :1, :])
-        later = _weighted(x[..., now, :], to[..., now, :] - anchor)
-        if block:
-            inside = later @ _weighted(y[..., now, :], anchor - since[..., now, :]).transpose(-1, -2)
-        else:
-            unseen = ~seen[..., now, now].unsqueeze(-1)  # whose exponents may be large
-            exponent = (to[..., now, None, :] - since[..., None, now, :]).masked_fill(unseen, 0.0)
-            inside = (x[..., now, None, :] * exponent.to(x.dtype).exp() * y[..., None, now, :]).sum(-1)
-        earlier = _weighted(y[..., :first, :], anchor - since[..., :first, :]).transpose(-1, -2)
-        rows.append(pad(torch.cat([later @ earlier, inside], -1), (0, L - end)))
-    return torch.cat(rows, -2)
-
-
-def _safe_block(decay: Maybe, reverse: bool, chunk_size: int) -> int:
-    """The longest blocks of 16 tokens times a power of 2 in which decays add up to less than RANGE, or 0.
-
-    Of a decay per head, which is exact without, to less than RANGE_PER_HEAD, in whole chunks. Found by looking at the
-    values, and so on the CPU alone.
-    """
-    if decay is None or decay.device.type != "cpu" or chunk_size % BLOCK:
-        return 0
-    sums = (decay.flip(1) if reverse else decay).abs()
-    most = RANGE if decay.dim() == 4 else RANGE_PER_HEAD
-    tokens, found = 1, 0
-    while tokens < chunk_size and chunk_size % (step := 2 if tokens > 1 else BLOCK) == 0:
-        sums = pad(sums, (0, 0) * (sums.dim() - 2) + (0, -sums.shape[1] % step))
-        sums = sums.reshape(sums.shape[0], -1, step, *sums.shape[2:]).sum(2)
-        tokens *= step
-        if chunk_size % tokens or not sums.max() < most:  # NaN too
-            break
-        found = tokens
-    return found
+def _chunk_length(chunk_size: int, tokens: int) -> int:
+    """The largest power of 2 that is at most chunk_size and does not pad more than it must."""
+    return min(1 << (chunk_size.bit_length() - 1), 1 << (tokens - 1).bit_length())
 
 
 def _chunks(x: Tensor, heads: int, L: int) -> Tensor:
-    """[B, S, heads or more, ...] as [B, heads, groups, N, L, ...], zeros after the end."""
+    """[B, S, heads or more, ...] as [N, B, heads, groups, L, ...], zeros after the end."""
     B, S = x.shape[:2]
     N = -(-S // L)
     if S < N * L:
         x = pad(x, (0, 0) * (x.dim() - 2) + (0, N * L - S))
-    x = x.reshape(B, N, L, heads, x.shape[2] // heads, *x.shape[3:]).movedim((3, 4), (1, 2))
+    x = x.reshape(B, N, L, heads, x.shape[2] // heads, *x.shape[3:]).movedim((1, 0, 3, 4, 2), (0, 1, 2, 3, 4))
     return x.contiguous()  # products would copy it one by one
-
-
-class _Inputs(NamedTuple):
-    """What a call is given, as chunks [B, H, groups, N, L, ...]; q scaled. `seen`, `earlier`: pairs of tokens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Maybe
-    a: Maybe
-    b: Maybe
-    g: Decays
-    masks: Masks | None
-    seen: Tensor
-    earlier: Tensor
-    block: int  # see `_pairs_per_key`
-
-    def pairs(self, x: Tensor, y: Tensor, seen: Tensor, before: bool = False) -> Tensor:
-        """`_pairs`; before: x is read before its own decay."""
-        g = self.g
-        if g.split:
-            return _where_seen(self.read(x, before) @ (y * g.back_to_start).transpose(-1, -2), seen)
-        return _pairs(x, y, g.before if before else g.upto, g.upto, seen, self.block)
-
-    def read(self, x: Tensor, before: bool = False) -> Tensor:
-        """x as it reads the state that enters the chunk."""
-        return _times(x, self.g.from_start_before if before else self.g.from_start)
-
-    def kept(self, x: Tensor) -> Tensor:
-        """What of x is in the state that leaves the chunk."""
-        x = _times(x, self.g.to_end)
-        return x if self.masks is None else x.masked_fill(~self.masks.to_end.unsqueeze(-1), 0.0)
 
 
 def _each(function: Callable[[Tensor], Tensor], *tensors: Maybe) -> list[Any]:
@@ -228,146 +240,203 @@ def _each(function: Callable[[Tensor], Tensor], *tensors: Maybe) -> list[Any]:
 
 
 def _chunked(
-    tensors: tuple[Any, ...], resets: Maybe, reverse: bool, scale: float, chunk_size: int, block: int, tracked: bool
+    tensors: tuple[Any, ...], resets: Maybe, reverse: bool, scale: float, chunk_size: int, tracked: bool
 ) -> tuple[Tensor, Tensor]:
     """o [B, S, HV, V] and the last state, of inputs as `reference.run` has them. tracked: for autograd."""
     *sequences, bonus, state = tensors
     if reverse:
         *sequences, resets = _each(lambda x: x.flip(1), *sequences, resets)
     H, S = sequences[0].shape[2], sequences[0].shape[1]
-    L = min(chunk_size, -(-S // BLOCK) * BLOCK)
+    L = _chunk_length(chunk_size, S)
+    q, k, v, decay, beta, a, b = _each(lambda x: _chunks(x, H, L), *sequences)
+    masks = None
     if resets is not None:
         state = state.masked_fill(along(resets[:, 0], state), 0.0)  # also where a product with 0 would be NaN
-        resets = pad(resets, (0, -S % L)).reshape(resets.shape[0], -1, L)
-    q, k, v, decay, beta, a, b = _each(lambda x: _chunks(x, H, L), *sequences)
-    masks = None if resets is None else _masks(resets)
-    seen = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
-    seen = seen if masks is None else seen & masks.pairs
-    g = Decays(decay, decay is not None and decay.dim() == 6, block >= L > 0, tracked, v.dtype)
-    x = _Inputs(scale * q, k, v, beta, a, b, g, masks, seen, seen.tril(-1), block)
-
+        masks = _masks(pad(resets, (0, -S % L)).unflatten(1, (-1, L)).transpose(0, 1))
+    q, g = scale * q, Decays(decay, v.shape[3], tracked)
     before = bonus is not None
-    weights = x.pairs(x.q, k, x.earlier if before else x.seen, before)
-    solved = _solved(x, weights)
-    direct = written = None
-    if x.beta is None:
-        direct, written = weights @ v, x.kept(k).transpose(-1, -2) @ v
-    out, last = _states(direct, written, solved, x.read(x.q, before), x.g, masks, state.unflatten(1, (H, -1)), v)
+    readers, writers = [(q, before)], [k]
+    if beta is not None:
+        readers.append((-k, False))
+    elif a is not None:
+        readers, writers = [*readers, (a, True)], [k, b]
+    read = [g.read(x, early) for x, early in readers]
+    kept = [g.written(x) for x in writers]
+
+    def pairs(reader: int, writer: int) -> Tensor:
+        if g.split:
+            found = read[reader] @ kept[writer].transpose(-1, -2)
+        else:
+            x, early = readers[reader]
+            found = g.pairs(x, writers[writer], early)
+        return _seen(found, masks, reader == 0 and not before, tracked)
+
+    seed = pairs(0, 0) @ v if beta is None else None
+    solved = None
+    if len(readers) > 1:
+        gain = 1.0 if beta is None else beta.unsqueeze(-2)
+        system = pairs(1, -1) if beta is None else beta.unsqueeze(-1) * pairs(1, -1)
+        seed = pad(v, (0, 0, L, 0)) if seed is None else torch.cat([seed, pairs(1, 0) @ v], -2)
+        solved = _Solved(_inverse(system) * gain, pairs(0, -1))
+    given = v if beta is None else None
+    out, last = _carried(seed, read, kept, given, solved, g, masks, state.unflatten(1, (H, -1)), tracked)
     if bonus is not None:
-        out = out + (x.q * bonus[None, :, None, None, None] * k).sum(-1, keepdim=True) * v
-    y = out.movedim((1, 2), (3, 4)).flatten(1, 2)[:, :S].flatten(2, 3)
+        out = out + (q * bonus[:, None, None] * k).sum(-1, keepdim=True) * v
+    y = out.movedim((1, 0, 4, 2, 3), (0, 1, 2, 3, 4)).flatten(1, 2)[:, :S].flatten(2, 3)
     return y.flip(1) if reverse else y, last.flatten(1, 2)
 
 
-def _solved(x: _Inputs, weights: Tensor) -> _Solved | None:
-    """The values that depend on the state, of the rules that have such; `weights`: those of keys, read by q."""
-    if x.beta is not None:
-        gain = x.beta.unsqueeze(-1)
-        system = gain * x.pairs(x.k, x.k, x.earlier)
-        return _Solved(system, gain * x.v, -gain * x.read(x.k), weights, x.kept(x.k))
-    if x.a is not None and x.b is not None:
-        given = x.pairs(x.a, x.k, x.earlier, True) @ x.v
-        system = -x.pairs(x.a, x.b, x.earlier, True)
-        weights = x.pairs(x.q, x.b, x.seen)
-        return _Solved(system, given, x.read(x.a, True), weights, x.kept(x.b))
-    return None
+class _Solved(NamedTuple):
+    """Values X that depend on the state: of a rule's system its inverse T, and with which weights X is read."""
 
-
-class _Solved:
-    """Values X = X_0 + W S that depend on the state: with which weights they are read, with which keys kept."""
-
-    def __init__(self, system: Tensor, given: Tensor, of_state: Tensor, weights: Tensor, keys: Tensor) -> None:
-        """(I + system) X = given + of_state S, the system strictly lower triangular."""
-        inverse = _inverse(system)
-        self.values, self.of_state = inverse @ given, inverse @ of_state
-        self.weights, self.keys = weights, keys
+    inverse: Tensor
+    weights: Tensor
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """(I + system)^-1 [..., L, L]: of blocks on the diagonal by substitution, and twice as large ones by products.
+    """(I - system)^-1 [..., L, L]: of blocks on the diagonal by substitution, and twice as large ones by products.
 
     No product has powers of the system, which may be large where its inverse is not.
     """
     L = system.shape[-1]
-    if L <= BLOCK or L % 2:
+    if L <= BLOCK:
         identity = torch.eye(L, dtype=system.dtype, device=system.device).expand_as(system)
-        return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        return torch.linalg.solve_triangular(-system, identity, upper=False, unitriangular=True)
     half = L // 2
     both = torch.stack([system[..., :half, :half], system[..., half:, half:]], -3)
     first, second = _inverse(both).unbind(-3)
-    below = -second @ (system[..., half:, :half] @ first)
-    above = torch.cat([first, torch.zeros_like(below)], -1)
-    return torch.cat([above, torch.cat([below, second], -1)], -2)
+    return _of_quarters(first, second, second @ (system[..., half:, :half] @ first))
 
 
-def _states(
-    direct: Maybe, written: Maybe, solved: _Solved | None, from_state: Tensor, g: Decays, masks: Masks | None,
-    state: Tensor, v: Tensor,
+def _carried(
+    seed: Tensor, rows: list[Tensor], columns: list[Tensor], v: Maybe, solved: _Solved | None, g: Decays,
+    masks: Masks | None, state: Tensor, tracked: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk. Returns o [B, H, groups, N, L, V] and the last state."""
-    shape, heads = (*state.shape[:3], v.shape[3]), state.shape[:3]
+    """Carry the state from chunk to chunk. Returns o [N, B, H, groups, L, V] and the last state.
+
+    seed: what rows read besides the state, for all rows. columns: keys that are written, with v, or X, or both.
+    """
+    N, L, heads = seed.shape[0], rows[0].shape[4], state.shape[:3]
 
     def each(x: Tensor) -> Tensor:
-        """Of every head, [M, N, ...], one axis for batch and heads: slices of it are operands of products."""
-        return x.expand(*shape, *x.shape[4:]).flatten(0, 2)
+        """Of every head: [N, M, ...], so that what is of a chunk is contiguous."""
+        return x.expand(N, *heads, *x.shape[4:]).flatten(1, 3)
 
-    through = None
-    if g.last is not None:
-        through = each(g.factor(g.last).transpose(-1, -2))  # [M, N, K or 1, 1]
+    reads = each(seed)
+    through = None if g.decay is None else each(g.end.transpose(-1, -2)).unbind(0)
     if masks is not None:
-        kept = each(masks.through.unsqueeze(-1))
-        from_start = each(masks.from_start.unsqueeze(-1))
-    written = None if written is None else each(written)
-    if solved is not None:
-        given, of_state, keys = each(solved.values), each(solved.of_state), each(solved.keys).transpose(-1, -2)
+        from_start, kept = each(masks.from_start).unsqueeze(-1), each(masks.through).unsqueeze(-1)
+        from_start = from_start.repeat(1, 1, len(rows), 1)
+        columns = [x.masked_fill(~masks.to_end.unsqueeze(-1), 0.0) for x in columns]
+    inputs = [x.unbind(0) for x in (
+        reads, each(torch.cat(rows, -2) if len(rows) > 1 else rows[0]),
+        each(torch.cat(columns, -2) if len(columns) > 1 else columns[0]).transpose(-1, -2),
+    )]
+    given = None if v is None else each(v).unbind(0)
+    inverse = None if solved is None else each(solved.inverse).unbind(0)
     state = state.flatten(0, 2)
-    before, values = [], []
-    for n in range(shape[3]):
-        before.append(state)
-        now = state if through is None else through[:, n] * state
+    found, values = [], []
+    for n, (read, reader, writer) in enumerate(zip(*inputs, strict=True)):
         if masks is not None:
-            now = now.masked_fill(~kept[:, n], 0.0)
-        if written is not None:
-            now = now + written[:, n]
-        if solved is not None and masks is None:
-            values.append(torch.baddbmm(given[:, n], of_state[:, n], state))
-        elif solved is not None:
-            values.append(given[:, n] + (of_state[:, n] @ state).masked_fill(~from_start[:, n], 0.0))
-        state = now if solved is None else torch.baddbmm(now, keys[:, n], values[-1])
-    out = None if direct is None else each(direct)
+            read = read + (reader @ state).masked_fill(~from_start[n], 0.0)
+            state = state.masked_fill(~kept[n], 0.0)
+        else:
+            read = torch.baddbmm(read, reader, state) if tracked else read.baddbmm_(reader, state)
+        found.append(read)
+        written = None if given is None else given[n]
+        if inverse is not None:
+            values.append(torch.bmm(inverse[n], read.narrow(1, L, L)))
+            written = values[-1] if written is None else torch.cat([written, values[-1]], 1)
+        if through is not None and not g.split:
+            state = state * through[n]
+        state = torch.baddbmm(state, writer, written)
+        if through is not None and g.split:
+            state = state * through[n]
+    out = torch.stack(found) if tracked or masks is not None else reads
     if solved is not None:
-        out = _added(out, each(solved.weights), torch.stack(values, 1))
-    out = _added(out, each(from_state), torch.stack(before, 1), None if masks is None else from_start)
-    return out.unflatten(0, heads), state.unflatten(0, heads)
+        weights, values = each(solved.weights).flatten(0, 1), torch.stack(values).flatten(0, 1)
+        out = torch.baddbmm(out[:, :, :L].flatten(0, 1), weights, values).unflatten(0, (N, -1))
+    return out.unflatten(1, heads), state.unflatten(0, heads)
 
 
-def _added(x: Maybe, a: Tensor, b: Tensor, kept: Maybe = None) -> Tensor:
-    """x + a @ b of [M, N, ...], of the product those rows that are kept."""
-    if x is None or kept is not None:
-        product = a @ b if kept is None else (a @ b).masked_fill(~kept, 0.0)
-        return product if x is None else x + product
-    return torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, x.shape[:2])
+class _Group(NamedTuple):
+    """Sequences, heads and heads of values that are computed at a time."""
+
+    batch: slice
+    heads: slice
+    values: slice
+
+    def of(self, x: Maybe, of_values: bool = True) -> Maybe:
+        """The group's part of a tensor [B, ..., heads, ...]."""
+        return None if x is None else x[self.batch, :, self.values if of_values else self.heads]
+
+
+def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
+    """All at once on other devices than the CPU, where span is 0."""
+    B, S, H, HV = *q.shape[:3], v.shape[2]
+    everything = slice(None)
+    room = max(1, NUMBERS // (min(span, S) * max(q.shape[3], v.shape[3]))) if span else B * HV
+    if room >= B * HV:
+        return [_Group(everything, everything, everything)]
+    if room >= HV:
+        return [_Group(slice(at, at + room // HV), everything, everything) for at in range(0, B, room // HV)]
+    each, groups = max(1, room * H // HV), HV // H
+    return [
+        _Group(slice(at, at + 1), slice(h, h + each), slice(h * groups, (h + each) * groups))
+        for at in range(B) for h in range(0, H, each)
+    ]  # fmt: skip
+
+
+def _parts(tensors: Sequence[Maybe], group: _Group) -> list[Maybe]:
+    """Of q, k, v, decay, beta, a, b, bonus and state those of the group."""
+    *sequences, bonus, state = tensors
+    parts = [group.of(x, at >= 2) for at, x in enumerate(sequences)]
+    return [*parts, None if bonus is None else bonus[group.heads], state[group.batch, group.values]]  # type: ignore[index]
+
+
+def _spans(S: int, span: int, reverse: bool) -> list[slice]:
+    """Tokens that are computed at a time, in the order of the scan."""
+    span = span or S
+    found = [slice(at, min(at + span, S)) for at in range(0, S, span)]
+    return [slice(max(0, S - x.stop), S - x.start) for x in found] if reverse else found
+
+
+def _room(S: int, span: int) -> int:
+    """At least as many as there are spans, and at least 2: exported programs would take 0 or 1 for a constant."""
+    return S // span + 2 if span else 2
+
+
+def _of_tokens(parts: Sequence[Maybe], tokens: slice) -> list[Maybe]:
+    """Of q, k, v, decay, beta, a and b the tokens; the bonus as it is."""
+    return [None if x is None else x[:, tokens] for x in parts[:7]] + [parts[7]]
 
 
 @torch.library.custom_op("seqblocks::linear_attention", mutates_args=())
 def _op(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
-    state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+    state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int, span: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, the last state, and the states before each span [spans or more, B, HV, K, V], for the gradient."""
     (q, k, v, decay, beta, a, b, state), found = separate.cleaned((q, k, v, decay, beta, a, b, state), resets, reverse)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
+    y, last = v.new_empty(v.shape), state.new_empty(state.shape)
+    spans = _spans(v.shape[1], span, reverse)
+    starts = state.new_zeros(_room(v.shape[1], span), *state.shape)
     with without_autocast(q.device.type):
-        block = _safe_block(decay, reverse, chunk_size)
-        # one by one, tokens take a third of the time of exponents that are multiplied out; their gradients do not
-        by_token = not block and decay is not None and decay.dim() == 4 and decay.device.type == "cpu"
-        if not by_token:
-            y, last = _chunked(tensors, resets, reverse, scale, chunk_size, block, tracked=False)
-        if by_token or (resets is not None and not _usable(y, last)):
-            y, last = reference.scan(tensors, resets, reverse, scale)
-    y, last = y.contiguous(), last.contiguous()
+        for group in _groups(q, v, span):
+            parts, marks = _parts(tensors, group), None if resets is None else resets[group.batch]
+            now = parts[-1]
+            for start, tokens in zip(starts, spans, strict=False):
+                start[group.batch, group.values] = now
+                here, begin = (*_of_tokens(parts, tokens), now), None if marks is None else marks[:, tokens]
+                out, now = _chunked(here, begin, reverse, scale, chunk_size, tracked=False)
+                y[group.batch, tokens, group.values] = out
+            last[group.batch, group.values] = now
+        if resets is not None and not _usable(y, last):
+            y, last = (x.contiguous() for x in reference.scan(tensors, resets, reverse, scale))
     if found is not None:
         found.mark(y, last)
-    return y, last
+    return y, last, starts
 
 
 def _usable(*results: Tensor) -> bool:
@@ -379,14 +448,15 @@ def _usable(*results: Tensor) -> bool:
 
 
 @_op.register_fake
-def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, chunk_size):  # type: ignore[no-untyped-def]
-    return v.new_empty(v.shape), state.new_empty(state.shape)
+def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, chunk_size, span):  # type: ignore[no-untyped-def]
+    starts = state.new_empty(_room(v.shape[1], span), *state.shape)
+    return v.new_empty(v.shape), state.new_empty(state.shape), starts
 
 
 @torch.library.custom_op("seqblocks::linear_attention_backward", mutates_args=())
 def _op_backward(
-    dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe,
-    b: Maybe, bonus: Maybe, state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int,
+    dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe,
+    bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> list[Tensor]:
     """Gradients of the tensors that are given, in their order."""
     sequences = (q, k, v, decay, beta, a, b, state)
@@ -396,48 +466,78 @@ def _op_backward(
         if found is not None:
             dy, dlast = found.clean_outputs(dy, dlast)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
-
-    block = _safe_block(decay, reverse, chunk_size)
-
-    def chunks(*given: Tensor) -> tuple[Tensor, Tensor]:
-        return _chunked(with_absent(given), resets, reverse, scale, chunk_size, block, tracked=True)
-
-    def tokens(*given: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.scan(with_absent(given), resets, reverse, scale)
-
-    def with_absent(given: tuple[Tensor, ...]) -> tuple[Maybe, ...]:
-        rest = iter(given)
-        return tuple(None if x is None else next(rest) for x in tensors)
-
-    present = [x for x in tensors if x is not None]
     with without_autocast(q.device.type):
-        out, pullback, *_ = torch.func.vjp(chunks, *present)
-        if resets is not None and not _usable(*out):
-            _, pullback, *_ = torch.func.vjp(tokens, *present)
-        grads = [x.contiguous() for x in pullback((dy, dlast))]
+        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span)
+        if grads is None:
+            tokens = partial(reference.scan, resets=resets, reverse=reverse, scale=scale)
+            grads = _pulled_back(tokens, tensors, (dy, dlast))[1]
     if undefined is not None:
-        named = iter(grads)
-        by_name = [None if x is None else next(named) for x in tensors]
-        undefined.fill(grads[:3], [x for x in by_name[3:7] if x is not None], by_name[8], by_name[7])
+        undefined.fill(grads[:3], [x for x in grads[3:7] if x is not None], grads[8], grads[7])
+    return [x.contiguous() for x in grads if x is not None]
+
+
+def _by_spans(
+    dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
+    chunk_size: int, span: int,
+) -> list[Maybe] | None:
+    """Gradients, None for absent tensors, from the last span to the first; None if chunks may not be used."""
+    grads = [None if x is None else torch.zeros_like(x) if x is tensors[7] else torch.empty_like(x) for x in tensors]
+    spans = _spans(dy.shape[1], span, reverse)
+    for group in _groups(tensors[0], tensors[2], span):
+        parts, of_parts = _parts(tensors, group), _parts(grads, group)
+        marks, dstate = None if resets is None else resets[group.batch], dlast[group.batch, group.values]
+        for start, tokens in [*zip(starts, spans, strict=False)][::-1]:
+            chunks = partial(
+                _chunked, resets=None if marks is None else marks[:, tokens], reverse=reverse, scale=scale,
+                chunk_size=chunk_size, tracked=True,
+            )  # fmt: skip
+            here = (*_of_tokens(parts, tokens), start[group.batch, group.values])
+            out, found = _pulled_back(chunks, here, (dy[group.batch, tokens, group.values], dstate))
+            if resets is not None and not _usable(*out):
+                return None
+            for into, x in zip(_of_tokens(of_parts, tokens)[:7], found[:7], strict=True):
+                if into is not None and x is not None:
+                    into.copy_(x)
+            if found[7] is not None:
+                of_parts[7] += found[7]
+            dstate = found[8]
+        of_parts[8].copy_(dstate)
     return grads
+
+
+def _pulled_back(
+    function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
+    given: tuple[Tensor, Tensor],
+) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
+    """The function's values, and the gradients of the tensors, None for absent ones."""
+
+    def present(*found: Tensor) -> tuple[Tensor, Tensor]:
+        rest = iter(found)
+        return function(tuple(None if x is None else next(rest) for x in tensors))
+
+    out, pullback, *_ = torch.func.vjp(present, *(x for x in tensors if x is not None))
+    grads = iter(pullback(given))
+    return out, [None if x is None else next(grads) for x in tensors]
 
 
 @_op_backward.register_fake
 def _op_backward_fake(  # type: ignore[no-untyped-def]
-    dy, dlast, q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, chunk_size
+    dy, dlast, q, k, v, decay, beta, a, b, bonus, state, resets, starts, reverse, scale, chunk_size, span
 ):
     return [x.new_empty(x.shape) for x in (q, k, v, decay, beta, a, b, bonus, state) if x is not None]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.reverse, ctx.scale, ctx.chunk_size = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, output[2])
 
 
-def _differentiate(ctx, dy, dlast):  # type: ignore[no-untyped-def]
-    tensors = ctx.saved_tensors
-    grads = iter(_op_backward(dy, dlast, *tensors, ctx.reverse, ctx.scale, ctx.chunk_size))
-    return *(None if x is None else next(grads) for x in tensors[:-1]), None, None, None, None
+def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
+    *tensors, resets, starts = ctx.saved_tensors
+    found = _op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span)
+    grads = iter(found)
+    return *(None if x is None else next(grads) for x in tensors), None, None, None, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
@@ -453,10 +553,13 @@ def run(
     if v.numel() == 0 or q.shape[3] == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
         return reference.run(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, normalize, chunk_size)
 
-    size = chunk_size or (32 if q.device.type == "cpu" else 64)
+    on_cpu = q.device.type == "cpu"
+    size = chunk_size or (32 if on_cpu else 64)
+    span = max(SPAN, 1 << (size.bit_length() - 1)) if on_cpu else 0
 
     def whole(*x: Maybe) -> tuple[Tensor, Tensor]:
-        return reference.read_out(_op(*x, resets, reverse, scale, size), normalize)
+        y, last, _ = _op(*x, resets, reverse, scale, size, span)
+        return reference.read_out((y, last), normalize)
 
     unread = None if bonus is None else decay  # what a token's own output does not depend on
     y, last = contained(whole, tensors, KINDS, resets, reverse, unread)

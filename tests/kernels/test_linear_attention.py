@@ -117,19 +117,19 @@ def _pairs(case: str, backend: str, names: dict[str, float]) -> list[tuple[Tenso
 
 
 def test_a_decay_per_key_of_any_strength() -> None:
-    """Blocks are as long as exponents of both signs are safe for; by themselves none is, and all agree."""
+    """Blocks are as long as their weights have inverses that are safe; by themselves none is, and all agree."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(1, 150, 2, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     lengths = []
     for strength in (0.1, 1.0, 2.0, 20.0):
         g = -strength * decay.abs()
-        lengths.append(chunkwise._safe_block(g, False, 64))
+        lengths.append(chunkwise.Decays(g[:, :128].reshape(2, 1, 2, 1, 64, 4), 1, False).levels[0].size)
         wanted = output(q, k, v, decay=g, backend="reference")
         found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 64
-    assert lengths[-1] == 0
+    assert lengths[-1] == 1
 
 
 def test_the_decays_of_retention_are_float32_in_a_model_of_16_bits() -> None:
@@ -150,6 +150,45 @@ def test_what_follows_a_strong_decay_keeps_its_digits() -> None:
         wanted = output(q, k, v, decay=g, backend="reference")
         found = output(*(x.float() for x in (q, k, v)), decay=g.float(), backend="torch")
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+@pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
+def test_a_closed_gate_is_exact(rule: str, per_key: bool) -> None:
+    """A decay of -inf keeps nothing of before: no difference of two of them is NaN, forward or in gradients."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, g, a = (torch.randn(1, 100, 2, 4, generator=generator, dtype=torch.float64) for _ in range(5))
+    a, decay = torch.nn.functional.normalize(a, dim=-1), -g.abs()
+    decay[:, 30], decay[:, 31:40], decay[:, 70] = -torch.inf, -300.0, -1e30
+    x = {"q": q, "k": k, "v": v, "decay": decay if per_key else decay[..., 0]}
+    x |= {"add": {}, "delta": {"k": a, "beta": g[..., 1].sigmoid()}, "dplr": {"a": -a, "b": 0.5 * a}}[rule]
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    found, wanted = (output(**leaves, backend=backend) for backend in ("torch", "reference"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    pairs = zip(*(torch.autograd.grad(y.square().sum(), [*leaves.values()]) for y in (found, wanted)), strict=True)
+    for name, (a, b) in zip(x, pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 12])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_of_a_long_sequence(heads: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes some tokens of `heads` heads at a time, of 3 sequences with 4 heads of values each."""
+    monkeypatch.setattr(chunkwise, "SPAN", 32)
+    monkeypatch.setattr(chunkwise, "NUMBERS", 32 * 8 * heads)
+    generator = torch.Generator().manual_seed(5)
+    q, k, g = (torch.randn(3, 110, 2, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    v, k = torch.randn(3, 110, 4, 8, generator=generator, dtype=torch.float64), 0.1 * k
+    resets = torch.rand(3, 110, generator=generator) < 0.02
+    x = {"q": q, "k": k, "v": v, "decay": -0.1 * g.abs().repeat_interleave(2, 2), "beta": v[..., 0].sigmoid()}
+    x["state"] = torch.randn(3, 4, 8, 8, generator=generator, dtype=torch.float64)
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    results = []
+    for backend in ("torch", "reference"):
+        y, last = with_state(**leaves, resets=resets, reverse=reverse, backend=backend)
+        results.append([y, last, *torch.autograd.grad(y.square().sum() + last.square().sum(), [*leaves.values()])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
