@@ -2,6 +2,7 @@
 
 from seqblocks.distributed.checkpoint import clip_gradients, pieces
 from seqblocks.distributed.fsdp import shard
+from seqblocks.distributed.pipeline import pipeline_stage
 from seqblocks.distributed.plan import tensor_plan
 from seqblocks.distributed.sequence import SequenceParallel, sequence_parallel
 from seqblocks.distributed.tensor import tensor_parallel
@@ -10,6 +11,7 @@ __all__ = [
     "SequenceParallel",
     "clip_gradients",
     "pieces",
+    "pipeline_stage",
     "sequence_parallel",
     "shard",
     "tensor_parallel",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,16 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from seqblocks import graph
 from seqblocks.cost import dtype_named
+from seqblocks.distributed.pipeline import Stage
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import Graph, Named
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 
 Reduction = Literal["mean", "sum"]
+M = TypeVar("M", SequenceModel, Stage)
 
 
 def shard(
-    model: SequenceModel,
+    model: M,
     mesh: Any = None,
     *,
     dtype: torch.dtype | str | None = None,
@@ -32,7 +34,7 @@ def shard(
     reduce: Reduction = "mean",
     reshard_after_forward: bool | int | None = None,
     offload: bool = False,
-) -> SequenceModel:
+) -> M:
     """Shard the parameters of a model over the ranks of a mesh, in place, and return it.
 
     Each layer of a `repeat` is a group, whose parameters are gathered while it runs; all others are one group with the
@@ -80,8 +82,8 @@ def _names_inside(node: graph.Node) -> set[str]:
 
 
 def _check(model: Any, reduce: str) -> None:
-    if not isinstance(model, SequenceModel):
-        raise UsageError(f"shard takes what build made, not {type(model).__name__}")
+    if not isinstance(model, SequenceModel | Stage):
+        raise UsageError(f"shard takes what build made, or a stage of it, not {type(model).__name__}")
     if reduce not in ("mean", "sum"):
         raise UsageError(f"gradients are reduced by mean or sum, not {reduce!r}")
     check_group("shard over")
@@ -105,7 +107,7 @@ def whole_world() -> Any:
     return init_device_mesh(name, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
 
 
-def _keep_whole(model: SequenceModel, mesh: Any, op: str) -> set[nn.Parameter]:
+def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Parameter]:
     """Make a copy on each rank of parameters whose precision is their own, which no group of another dtype takes."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -31,6 +31,7 @@ class RepeatHeads(Op):
 class JoinHeads(Op):
     """Each head's features, then those of the same head of another wire: heads a b and c d become a c b d."""
 
+    independent = "heads"
     ports = (X, Port("with", "what follows in each head", main=False))
     heads: int = argument(..., "number of heads; must divide both widths", ge=1)
 

@@ -161,6 +161,7 @@ class Rotary(Op):
     the last reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
     """
 
+    independent = "heads"
     reads = "past"  # the number of tokens before a token
     heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
     base: float = argument(10000.0, "base of the wavelengths", ge=1)

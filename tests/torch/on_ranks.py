@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.distributed import clip_gradients, pieces, shard, tensor_parallel
+from seqblocks.distributed import clip_gradients, pieces, pipeline_stage, shard, tensor_parallel
 
 WORDS = 32
 SPECS = {
@@ -66,6 +67,22 @@ model:
                   own: [log_decay.A_log]
                   merge: sum
                   steps: [{linear: {features: 16, name: gates}}, {log_decay: {kind: softplus}}]
+    - unembed: {bias: false}
+""",
+    # a value that later layers read besides the stream
+    "stages": """
+seqblocks: 1
+use: [mamba]
+model:
+  input: {tokens: 32}
+  steps:
+    - embed: {features: 16, as: embedded}
+    - repeat:
+        name: layers
+        times: 4
+        steps:
+          - add: {with: embedded, when: layer > 0}
+          - mamba_block: {dim: 16, state: 4}
     - unembed: {bias: false}
 """,
     # heads, channels, hidden features; one head of keys for all queries; what is split along joined wires; experts
@@ -273,6 +290,21 @@ def both_ways(rank: int, folder: Path) -> Any:
     dcp.load(whole, checkpoint_id=folder / "both", no_dist=True)
     expected = seqblocks.build_text(SPECS["split"]).state_dict()
     return loss.item(), gradients, [name for name, p in expected.items() if not torch.equal(p, whole[name])]
+
+
+def pipelined(rank: int, folder: Path) -> Any:
+    """Two stages, each sharded on a mesh of its own, and two micro-batches. Returns the losses and gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))
+    stage = pipeline_stage(seqblocks.build_text(SPECS["stages"], dtype="float64", device="meta"), rank, 2)
+    shard(stage, mesh["data"])
+    stage.to_empty(device="cpu")
+    stage.reset_parameters(0)
+    runner = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = ScheduleGPipe(runner, 2, lambda y, target: cross_entropy(y.flatten(0, 1), target.flatten()))
+    losses: list[torch.Tensor] = []
+    inputs = [tokens()] if rank == 0 else []
+    schedule.step(*inputs, target=tokens() if rank else None, losses=losses)
+    return [float(loss.detach()) for loss in losses], _whole_gradients(stage)
 
 
 def _through_one_rank(text: str, folder: Path, before: dict[str, torch.Tensor]) -> None:

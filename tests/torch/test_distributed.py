@@ -26,7 +26,7 @@ def _module(name: str) -> Any:
 ranks, on_ranks = _module("ranks"), _module("on_ranks")
 RUN = [
     "nested_float32", "nested_bfloat16", "shared_float32", "master_weights", "checkpoints", "refused_folder",
-    "split_model", "both_ways",
+    "split_model", "both_ways", "pipelined",
 ]  # fmt: skip
 
 
@@ -113,6 +113,17 @@ def test_split_models_can_be_sharded(results):
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
 
 
+def test_stages_of_a_pipeline_compute_what_the_model_does(results):
+    _result(results, "pipelined")
+    (_, first), (losses, second) = results["pipelined"]
+    loss, exact = _one_process(on_ranks.SPECS["stages"], "float64", "float64")
+    assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-12)
+    assert first.keys() | second.keys() == exact.keys()
+    assert not first.keys() & second.keys()
+    for name, gradient in (first | second).items():
+        torch.testing.assert_close(gradient, exact[name], rtol=0, atol=1e-12 * float(exact[name].abs().max()))
+
+
 def test_layers_of_repeats_are_groups_inner_ones_first():
     model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
     assert list(layer_paths(model.graph)) == ["outer.0.inner.0", "outer.0.inner.1", "outer.0"]
@@ -122,5 +133,5 @@ def test_without_a_process_group_the_error_says_how_to_start_one():
     model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
     with pytest.raises(seqblocks.UnavailableError, match="torchrun"):
         shard(model)
-    with pytest.raises(seqblocks.UsageError, match="shard takes what build made, not Linear"):
+    with pytest.raises(seqblocks.UsageError, match="shard takes what build made, or a stage of it, not Linear"):
         shard(torch.nn.Linear(2, 2))

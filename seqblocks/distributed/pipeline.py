@@ -1,0 +1,168 @@
+"""Stages of a pipeline: parts of a model that run one after the other, each on ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks import graph
+from seqblocks.errors import UsageError
+from seqblocks.graph import Graph, ModelSpec, Node
+from seqblocks.runtime.body import Body
+from seqblocks.runtime.call import Call, Grid
+from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.sharing import connect
+from seqblocks.runtime.step import Place
+
+
+class Stage(Body):
+    """Some steps of a model, and some layers of its repeats, under the names that they have in the model.
+
+    Called with the tensors that the stage before returns (the first: with the model's inputs, in order), it returns
+    those that the next one is called with, as `torch.distributed.pipelining.PipelineStage` wants it; the last returns
+    the model's output, several as a tuple.
+    """
+
+    def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any]) -> None:
+        shared = [item for item in graph.parameters(part, shared=True) if item.shared]
+        super().__init__(part, Place(types, "", frozenset(item.name for item in shared)), spec.name)
+        connect(self, shared)
+        self.graph = part
+        self._grid = next((types[value].grid for value in part.reads if types[value] and types[value].grid), None)
+
+    def forward(self, *tensors: Tensor) -> Any:  # type: ignore[override]
+        call = Call(self.training, grid=Grid(self._grid))
+        values, _ = self._run(dict(zip(self._reads, tensors, strict=True)), call)
+        results = tuple(values.values())
+        return results[0] if len(results) == 1 else results
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw all parameters: those that the model has with this seed."""
+        for item in graph.parameters(self.graph):
+            if item.tied is None:
+                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let tied names share one parameter again."""
+        for item in graph.parameters(self.graph):
+            if item.tied is not None:
+                holder, _, leaf = item.name.rpartition(".")
+                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+
+
+def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
+    """Return a stage of a model, with the model's own parameters; of a model on "meta" to be materialised like that.
+
+    The model is cut between its steps and between the layers of its repeats, so that the stages have about as many
+    multiply-accumulates each. Raises UsageError where it cannot be cut into so many, or where steps of two stages
+    share parameters: each would train a copy of its own.
+    """
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"a stage is one of what build made, not of {type(model).__name__}")
+    if not 0 <= index < stages:
+        raise UsageError(f"of {stages} stages there is no number {index}")
+    parts, types = stage_graphs(model.spec, stages)
+    with torch.device("meta"):
+        stage = Stage(parts[index], model.spec, types)
+    for name, _ in list(stage.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        stage.get_submodule(path).register_parameter(leaf, model.get_parameter(name))
+    stage.tie()
+    return stage.train(model.training)
+
+
+class Segment(NamedTuple):
+    """What is not cut: a step, or a layer of a repeat."""
+
+    node: Node
+    label: str
+    work: int
+
+
+def stage_graphs(spec: ModelSpec, stages: int) -> tuple[list[Graph], dict[int, Any]]:
+    """Return the graphs of a model's stages, and the types of all values, of which there are some more than before."""
+    segments = list(_segments(spec.graph))
+    if len(segments) < stages:
+        raise UsageError(f"{spec.name} has {len(segments)} steps and layers, which are not enough for {stages} stages")
+    types = dict(spec.types)
+    bounds = _bounds([segment.work for segment in segments], stages)
+    nodes = [list(_nodes(segments[a:b])) for a, b in pairwise(bounds)]
+    _link(nodes, types)
+    reads = (spec.graph.input, *spec.graph.ports.values())
+    results = dict(spec.graph.outputs) or {"output": spec.graph.result}
+    parts: list[Graph] = []
+    for at, inside in enumerate(nodes):
+        inputs = reads if at == 0 else tuple(parts[-1].outputs.values())
+        later = {value for group in nodes[at + 1 :] for node in group for value in node.reads} | set(results.values())
+        known = dict.fromkeys((*inputs, *(value for node in inside for value in node.outputs)))
+        crossing = {f"value {value}": value for value in known if value in later}
+        outputs = results if at == stages - 1 else crossing
+        parts.append(Graph(inputs[0], inside, next(iter(outputs.values())), inputs[1:], outputs=outputs))
+    _check_shared(spec, parts)
+    return parts, types
+
+
+def _segments(body: Graph) -> Iterator[Segment]:
+    for node in body.nodes:
+        if node.kind == "repeat":
+            for label, layer in node.bodies.items():
+                yield Segment(node, label, _work(layer.nodes))
+        else:
+            yield Segment(node, "", _work([node]))
+
+
+def _work(nodes: list[Node]) -> int:
+    return sum(node.macs + _work([n for body in node.active.values() for n in body.nodes]) for node in nodes)
+
+
+def _bounds(work: list[int], stages: int) -> list[int]:
+    """Return where stages begin and end, so that the longest of them is as short as it can be."""
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, (0,))}
+    sums = [0]
+    for each in work:
+        sums.append(sums[-1] + each)
+    for stage in range(1, stages + 1):
+        for end in range(stage, len(work) + 1):
+            options = ((at, best[stage - 1, at]) for at in range(stage - 1, end) if (stage - 1, at) in best)
+            best[stage, end] = min((max(most, sums[end] - sums[at]), (*bounds, end)) for at, (most, bounds) in options)
+    return list(best[stages, len(work)][1])
+
+
+def _nodes(segments: list[Segment]) -> Iterator[Node]:
+    """Yield the nodes of a stage: a repeat with those of its layers that are in it."""
+    at = 0
+    while at < len(segments):
+        node = segments[at].node
+        labels = [segment.label for segment in segments[at:] if segment.node is node]
+        at += len(labels)
+        whole = node.kind != "repeat" or len(labels) == len(node.bodies)
+        yield node if whole else replace(node, bodies={label: node.bodies[label] for label in labels})
+
+
+def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:
+    """Give a repeat that goes on in the next stage a value of its own to hand on."""
+    for group, following in pairwise(nodes):
+        last, first = group[-1], following[0]
+        if last.kind == "repeat" and first.name == last.name:
+            fresh = max(types) + 1
+            types[fresh] = last.type
+            group[-1] = replace(last, outputs=(fresh,), split=())
+            following[0] = replace(first, inputs={**first.inputs, "x": (fresh,)})
+
+
+def _check_shared(spec: ModelSpec, parts: list[Graph]) -> None:
+    places = {item.name: at for at, part in enumerate(parts) for item in graph.parameters(part, shared=True)}
+    for item in graph.parameters(spec.graph, shared=True):
+        if item.tied and places[item.name] != places[item.tied]:
+            where = f"stages {places[item.tied]} and {places[item.name]}"
+            raise UsageError(f"{item.name} is {item.tied}, and they would be in {where}, two parameters: untie them")
+
+
