@@ -56,7 +56,7 @@ def shard(
     if checkpointing:
         for path in _outermost(paths):
             _recompute(model.get_submodule(path))
-    policies = _policies(dtype, offload)
+    policies = _policies(model, dtype, offload)
     alone = [path for path in paths if _is_alone(path, list(graph.parameters(model.graph, shared=True)))]
     for module in (*(model.get_submodule(path) for path in alone), model):
         if any(p not in whole for p in module.parameters()):
@@ -147,11 +147,14 @@ def _is_alone(path: str, parameters: list[Named]) -> bool:
     return True
 
 
-def _policies(dtype: torch.dtype | str | None, offload: bool) -> dict[str, Any]:
+def _policies(model: nn.Module, dtype: torch.dtype | str | None, offload: bool) -> dict[str, Any]:
+    """Return options of FSDP2. Gradients in 16 bits are reduced in float32, others in their own dtype."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     kind = None if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
-    precision = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    is_short = any((kind or p.dtype).itemsize < 4 for p in model.parameters())
+    reduced = torch.float32 if is_short else None
+    precision = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=reduced, cast_forward_inputs=False)
     return {"mp_policy": precision, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
 
 
