@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.checkpoint import folder
-from seqblocks.checkpoint.reading import weights_in
+from seqblocks.checkpoint.reading import INDEX, weights_in
 from seqblocks.checkpoint.record import RECORD, checksum, safetensors
 from seqblocks.checkpoint.weights import are_equal, check_fit, unusable
 from seqblocks.errors import RunError, UsageError, listing
@@ -54,6 +54,21 @@ def as_folder(path: Any) -> Path:
     if place.exists() and not place.is_dir():
         raise UsageError(f"{place} is not a folder, and save_pretrained writes one")
     return place
+
+
+def weight_files(place: Path) -> dict[str, int]:
+    """Return when the whole file of weights and the index of shards were written, where they are there."""
+    files = (place / name for name in (folder.WHOLE, f"{folder.WHOLE}{INDEX}"))
+    return {file.name: file.stat().st_mtime_ns for file in files if file.is_file()}
+
+
+def remove_stale(place: Path, before: Mapping[str, int]) -> None:
+    """Remove the whole file, or the index, of an earlier save where the present one wrote the other."""
+    after = weight_files(place)
+    stale = [name for name, time in after.items() if before.get(name) == time]
+    if len(stale) < len(after):
+        for name in stale:
+            (place / name).unlink()
 
 
 def check_folder(path: Any, options: Mapping[str, Any], part: Callable[[Any], tuple[ModelSpec, set[str]]]) -> None:

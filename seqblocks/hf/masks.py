@@ -30,16 +30,18 @@ def resets_of(
 
 
 def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -> Tensor | None:
-    _check_mask(x, mask, past)
+    _check_shape(x, mask, past)
     length = x.shape[1]
-    real = mask[:, -length:].bool()
-    earlier = mask[:, : mask.shape[1] - length].bool() if past else None
-    if past and earlier is not None and not earlier.shape[1]:  # the mask of the new tokens alone
-        earlier = torch.ones_like(real[:, :1])
+    known = mask.shape[1] > length  # else it is the mask of the new tokens alone, or there are no others
     if torch.compiler.is_compiling():
-        return _edges(real, earlier)[0]
-    if bool(real.all()) and (earlier is None or bool(earlier[:, -1].all())):
+        return _edges(mask[:, -length:].bool(), mask[:, :-length].bool() if known else None)[0]
+    if bool((mask[:, -length - known :] == 1).all()):  # the usual token of a stream ends here
         return None
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise RunError("attention_mask holds 1 for a token and 0 for padding, and no other numbers")
+    real, earlier = mask[:, -length:].bool(), mask[:, :-length].bool() if known else None
+    if past and not known:
+        earlier = torch.ones_like(real[:, :1])
     first, after, hole = _edges(real, earlier)
     if bool(hole.any()):
         what = "attention_mask has padding between tokens, which a state cannot skip"
@@ -49,7 +51,7 @@ def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -
     return _unless_empty(first if causal else first | _begins(after))
 
 
-def _check_mask(x: Tensor, mask: Any, past: int) -> None:
+def _check_shape(x: Tensor, mask: Any, past: int) -> None:
     batch, length = x.shape[:2]
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -58,8 +60,6 @@ def _check_mask(x: Tensor, mask: Any, past: int) -> None:
     if mask.shape[0] != batch or mask.shape[1] not in (length, past + length):
         tokens = f"{past} tokens were read before, and {length} are new" if past else f"there are {length} tokens"
         raise RunError(f"attention_mask is {list(mask.shape)}, and {tokens} of {batch} sequences")
-    if not torch.compiler.is_compiling() and not bool(((mask == 0) | (mask == 1)).all()):
-        raise RunError("attention_mask holds 1 for a token and 0 for padding, and no other numbers")
 
 
 def _edges(real: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +90,8 @@ def _from_positions(x: Tensor, positions: Any, mask: Tensor | None, past: int) -
         begins = torch.cat([torch.zeros_like(begins[:, :1]), begins[:, 1:]], 1)
     if torch.compiler.is_compiling():
         return begins
+    if length == 1:
+        return _unless_empty(begins)
     jumps = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
     if mask is not None:
         jumps &= mask[:, 1:].bool()

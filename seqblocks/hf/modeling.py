@@ -118,8 +118,10 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         adapted = getattr(self, "_hf_peft_config_loaded", False)
         if not adapted:
             state_dict = files.own_names(self, self.state_dict() if state_dict is None else state_dict)
+        before = files.weight_files(folder)
         super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
         if not adapted and kwargs.get("is_main_process", True):
+            files.remove_stale(folder, before)
             files.write_record(folder, self.config.analysed(), kwargs.get("variant"))
 
     @torch.no_grad()
@@ -353,6 +355,8 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         sequence, for packed ones. past_key_values: what an earlier call returned; it is not changed. use_cache: by
         default as the config says, except in training. kwargs: inputs that do not stream, by their names. RunError.
         """
+        if isinstance(input_ids, Tensor) and not input_ids.shape[-1]:
+            raise RunError("there are no tokens: a prompt has one or more, such as the one that begins a text")
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
         if use_cache is None:
@@ -372,6 +376,13 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         return not (isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()))
 
     # --- what generate asks ---
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise RunError: continuous batching distributes the pages of a cache of keys and values."""
+        what = "continuous batching distributes pages of keys and values, and this model's cache is its state"
+        raise RunError(f"{what}: pass a batch to generate, padded on the left")
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.errors import RunError, UsageError
+from seqblocks.graph import ModelSpec
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.state import States, index_select
 
@@ -107,7 +108,9 @@ def _logits(y: Any, output: str | None) -> Tensor:
     return y
 
 
-def _check_model(model: SequenceModel) -> None:
+def _check_model(model: Any) -> None:
+    if not isinstance(getattr(model, "spec", None), ModelSpec):  # a compiled model has it too
+        raise UsageError(f"generate takes what build made, not {type(model).__name__}")
     spec = model.spec
     if spec.input.kind != "tokens":
         raise RunError(f"{spec.name} reads {spec.input}, no token numbers: there is nothing to generate")

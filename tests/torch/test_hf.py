@@ -142,6 +142,16 @@ def test_a_converted_folder_keeps_the_config_of_others(tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(ids(1, 6)).logits, model(ids(1, 6)).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_nothing_of_an_earlier_save_is_read(tmp_path: Path) -> None:
+    model = hf.wrap(built())
+    for size in ("5GB", "1KB", "5GB"):
+        with torch.no_grad():
+            model.model.norm.weight.add_(1)
+        model.save_pretrained(tmp_path / "n", max_shard_size=size)
+        for again in (seqblocks.load(tmp_path / "n"), AutoModelForCausalLM.from_pretrained(tmp_path / "n").model):
+            assert torch.equal(again.norm.weight, model.model.norm.weight)
+
+
 # --- faults of files -------------------------------------------------------------------------------------------------
 
 
@@ -449,6 +459,7 @@ def test_going_back(saved: Path) -> None:
         ({"token_type_ids": torch.ones(1, 2, dtype=torch.long)}, "tokens of one type"),
         ({"input_ids": None}, "needs its input, input_ids"),
         ({"input_ids": torch.zeros(1, 2)}, "reads token numbers"),
+        ({"input_ids": ids(1, 0)}, "there are no tokens: a prompt has one or more"),
         ({"nonsense": 3}, "takes no nonsense"),
     ],
 )

@@ -221,6 +221,10 @@ def test_faults(small: Any) -> None:
         small.generate(x, cache_implementation="static", **GREEDY)
     with pytest.raises(RunError, match="past_key_values is the StateCache that a call returns, not DynamicCache"):
         small.generate(x, past_key_values=transformers.DynamicCache(), **GREEDY)
+    with pytest.raises(RunError, match="continuous batching distributes pages of keys and values"):
+        small.generate_batch([[1, 2]])
+    with pytest.raises(UsageError, match="generate takes what build made, not SeqblocksForCausalLM"):
+        seqblocks.generate(small, x, 3)
     with pytest.raises(ValueError, match="nonsense"):
         small.generate(x, nonsense=3, **GREEDY)
     with pytest.raises(RunError, match="holds 1 sequences and the input 2"):
