@@ -131,6 +131,31 @@ def _convert(parser: Parser) -> None:
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file, at most: 5GB, 500MB, …")
 
 
+def _export(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder that seqblocks.save wrote")
+    file = parser.add_mutually_exclusive_group(required=True)
+    file.add_argument("--onnx", metavar="FILE", help="write ONNX; needs pip install 'seqblocks[onnx]'")
+    file.add_argument("--pt2", metavar="FILE.pt2", help="write a program that torch.export.load reads")
+    file.add_argument("--aoti", metavar="FILE.pt2", help="compile to machine code, with a C++ compiler")
+    graph = parser.add_mutually_exclusive_group()
+    graph.set_defaults(graph="forward")
+    graph.add_argument("--step", dest="graph", action="store_const", const="step", help="one token of a stream")
+    graph.add_argument("--chunk", dest="graph", action="store_const", const="chunk", help="some tokens of a stream")
+    graph.add_argument(
+        "--context", dest="graph", action="store_const", const="context",
+        help="the state before the first token, from the inputs that do not stream",
+    )  # fmt: skip
+    parser.add_argument("--weights", metavar="PATH", help="what seqblocks.save wrote, or weights of others")
+    parser.add_argument("--batch", default="dynamic", metavar="N", help="sequences of a call, or dynamic (the default)")
+    parser.add_argument("--length", default="dynamic", metavar="N", help="tokens of a call, or dynamic (the default)")
+    parser.add_argument("--dtype", default="float32", help="float32, float16, bfloat16 or float64")
+    parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights, without --weights")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=None,
+        help="compare with the model (the default; ONNX: where onnxruntime is installed)",
+    )  # fmt: skip
+
+
 def _check(parser: Parser) -> None:
     parser.add_argument("spec", nargs="+", metavar="SPEC", help=SPEC)
 
@@ -174,6 +199,7 @@ VERBS = {
     "build": Verb("check a spec, build it, and show its steps", (_overrides, _use, _imports, _build)),
     "check": Verb("check specs without torch", (_overrides, _use, _imports, _check)),
     "convert": Verb("write weights in another layout", (_set, _imports, _convert)),
+    "export": Verb("export a model as ONNX, or as a program of torch", (_overrides, _use, _imports, _export)),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
     "show": Verb("show a spec at any stage, or the YAML of a bundled one", (_overrides, _use, _imports, _show)),

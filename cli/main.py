@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
 
             imports.run(options, table)
     # a verb's module is imported when the verb runs: `check` must pay neither for tables nor for torch
-    if options.verb in ("build", "check", "convert", "explain"):
+    if options.verb in ("build", "check", "convert", "explain", "export"):
         run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
     else:
         run = getattr(importlib.import_module("seqblocks.cli.info"), options.verb)
@@ -131,7 +131,7 @@ def process() -> NoReturn:
     _results_apart()
     _disable_pydantic_plugins()
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch warns on import; nothing here needs it
-    if "build" in sys.argv[1:2]:
+    if sys.argv[1:2] in (["build"], ["export"]):
         gc.enable()
     status = _flushed(main())
     if sys.gettrace() is None:

@@ -26,6 +26,7 @@ from seqblocks.errors import (
 if TYPE_CHECKING:
     from seqblocks import checkpoint as checkpoint
     from seqblocks import distributed as distributed
+    from seqblocks import export as export
     from seqblocks import kernels as kernels
     from seqblocks import state as state
     from seqblocks import testing as testing
@@ -44,7 +45,7 @@ _LAZY |= dict.fromkeys(("from_pretrained", "load", "save"), "seqblocks.checkpoin
 _LAZY |= dict.fromkeys(("Op", "primitive"), "seqblocks.op")
 _LAZY |= dict.fromkeys(("Summary", "summarise"), "seqblocks.report.summary")
 # modules, `seqblocks.testing.check_law`
-_LAZY |= dict.fromkeys(("checkpoint", "distributed", "kernels", "state", "testing"), "")
+_LAZY |= dict.fromkeys(("checkpoint", "distributed", "export", "kernels", "state", "testing"), "")
 
 __all__ = [
     "BackendError",

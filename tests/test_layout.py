@@ -48,6 +48,7 @@ ROOMS = """
     distributed/*
     hf/*
     testing
+    export/*
     __init__
     __main__
 """
@@ -66,8 +67,11 @@ REQUIREMENTS = {
     "rich": "rich",
     "torch": "torch",
     "triton": "triton",
-    "safetensors": "safetensors",  # an extra: imported where it is used, never at the top of a file
-    "transformers": "transformers",  # an extra, see below
+    "safetensors": "safetensors",  # extras, from here on: imported where they are used, never at the top of a file
+    "transformers": "transformers",  # see below
+    "onnx_ir": "onnxscript",
+    "onnxruntime": "onnxruntime",
+    "onnxscript": "onnxscript",
 }
 ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported on request alone: at the top of a file too
 

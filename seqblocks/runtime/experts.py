@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from seqblocks.graph import Node
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.dispatch.compiled import exporting
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.step import Place, StepModule, call_child, make, makes
@@ -49,7 +51,8 @@ class Experts(StepModule):
         if call.routed is not None:
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
-        run = self._on_all if x.is_meta else self._on_routed
+        whole = x.is_meta or (exporting() and dispatch.requested() == "reference")  # sizes that depend on numbers
+        run = self._on_all if whole else self._on_routed
         y = run(flat, weights, chosen, inner, x.ndim)
         return y.unflatten(0, x.shape[:-1]), {}
 

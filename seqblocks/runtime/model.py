@@ -358,7 +358,9 @@ def has_tokens(wire: Wire | None) -> bool:
     return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
-def _count(batch_size: Any) -> int:
+def _count(batch_size: Any) -> Any:
+    if isinstance(batch_size, torch.SymInt):  # of a program that is being traced
+        return batch_size
     try:
         count = -1 if isinstance(batch_size, bool) else operator.index(batch_size)
     except TypeError:

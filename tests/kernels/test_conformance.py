@@ -389,11 +389,22 @@ class Caller(torch.nn.Module):
         return self.subject(x, resets=marks if self.resets else None)
 
 
-@cases(
-    [k for k in KERNELS if k.name not in ("associative_scan", "attention")], CPU, variants=(),
-    resets=both_in_torch,
-)
+EXPORTED = [k for k in KERNELS if k.name not in ("associative_scan", "attention")]
+
+
+@cases(EXPORTED, CPU[1:], variants=(), resets=both_in_torch)
 def test_one_export_serves_every_length(subject: Subject, resets: bool) -> None:
+    check_export(subject, resets)
+
+
+@pytest.mark.long
+@cases(EXPORTED, CPU[:1], variants=(), resets=both_in_torch)
+def test_one_export_of_the_definition_serves_every_length(subject: Subject, resets: bool) -> None:
+    check_export(subject, resets)
+
+
+def check_export(subject: Subject, resets: bool) -> None:
+    """Assert that what is exported at one length computes others."""
     length = torch.export.Dim("length", min=2, max=4096)
     module = Caller(subject, resets)
 

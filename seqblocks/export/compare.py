@@ -1,0 +1,66 @@
+"""Comparing what was exported with the model, in calls that carry the state on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from seqblocks.errors import RunError
+from seqblocks.export.contract import Contract
+from seqblocks.export.program import Graph, evaluating, example
+from seqblocks.runtime.model import SequenceModel
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.1}  # of the largest value, or of 1
+LENGTHS = (5, 13)  # in frames, where the length is open: neither is the length that was traced
+Run = Callable[[list[Tensor]], list[Tensor]]  # from all inputs to all outputs, in the order of the contract
+
+
+def agree(model: SequenceModel, contract: Contract, run: Run, what: str) -> float:
+    """Return the largest difference between two calls of what was exported and the model's own, see `_relative`.
+
+    RunError where it exceeds the tolerance of the dtype. what: the subject of the message.
+    """
+    names = contract.output_names
+    kinds = [port.dtype for port in contract.outputs] or [part.dtype for part in contract.state]
+    tolerance = max(TOLERANCES.get(kind, 0.0) for kind in kinds)
+    worst = 0.0
+    for frames in LENGTHS:
+        for name, found, expected in _calls(model, contract, run, frames, names):
+            off = _relative(found, expected)
+            if not off <= tolerance:
+                raise RunError(
+                    f"{what} and the model differ: {name} by {off:.2g} of its largest value, with {frames} frames of "
+                    f"tokens in a call; {tolerance:g} was expected. Nothing was written"
+                )
+            worst = max(worst, off)
+    return worst
+
+
+def _calls(model: SequenceModel, contract: Contract, run: Run, frames: int, names: list[str]) -> Any:
+    """Yield (name, found, expected) for the outputs of two calls, the second of which goes on from the first."""
+    arguments = example(model, contract, 2, frames, seed=frames)
+    others, whole = arguments, Graph(model, contract.graph)
+    for turn in (1, 2):
+        with evaluating(model, backend="auto"):
+            expected = whole(*arguments)
+        found = run(pytree.tree_leaves(others))
+        leaves, spec = pytree.tree_flatten(expected)
+        yield from zip(names, found, leaves, strict=True)
+        if contract.graph not in ("step", "chunk"):
+            return
+        x, _ = example(model, contract, 2, frames, seed=frames + turn)
+        arguments, others = (x, expected[1]), (x, pytree.tree_unflatten(found, spec)[1])
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value, or to 1 where all are smaller."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    scale = max(1.0, float(expected.abs().max()))
+    return float((found.to(torch.float64) - expected.to(torch.float64)).abs().max()) / scale

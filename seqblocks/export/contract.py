@@ -1,0 +1,160 @@
+"""The interface of an exported graph: names, shapes and dtypes of what goes in and out, and how a stream begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from seqblocks._version import __version__
+from seqblocks.errors import RunError, UsageError, listing
+from seqblocks.graph import stream_obstacle
+from seqblocks.parameters import State
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.state import States, declared, dtype_of
+from seqblocks.types import Size, Wire
+
+GRAPHS = {
+    "forward": "the whole sequence",
+    "step": "one token (or one frame) of a stream: its state goes in and comes out",
+    "chunk": "some tokens of a stream: its state goes in and comes out",
+    "context": "the state of a stream before its first token, from the inputs that do not stream",
+}
+FORMAT = 1
+KEY = "seqblocks"  # of the metadata of a file
+BATCH = "batch"
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Port(NamedTuple):
+    """A tensor that goes in or out. shape: numbers, and names or expressions of names where sizes are open."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+
+
+class Part(NamedTuple):
+    """A tensor of the state. Feed `output` of a call as `input` of the next.
+
+    initial: the number that fills it before the first token, None where the graph `context` computes it.
+    """
+
+    input: str
+    output: str
+    shape: tuple[Size, ...]
+    dtype: str
+    initial: float | None
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The interface of a graph. inputs, outputs: without the state; an ONNX graph has them first, then the state.
+
+    frame: tokens that a stream takes at once; the length of a sequence is a multiple of it. limits: the largest value
+    of an open size, by its name, where there is one; onnxruntime does not check it.
+    """
+
+    model: str
+    graph: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    state: tuple[Part, ...] = ()
+    frame: int = 1
+    limits: dict[str, int] = field(default_factory=dict)
+    version: str = __version__
+    format: int = FORMAT
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of all inputs, in the order of the graph."""
+        return [port.name for port in self.inputs] + [part.input for part in self.state if self.graph != "context"]
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names of all outputs, in the order of the graph."""
+        own = [port.name for port in self.outputs]
+        return own + [part.input if self.graph == "context" else part.output for part in self.state]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the contract as JSON has it."""
+        data = asdict(self)
+        for key in ("inputs", "outputs", "state"):
+            data[key] = [item._asdict() for item in data[key]]
+        return data
+
+    def as_json(self) -> str:
+        """Return the contract as a line of JSON, which the metadata of a file holds under the key `seqblocks`."""
+        return json.dumps(self.as_data())
+
+
+def interface(model: SequenceModel, graph: str, sizes: dict[str, int]) -> Contract:
+    """Return the contract of a graph, whose outputs have no shapes yet.
+
+    sizes: those that are fixed, by name (batch, seq, …). Raise UsageError for a graph that there is none of, RunError
+    where the model cannot stream.
+    """
+    _check_graph(model, graph)
+    wires = model.spec.inputs or {"input": model.spec.input}
+    first, *others = wires.items()
+    kind = _dtype(model)
+    chosen = dict(others) if graph == "context" else dict(wires) if graph == "forward" else dict([first])
+    axes = {name: _axes(model, wire, graph) for name, wire in chosen.items()}
+    inputs = [
+        Port(name, _fixed(axes[name], sizes), "int64" if wire.kind == "tokens" else _name(kind))
+        for name, wire in chosen.items()
+    ]
+    found = {} if graph == "context" else dict(model.spec.outputs) or {"output": model.spec.output}
+    outputs = [Port(name, (), _name(kind)) for name in found]
+    state = () if graph == "forward" else tuple(_parts(declared(model.graph), kind, sizes))
+    return Contract(model.spec.name, graph, tuple(inputs), tuple(outputs), state, model.frame_size)
+
+
+def _check_graph(model: SequenceModel, graph: str) -> None:
+    if graph not in GRAPHS:
+        raise UsageError(f"there is no graph {graph!r}, only {listing(GRAPHS)}")
+    obstacle = stream_obstacle(model.spec) if graph != "forward" else None
+    if obstacle:
+        raise RunError(f"{' cannot stream: '.join(obstacle)}. Export its graph `forward`")
+    if graph == "context" and not model.graph.ports:
+        raise UsageError(f"{model.spec.name} has no inputs that do not stream: its state begins as its contract says")
+
+
+def _axes(model: SequenceModel, wire: Wire, graph: str) -> tuple[Size, ...]:
+    """The axes of an input. A step reads a token, or a frame, of the input that streams."""
+    axes = wire.axes
+    if graph == "step" and wire.kind in ("tokens", "sequence"):
+        return (*axes[:1], *([model.frame_size] if model.frame_size > 1 else []), *axes[2:])
+    if graph == "chunk" and isinstance(wire.length, int):
+        return (*axes[:1], "seq", *axes[2:])
+    return axes
+
+
+def _fixed(axes: tuple[Size, ...], sizes: dict[str, int]) -> tuple[Size, ...]:
+    return tuple(sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes)
+
+
+def _parts(tree: States, kind: torch.dtype, sizes: dict[str, int], path: str = "") -> Iterator[Part]:
+    for name, item in tree.items():
+        if isinstance(item, State):
+            shape: tuple[Size, ...] = (BATCH, *item.shape)
+            if item.length:  # its first axis is that of a context, whose length is open
+                shape = (BATCH, item.length, *item.shape[1:])
+            initial = None if item.context else item.fill
+            dtype = _name(dtype_of(item, kind))
+            yield Part(f"state{path}.{name}", f"next_state{path}.{name}", _fixed(shape, sizes), dtype, initial)
+        else:
+            yield from _parts(item, kind, sizes, f"{path}.{name}")
+
+
+def _dtype(model: SequenceModel) -> torch.dtype:
+    """The dtype that the model was built in. Some parameters of a half-precision model are float32."""
+    kinds = [x.dtype for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+    return max(kinds, key=FLOATS.index, default=torch.float32)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

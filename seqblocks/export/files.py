@@ -1,0 +1,285 @@
+"""Writing exported graphs to files: ONNX, programs of torch.export, packages of AOTInductor.
+
+A file is written under another name, compared with the model, and then renamed: until then an earlier one stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from seqblocks.errors import RunError, UnavailableError, UsageError
+from seqblocks.export.compare import Run, agree
+from seqblocks.export.contract import KEY, Contract
+from seqblocks.export.operators import translations
+from seqblocks.export.program import Exported, captured, example, quiet, trace
+from seqblocks.runtime.model import SequenceModel
+
+EXTRA = "ONNX needs an extra: pip install 'seqblocks[onnx]'"
+LARGEST = 1 << 30  # bytes of weights in an ONNX file, whose format ends at 2 GiB; more are in a file beside it
+
+
+class Written(NamedTuple):
+    """What was written: the interface, and the largest difference from the model, None where it was not compared."""
+
+    contract: Contract
+    difference: float | None
+
+
+def onnx(
+    model: SequenceModel, path: str | os.PathLike[str], graph: str = "forward", *,
+    batch: int | None = None, length: int | None = None, check: bool | None = None,
+) -> Written:
+    """Write a graph of a model as ONNX. `graph`, `batch` and `length` as in `trace`.
+
+    The contract is in the metadata of the file, as JSON under the key `seqblocks`. Weights of more than 1 GiB are in a
+    file of their own beside it. check: compare with the model in onnxruntime, by default where it is installed.
+
+    RunError where a step cannot be exported or results differ, UsageError, UnavailableError without the packages or
+    where the disk is full.
+    """  # fmt: skip
+    target = _target(path)
+    _import("onnx", "onnxscript")
+    check = _has_onnxruntime() if check is None else check
+    if check:
+        _import("onnxruntime")
+    exported = captured(_on_cpu(model), graph, batch, length)
+    if check and any(port.dtype == "bfloat16" for port in exported.contract.inputs):
+        raise UsageError("onnxruntime takes no bfloat16 on a CPU: export a float32 model, or do not compare (check)")
+    made = _as_onnx(model, exported)
+
+    def work(file: Path) -> float | None:
+        _save_onnx(made, file)
+        return agree(model, exported.contract, _in_onnxruntime(file, exported.contract), f"{path}") if check else None
+
+    return Written(exported.contract, _write(target, ".onnx", work))
+
+
+def pt2(
+    model: SequenceModel, path: str | os.PathLike[str], graph: str = "forward", *,
+    batch: int | None = None, length: int | None = None, check: bool = True,
+) -> Written:
+    """Write a graph of a model as a program that `torch.export.load` reads. Arguments as `onnx`.
+
+    The contract is an extra file in it, `seqblocks.json`. The path ends in `.pt2`.
+    """  # fmt: skip
+    target = _target(path, ".pt2")
+    exported = trace(model, graph, batch=batch, length=length)
+
+    def work(file: Path) -> float | None:
+        with _explained(model, "a program of torch"):
+            torch.export.save(exported.program, file, extra_files={f"{KEY}.json": exported.contract.as_json()})
+            loaded = torch.export.load(file).module()
+        return agree(model, exported.contract, _as_run(model, exported, loaded), f"{path}") if check else None
+
+    return Written(exported.contract, _write(target, ".pt2", work))
+
+
+def aoti(
+    model: SequenceModel, path: str | os.PathLike[str], graph: str = "forward", *,
+    batch: int | None = None, length: int | None = None, check: bool = True,
+) -> Written:
+    """Compile a graph of a model to machine code, as a package that `torch._inductor.aoti_load_package` and C++ load.
+
+    Arguments as `onnx`. It takes a minute or more, and a C++ compiler. The contract is in the metadata of the package.
+    The path ends in `.pt2`.
+    """  # fmt: skip
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    target = _target(path, ".pt2")
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        raise UnavailableError("AOTInductor needs a C++ compiler: install g++ or clang++")
+    exported = trace(model, graph, batch=batch, length=length)
+    options = {"aot_inductor.metadata": {KEY: exported.contract.as_json()}}
+
+    def work(file: Path) -> float | None:
+        with _explained(model, "AOTInductor"):
+            aoti_compile_and_package(exported.program, package_path=str(file), inductor_configs=options)
+        loaded = aoti_load_package(str(file))
+        return agree(model, exported.contract, _as_run(model, exported, loaded), f"{path}") if check else None
+
+    return Written(exported.contract, _write(target, ".pt2", work))
+
+
+def _as_run(model: SequenceModel, exported: Exported, loaded: Any) -> Run:
+    """A loaded program as a function over flat lists of tensors."""
+    spec = pytree.tree_structure(example(model, exported.contract))
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return pytree.tree_leaves(loaded(*pytree.tree_unflatten(tensors, spec)))
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ ONNX
+
+
+def _import(*names: str) -> None:
+    for name in names:
+        try:
+            __import__(name)
+        except ModuleNotFoundError:
+            raise UnavailableError(f"{name} is missing. {EXTRA}") from None
+
+
+def _has_onnxruntime() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("onnxruntime") is not None
+
+
+def _on_cpu(model: SequenceModel) -> SequenceModel:
+    devices = {x.device.type for x in model.parameters()} if isinstance(model, SequenceModel) else set()
+    if devices - {"cpu", "meta"}:
+        raise UsageError(f"the model is on {', '.join(sorted(devices))}: move it with model.cpu()")
+    return model
+
+
+def _as_onnx(model: SequenceModel, exported: Exported) -> Any:
+    """Return the onnx_ir model of a program, with the names and the metadata of the contract."""
+    import onnx_ir as ir
+
+    contract = exported.contract
+    with _explained(model, "ONNX", exported):
+        made = torch.onnx.export(
+            exported.program, dynamo=True, verbose=False, input_names=contract.input_names,
+            output_names=contract.output_names, custom_translation_table=translations(),
+        )  # fmt: skip
+    assert made is not None
+    graph = made.model.graph
+    own = [*contract.inputs, *(contract.state if contract.graph != "context" else ())]
+    for value, port in zip(graph.inputs, own, strict=True):
+        value.shape = ir.Shape(port.shape)
+    for value, port in zip(graph.outputs, (*contract.outputs, *contract.state), strict=True):
+        value.shape = ir.Shape(port.shape)
+    made.model.metadata_props[KEY] = contract.as_json()
+    return made.model
+
+
+def _save_onnx(made: Any, file: Path) -> None:
+    import onnx_ir as ir
+
+    size = sum(x.const_value.nbytes for x in made.graph.initializers.values() if x.const_value is not None)
+    ir.save(made, file, external_data=_weights_of(file).name if size > LARGEST else None)
+
+
+def _in_onnxruntime(file: Path, contract: Contract) -> Run:
+    """A file as a function over lists of tensors."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise RunError(f"onnxruntime does not load what was exported: {_first_line(error)}") from error
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        feeds = {name: x.numpy() for name, x in zip(contract.input_names, tensors, strict=True)}
+        used = {port.name for port in session.get_inputs()}
+        try:
+            found = session.run(contract.output_names, {name: x for name, x in feeds.items() if name in used})
+        except Exception as error:
+            raise RunError(f"onnxruntime does not run what was exported: {_first_line(error)}") from error
+        return [torch.from_numpy(x) for x in found]
+
+    return run
+
+
+@contextlib.contextmanager
+def _explained(model: SequenceModel, target: str, exported: Exported | None = None) -> Iterator[None]:
+    """Raise RunError for what a compiler or converter raises, with the step where that is known."""
+    try:
+        with quiet():
+            yield
+    except OSError:
+        raise
+    except Exception as error:
+        reason = _reason(error)
+        step = exported and _step_of(exported, reason)
+        raise RunError(f"{step or model.spec.name} cannot be converted to {target}: {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _step_of(exported: Exported, reason: str) -> str | None:
+    """The path of the first step that uses the operator that a message names, or None."""
+    names = re.findall(r"op='\w+\.(\w+)'", reason)  # where it was taken apart, the name of a part
+    for node in exported.program.graph.nodes:
+        stack = node.meta.get("nn_module_stack") if names and names[0] in str(node.target) else None
+        if stack:
+            path = [*stack.values()][-1][0]
+            return str(path).removeprefix("model.") or None
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
+    """Return where a file is written, through links. Raise UsageError where it cannot be."""
+    try:
+        target = Path(os.path.realpath(path))
+        is_folder, has_parent = target.is_dir(), target.parent.is_dir()
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path!r} cannot be written: {error}") from None
+    if not os.fspath(path).endswith(ending):
+        raise UsageError(f"the file's name ends in {ending}, as torch wants it: {os.fspath(path)}{ending}")
+    if is_folder:
+        raise UsageError(f"{path} is a folder, and a file is written")
+    if not has_parent:
+        raise UsageError(f"{path} cannot be written: there is no folder {target.parent}")
+    return target
+
+
+def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> float | None:
+    """Call `work` with the name of a new file, then rename that to the target; returns what `work` returns."""
+    file = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{ending}")
+    data = _weights_of(file)
+    try:
+        found = work(file)
+        with open(file, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(file, target)
+    except BaseException as error:
+        data.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise
+    finally:
+        file.unlink(missing_ok=True)
+    _remove_older(target, data)
+    return found
+
+
+def _weights_of(file: Path) -> Path:
+    """The file for the weights of an ONNX file that was just written: it keeps its name."""
+    return file.with_name(f"{file.stem.removeprefix('.')}.data")
+
+
+def _remove_older(target: Path, data: Path) -> None:
+    """Remove the weights of an earlier file of this name."""
+    for other in target.parent.glob(f"{target.stem}.*.data"):
+        if other != data and re.fullmatch(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data", other.name):
+            with contextlib.suppress(OSError):
+                other.unlink()

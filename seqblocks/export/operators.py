@@ -1,0 +1,20 @@
+"""Operators of torch that its exporter to ONNX does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def translations() -> dict[Any, Any]:
+    """Return functions that write operators in ONNX, for `custom_translation_table`."""
+    return {torch.ops.aten.sort.stable: _sort}
+
+
+def _sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """All elements by TopK, which is stable."""
+    from onnxscript import opset18 as op
+
+    count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]), axis=0)
+    return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)

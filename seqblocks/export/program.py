@@ -1,0 +1,240 @@
+"""A graph of a model as a program of torch.export, made of torch's own operators alone.
+
+The reference implementations of the kernels are traced: a recurrence is one `scan` in the program, which serves any
+length. The program is called as the model is (`forward(x)`, `step(x, state)`), with nested dicts as states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from seqblocks.errors import RunError, SeqblocksError, UsageError
+from seqblocks.export.contract import BATCH, Contract, Port, interface
+from seqblocks.kernels import dispatch
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.state import States, declared
+from seqblocks.testing import random_context, random_input
+from seqblocks.types import Size
+
+EXAMPLE = 3  # sequences, where the batch is open
+FRAMES = 8  # of an example, where the length is open
+
+
+class Exported(NamedTuple):
+    """A program and its interface."""
+
+    program: ExportedProgram
+    contract: Contract
+
+
+class Graph(nn.Module):
+    """Calls a model for one of its graphs."""
+
+    def __init__(self, model: SequenceModel, graph: str) -> None:
+        super().__init__()
+        self.model, self.graph = model, graph
+
+    def forward(self, x: Any, state: States | None = None) -> Any:
+        """x: the input, or those of `forward` and `context` by name where the spec names them."""
+        if self.graph == "context":
+            return self.model.init_state(next(iter(x.values())).shape[0], **x)
+        if self.graph == "forward":
+            return self.model(**x) if isinstance(x, dict) else self.model(x)
+        if self.graph == "step":
+            y, new = self.model.step(x, state)
+        else:
+            y, new = self.model(x, state=state, return_state=True)
+        return y, ordered(declared(self.model.graph), new)
+
+
+def ordered(declarations: States, state: States) -> States:
+    """Return a state in the order of its declarations, which is that of the names in a contract."""
+    return {
+        name: ordered(item, state[name]) if isinstance(item, dict) else state[name]
+        for name, item in declarations.items()
+    }
+
+
+def trace(
+    model: SequenceModel, graph: str = "forward", *, batch: int | None = None, length: int | None = None
+) -> Exported:
+    """Return a graph of a model, see GRAPHS, as a program of torch.export with its contract.
+
+    It has torch's own operators alone, so it can be saved, and runs without seqblocks.
+
+    batch, length: sequences and tokens of each call, where they are fixed; by default any number. A length that the
+    spec fixes stays. The model is traced as in `eval()`, without gradients.
+
+    RunError where the model cannot stream or a step cannot be traced, with the step's name; UsageError.
+    """
+    program, contract = captured(model, graph, batch, length)
+    with quiet():
+        return Exported(program.run_decompositions({}), contract)  # takes contexts of autocast apart, which no file has
+
+
+def captured(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> Exported:
+    """As `trace`, with composite operators whole."""
+    contract = interface(_checked(model), graph, _sizes(model, graph, batch, length))
+    arguments = example(model, contract)
+    axes = _open_axes(contract, arguments)
+    with evaluating(model), quiet():
+        try:
+            program = torch.export.export(Graph(model, graph), arguments, dynamic_shapes=axes, strict=False)
+        except SeqblocksError:
+            raise
+        except Exception as error:
+            raise RunError(_explained(model, graph, error)) from error
+    return Exported(program, _with_shapes(contract, program))
+
+
+@contextlib.contextmanager
+def evaluating(model: SequenceModel, backend: str = "reference") -> Iterator[None]:
+    """Within this context the model is in eval(), without gradients, and uses this backend."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), dispatch.use_backend(backend):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within this context torch's exporters do not report on themselves, and record nothing for gradients."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._export", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: int = FRAMES, seed: int = 0) -> Any:
+    """Return arguments of a call of a graph: inputs (x, or by name), and a state where the graph has one.
+
+    batch, frames: where the contract leaves them open.
+    """
+    first = next(iter(contract.inputs), None)
+    sizes = [port.shape[0] for port in contract.inputs if isinstance(port.shape[0], int)]
+    batch = sizes[0] if sizes else batch or EXAMPLE
+    context = {name: x.detach() for name, x in random_context(model, batch, seed).items()}
+    if contract.graph == "context":
+        return (context,)
+    assert first is not None
+    tokens = model.frame_size * (1 if contract.graph == "step" else frames)
+    if contract.graph != "step" and len(first.shape) > 1 and isinstance(first.shape[1], int):
+        tokens = first.shape[1]
+    x = random_input(model, batch, tokens, seed).detach()
+    if contract.graph == "forward":
+        return ({first.name: x} | context,) if model.spec.inputs else (x,)
+    if contract.graph == "step" and model.frame_size == 1:
+        x = x.squeeze(1)
+    with torch.no_grad():
+        state = ordered(declared(model.graph), model.init_state(batch, **context))
+    return x, state
+
+
+def _checked(model: Any) -> SequenceModel:
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"what is exported is a model that build made, not {type(model).__name__}")
+    if model._some_tensor().is_meta:
+        raise UsageError("the model is on meta, where no weights are: build it on the CPU")
+    return model
+
+
+def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | None) -> dict[str, int]:
+    """The sizes that the caller fixes, by the names that they have in the spec."""
+    for name, size in (("batch", batch), ("length", length)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise UsageError(f"{name} is a whole number from 1 on, or None for any, not {size!r}")
+    sizes = {} if batch is None else {BATCH: batch}
+    if length is None:
+        return sizes
+    wire = model.spec.input
+    if graph in ("step", "context") or wire.kind in ("image", "vector"):
+        raise UsageError("a length is of the graphs `forward` and `chunk`, where the input has tokens")
+    if graph == "forward" and isinstance(wire.length, int) and wire.length != length:
+        raise UsageError(f"the spec fixes the length at {wire.length}; it cannot be {length}")
+    if length % model.frame_size:
+        raise UsageError(f"the model streams {model.frame_size} tokens at a time: the length {length} is no multiple")
+    return {**sizes, wire.length if isinstance(wire.length, str) else "seq": length}
+
+
+def _open_axes(contract: Contract, arguments: Any) -> Any:
+    """Return which axes of a call's arguments have any size, in the structure of the arguments."""
+    _, spec = pytree.tree_flatten(arguments)
+    ports = [*contract.inputs, *(contract.state if contract.graph != "context" else ())]
+    axes = [{at: Dim.DYNAMIC for at, size in enumerate(port.shape) if isinstance(size, str)} for port in ports]
+    return pytree.tree_unflatten(axes, spec)
+
+
+def _explained(model: SequenceModel, graph: str, error: Exception) -> str:
+    """What to say about an error of torch's exporter."""
+    where = place_in_trace(model, error) or "the model"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    fixed = re.search(r"marked (L\S+) as dynamic but your code specialized it to be a constant \((\d+)\)", str(error))
+    if fixed:
+        lines = [f"a step fixes {fixed[1].removeprefix('L')} at {fixed[2]}: pass `length` or `batch`"]
+    return f"{where} cannot be exported (graph {graph}): {lines[0]}"
+
+
+def place_in_trace(model: SequenceModel, error: BaseException | None) -> str | None:
+    """Return the path of the innermost step that was running when an error was raised, or None."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found = None
+    while error is not None:
+        at = error.__traceback__
+        while at is not None:
+            found = names.get(id(at.tb_frame.f_locals.get("self")), found)
+            at = at.tb_next
+        error = error.__cause__
+    return found
+
+
+def _with_shapes(contract: Contract, program: ExportedProgram) -> Contract:
+    """Fill in the shapes as they were traced: open sizes have the names of the first input with that size."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    ins = [values[name] for name in program.graph_signature.user_inputs]
+    outs = [values[name] for name in program.graph_signature.user_outputs]
+    state = () if contract.graph == "context" else contract.state
+    given = [*contract.inputs, *state]
+    names: dict[str, str] = {}
+    for port, x in zip(given, ins, strict=True):
+        for size, found in zip(port.shape, x.shape, strict=True):
+            if isinstance(size, str):
+                names.setdefault(str(found), size)
+
+    def shape(x: Tensor) -> tuple[Size, ...]:
+        return tuple(size if isinstance(size, int) else _renamed(size, names) for size in x.shape)
+
+    inputs = [Port(port.name, shape(x), port.dtype) for port, x in zip(contract.inputs, ins, strict=False)]
+    outputs = [
+        Port(port.name, shape(x), str(x.dtype).removeprefix("torch."))
+        for port, x in zip(contract.outputs, outs, strict=False)
+    ]
+    ranges = {names.get(str(symbol)): found.upper for symbol, found in program.range_constraints.items()}
+    limits = {name: int(most) for name, most in ranges.items() if name and most.is_Integer}
+    return replace(contract, inputs=tuple(inputs), outputs=tuple(outputs), limits=limits)
+
+
+def _renamed(size: torch.SymInt, names: dict[str, str]) -> str:
+    """A size that depends on those of the inputs, as an expression of their names."""
+    return re.sub(r"[a-z]+\d+", lambda found: names.get(found[0], found[0]), str(size))

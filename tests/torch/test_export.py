@@ -1,0 +1,312 @@
+"""Exported graphs against the model: ONNX through onnxruntime, programs of torch, their contracts, and faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks import Op, export, primitive
+from seqblocks.errors import RunError, UnavailableError, UsageError
+from seqblocks.export import compare, files, program
+from seqblocks.op import PRIMITIVES
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import random_input
+
+MIXERS = {  # the exporters take seconds for each
+    "mamba": ["{mamba_mixer: {dim: 8, state: 4}}"],
+    "mlstm": ["{mlstm_layer: {dim: 8, heads: 2}}"],
+    "slstm": ["{slstm_layer: {dim: 8, heads: 2}}"],
+    "centaurus": ["{centaurus: {features: 8, state: 4}}"],
+    "memoroid": ["{memoroid_layer: {dim: 8, heads: 2}}"],
+    "retnet": ["{retention_mixer: {dim: 8, heads: 2}}"],
+    "transformer": ["{attention_layer: {dim: 8, heads: 2, window: 5}}"],
+}
+CONTEXT = """
+seqblocks: 1
+use: [transformer]
+model:
+  inputs: {text: {features: 8}, sound: {features: 4}}
+  steps:
+    - linear: {from: sound, features: 8, as: heard}
+    - cross_attention_layer: {from: text, dim: 8, memory: heard, heads: 2}
+    - causal_conv: {kernel: 3, as: h}
+    - linear: {features: 1, as: value}
+    - linear: {from: h, features: 3, as: policy}
+  outputs: [policy, value]
+"""
+
+
+class Session:
+    """An ONNX file as a program without seqblocks runs it: by what the metadata says."""
+
+    def __init__(self, path: Path) -> None:
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.contract = json.loads(self.session.get_modelmeta().custom_metadata_map["seqblocks"])
+
+    def initial(self, batch: int) -> dict[str, Any]:
+        """The state before the first token."""
+        return {
+            part["input"]: numpy.full((batch, *part["shape"][1:]), part["initial"], part["dtype"])
+            for part in self.contract["state"]
+            if part["initial"] is not None
+        }
+
+    def __call__(self, state: dict[str, Any] | None = None, **inputs: Tensor) -> tuple[dict[str, Tensor], Any]:
+        """The outputs by name, and the state as the next call is given it."""
+        names = [each.name for each in self.session.get_outputs()]
+        given = {name: x.detach().numpy() for name, x in inputs.items()} | (state or {})
+        found = dict(zip(names, self.session.run(names, given), strict=True))
+        following = {part["input"]: found.pop(part["output"], None) for part in self.contract["state"]}
+        return {name: torch.from_numpy(x) for name, x in found.items()}, following
+
+
+def recurrent(mixer: str = "") -> SequenceModel:
+    """A language model of a minGRU and, if one is named, another mixer, which goes first."""
+    steps = ", ".join(["{embed: 8}", *MIXERS.get(mixer, ()), "{mingru_mixer: {dim: 8}}", "{linear: 5}"])
+    used = {"centaurus": "", "slstm": ", xlstm", "mlstm": ", xlstm", "": ""}.get(mixer, f", {mixer}")
+    text = f"seqblocks: 1\nuse: [mingru{used}]\nmodel: {{input: {{tokens: 11}}, steps: [{steps}]}}"
+    return seqblocks.build_text(text).eval()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """The tolerance is half the digits of float32: sums have another order."""
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", ["", *(pytest.param(m, marks=pytest.mark.long) for m in MIXERS)])
+def test_a_stream_goes_on_from_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) -> None:
+    """A chunk of any length, then tokens, are the whole sequence in torch."""
+    model = recurrent(mixer)
+    for graph in ("chunk", "step"):
+        assert export.onnx(model, tmp_path / f"{graph}.onnx", graph).difference < 1e-5
+    read, run = Session(tmp_path / "chunk.onnx"), Session(tmp_path / "step.onnx")
+    assert run.contract["state"] == read.contract["state"]
+    assert run.contract["inputs"] == [{"name": "input", "shape": ["batch"], "dtype": "int64"}]
+    assert [each.shape for each in read.session.get_inputs()[:2]] == [["batch", "seq"], ["batch", 8]]
+    x, state, parts = random_input(model, 2, 19), read.initial(2), []
+    for start, end in ((0, 1), (1, 16)):
+        y, state = read(state, input=x[:, start:end])
+        parts.append(y["output"])
+    for t in range(16, 19):
+        y, state = run(state, input=x[:, t])
+        parts.append(y["output"].unsqueeze(1))
+    close(torch.cat(parts, 1), model(x))
+
+
+def test_a_context_begins_the_state() -> None:
+    """The graph `context` makes the state of which steps go on; several inputs and outputs have their names."""
+    model = seqblocks.build_text(CONTEXT).eval()
+    (first, _), (following, contract) = (export.trace(model, graph) for graph in ("context", "step"))
+    heard, memory = contract.state
+    assert contract.inputs == (export.Port("text", ("batch", 8), "float32"),)
+    assert contract.outputs == (
+        export.Port("policy", ("batch", 3), "float32"), export.Port("value", ("batch", 1), "float32"),
+    )  # fmt: skip
+    assert heard.input == "state.cross_attention_layer.residual.kv.output"
+    assert (heard.shape, heard.initial) == (("batch", "sound", 16), None)
+    assert memory == export.Part("state.h.window", "next_state.h.window", ("batch", 2, 8), "float32", 0.0)
+    begin, step = first.module(), following.module()
+    x, context = random_input(model, 3, 4).detach(), {"sound": torch.randn(3, 9, 4)}
+    expected = model(text=x, **context)
+    state = begin(context)
+    for t in range(4):
+        y, state = step(x[:, t], state)
+        assert y.keys() == {"policy", "value"}
+        close(y["policy"], expected["policy"][:, t])
+        close(y["value"], expected["value"][:, t])
+
+
+ALONE = """
+import json, sys, torch
+found = torch.export.load(sys.argv[1], extra_files=(extra := {"seqblocks.json": ""}))
+x, state, y = torch.load(sys.argv[2])
+torch.testing.assert_close(found.module()(x, state)[0], y)
+assert json.loads(extra["seqblocks.json"])["graph"] == "chunk", extra
+assert not [name for name in sys.modules if name.startswith("seqblocks")]
+"""
+
+
+def test_a_program_needs_no_seqblocks(tmp_path: Path) -> None:
+    model = recurrent()
+    export.pt2(model, tmp_path / "m.pt2", "chunk", batch=2, check=False)
+    x, state = random_input(model, 2, 6), model.init_state(2)
+    with torch.no_grad():
+        torch.save((x, state, model(x, state=state, return_state=True)[0]), tmp_path / "call.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path / "m.pt2", tmp_path / "call.pt"], cwd=tmp_path, text=True,
+        capture_output=True, env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
+    """Each token has its experts, whatever the others of the batch have; a fixed length and batch are numbers."""
+    steps = "[{experts: {count: 4, top: 2, steps: [{swiglu: 6}]}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}").train()
+    export.onnx(model, tmp_path / "m.onnx", length=7, batch=2)
+    assert model.training
+    session = Session(tmp_path / "m.onnx")
+    assert session.contract["inputs"] == [{"name": "input", "shape": [2, 7, 4], "dtype": "float32"}]
+    x = random_input(model, 2, 7)
+    close(session(input=x)[0]["output"], model.eval()(x))
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.fixture
+def verbs() -> Iterator[None]:
+    """Primitives that no exporter takes."""
+    before = dict(PRIMITIVES)
+
+    @primitive("bessel")
+    class Bessel(Op):
+        """An operator that ONNX has not."""
+
+        def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
+            return torch.special.bessel_j0(x)
+
+    @primitive("looks")
+    class Looks(Op):
+        """A branch that depends on numbers."""
+
+        def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    @primitive("five")
+    class Five(Op):
+        """A size that is written down."""
+
+        def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
+            return x * torch.ones(x.shape[0], int(x.shape[1]), 1)
+
+    yield
+    PRIMITIVES.clear()
+    PRIMITIVES.update(before)
+
+
+def made(steps: str) -> SequenceModel:
+    return seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{steps}]}}").eval()
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("{residual: {name: inner, steps: [bessel]}}", r"inner.bessel cannot be converted to ONNX: .*bessel_j0"),
+        ("{residual: {name: inner, steps: [looks]}}", r"inner.looks cannot be exported \(graph forward\): Could not"),
+        ("five", r"the model cannot be exported .* a step fixes .*size\(\)\[1\].*: pass `length` or `batch`"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(steps: str, message: str, verbs: None, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=message):
+        export.onnx(made(steps), tmp_path / "m.onnx")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    file, model = tmp_path / "m.onnx", made("{linear: 3}")
+    for call, kind, message in [
+        (lambda: export.onnx(seqblocks.build("vil_digits"), file, "step"), RunError, "cannot stream.*graph `forward`"),
+        (lambda: export.onnx(model, file, "steps"), UsageError, "there is no graph 'steps', only forward, step"),
+        (lambda: export.onnx(model, file, "context"), UsageError, "has no inputs that do not stream"),
+        (lambda: export.onnx(model, file, "step", length=3), UsageError, "a length is of the graphs"),
+        (lambda: export.onnx(model, file, batch=0), UsageError, "batch is a whole number from 1 on"),
+        (lambda: export.onnx(torch.nn.Linear(2, 2), file), UsageError, "a model that build made, not Linear"),
+        (lambda: export.onnx(model, tmp_path / "a" / "m.onnx"), UsageError, "there is no folder"),
+        (lambda: export.onnx(model, tmp_path), UsageError, "is a folder, and a file is written"),
+        (lambda: export.pt2(model, tmp_path / "m.bin"), UsageError, r"ends in \.pt2.*m\.bin\.pt2"),
+        (lambda: export.onnx(seqblocks.build("vil_digits", device="meta"), file), UsageError, "on meta"),
+    ]:
+        with pytest.raises(kind, match=message):
+            call()
+    with pytest.raises(UsageError, match="the spec fixes the length at 16000"):
+        export.trace(seqblocks.build("centaurus_keywords"), length=160)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        with monkeypatch.context() as absent:
+            absent.setitem(sys.modules, name, None)
+            with pytest.raises(UnavailableError, match=rf"{name} is missing.*pip install 'seqblocks\[onnx\]'"):
+                export.onnx(made("{linear: 3}"), tmp_path / "m.onnx", check=True)
+
+
+def test_an_earlier_file_stays_where_a_new_one_fails(tmp_path: Path) -> None:
+    file, model = tmp_path / "m.onnx", made("{linear: 3}")
+    file.write_text("earlier")
+    contract = export.trace(model).contract
+
+    def wrong(new: Path) -> float:
+        new.write_text("new")
+        return compare.agree(model, contract, lambda tensors: [tensors[0][..., :3] + 1.0], str(file))
+
+    def full(new: Path) -> None:
+        new.write_text("n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match=r"m\.onnx and the model differ: output by .* Nothing was written"):
+        files._write(file, ".onnx", wrong)
+    with pytest.raises(UnavailableError, match=r"m\.onnx cannot be written: No space left"):
+        files._write(file, ".onnx", full)
+    assert file.read_text() == "earlier"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_large_weights_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of an earlier export is removed."""
+    monkeypatch.setattr(files, "LARGEST", 8)  # bytes
+    (tmp_path / "m.0a1b2c3d.data").write_bytes(b"earlier")
+    export.onnx(made("{linear: 3}"), tmp_path / "m.onnx")
+    _, weights = sorted(path.name for path in tmp_path.iterdir())[::-1]
+    assert [*tmp_path.glob("*.data")] == [tmp_path / weights]
+    assert weights != "m.0a1b2c3d.data"
+    assert Session(tmp_path / "m.onnx")(input=torch.ones(1, 2, 4))[0]["output"].shape == (1, 2, 3)
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+JUDGED = ["mlstm_small", "mamba_small", "hybrid_small", "centaurus_mlstm", "centaurus_denoiser", "vil_digits"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("graph", ["forward", "step"])
+@pytest.mark.parametrize("name", JUDGED)
+def test_bundled_models_in_onnxruntime(name: str, graph: str, tmp_path: Path) -> None:
+    if graph == "forward" or name != "vil_digits":
+        assert export.onnx(seqblocks.build(name), tmp_path / "m.onnx", graph).difference < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("graph", ["forward", "step"])
+def test_compiled_packages(graph: str, tmp_path: Path) -> None:
+    """A package of AOTInductor runs the same calls without Python's seqblocks; it takes a minute to make one."""
+    model = recurrent("mlstm")
+    assert export.aoti(model, tmp_path / "m.pt2", graph).difference < 1e-4
+    arguments = program.example(model, export.trace(model, graph).contract)
+    torch.save((arguments, program.Graph(model, graph)(*arguments)), tmp_path / "call.pt")
+    code = (
+        "import sys, torch; from torch._inductor import aoti_load_package; from torch.utils import _pytree as tree\n"
+        "x, y = torch.load(sys.argv[2]); found = aoti_load_package(sys.argv[1])\n"
+        "with torch.no_grad(): torch.testing.assert_close(tree.tree_leaves(found(*x)), tree.tree_leaves(y))\n"
+        "assert not [name for name in sys.modules if name.startswith('seqblocks')]\n"
+        "assert 'seqblocks' in found.get_metadata()"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "m.pt2", tmp_path / "call.pt"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
