@@ -22,7 +22,7 @@ from seqblocks.distributed.sequence import SequenceParallel
 from seqblocks.runtime.model import SequenceModel, has_tokens
 from seqblocks.testing import _by_name, _output_types, _weights, random_context, random_input
 
-TIMEOUT = 300  # seconds, after which ranks that wait for one another are ended
+TIMEOUT = 200  # seconds, after which ranks that wait for one another are ended
 SHARES = {2: (5, 18), 3: (4, 11, 8)}  # frames of the sequence that each rank has
 Errors = dict[str, float]
 
@@ -58,9 +58,11 @@ class Example:
         self.resets = self._marks() if marks and model._resets_obstacle is None else None
         model.zero_grad()
         self.y = _by_name(model(self.x, resets=self.resets, **self.context))
+        self.y = {name: y.double() for name, y in self.y.items()}  # token numbers too
         self.weights = {name: _weights(y) for name, y in self.y.items()}
         loss = torch.stack([(y * self.weights[name]).mean() for name, y in self.y.items()]).sum()
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         self.loss = loss.item()
         self.gradients = [p.grad for p in model.parameters()]
 
@@ -88,9 +90,10 @@ class Example:
                 losses.append((y * self.weights[name]).mean())
                 output = max(output, relative(y, self.y[name]))
         loss = torch.stack(losses).sum()
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         parallel.sum_gradients()
-        largest = max(g.abs().max().item() for g in self.gradients if g is not None)
+        largest = max((g.abs().max().item() for g in self.gradients if g is not None), default=0.0)
         gradient = 0.0
         for p, expected in zip(self.model.parameters(), self.gradients, strict=True):
             assert (p.grad is None) == (expected is None)
