@@ -193,11 +193,14 @@ def by_hand(model: seqblocks.SequenceModel, batch: int) -> tuple[Callable[[Tenso
         if any(name.startswith(f"layers.{index}.{prefix}") for name in weights)
     ]
 
+    norm = next(node for node in model.graph.nodes if node.verb == "rms_norm")
+    eps: float = norm.op.eps  # type: ignore[union-attr]
+
     def step(tokens: Tensor, state: list[Any]) -> Tensor:
         x = F.embedding(tokens, weights["embed.weight"])
         for layer in layers:
             x = layer(x, state)
-        return F.linear(rms_norm(x, weights["norm.weight"], 1e-6), weights["embed.weight"])
+        return F.linear(rms_norm(x, weights[f"{norm.name}.weight"], eps), weights["embed.weight"])
 
     return step, state
 

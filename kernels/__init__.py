@@ -15,6 +15,7 @@ from seqblocks.kernels.linear_attention import linear_attention
 from seqblocks.kernels.mlstm import MLSTMState, mlstm, mlstm_init_state, mlstm_step
 from seqblocks.kernels.mlstm.memoroid import MLSTMElement, mlstm_algebra, mlstm_memoroid
 from seqblocks.kernels.positions import packed_resets, rotary
+from seqblocks.kernels.residual_norm import residual_norm
 from seqblocks.kernels.selective_scan import selective_scan
 from seqblocks.kernels.slstm import SLSTMState, slstm
 
@@ -41,6 +42,7 @@ __all__ = [
     "mlstm_memoroid",
     "mlstm_step",
     "packed_resets",
+    "residual_norm",
     "rotary",
     "same_backend",
     "selective_scan",

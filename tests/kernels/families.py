@@ -379,6 +379,54 @@ HEAD_NORM = Kernel(
 )
 
 
+def normed_residual(x: Tensor, residual: Tensor | None = None, **rest: Any) -> Tensor:
+    """Both results of residual_norm side by side."""
+    return torch.cat(kernels.residual_norm(x, residual, **rest), -1)
+
+
+def residual_inputs(batch: int = 2, S: int = 7, D: int = 24) -> Tensors:
+    x, residual = draw(batch, S, D), draw(batch, S, D, seed=3)
+    return {"x": x, "residual": residual, "weight": draw(D, seed=1), "bias": draw(D, seed=2)}
+
+
+def residual_roundings(backend: str, dtype: torch.dtype, length: int) -> float:
+    """The total is rounded before its norm: 1, which the gain carries on. Triton rounds the result: 2. Elsewhere the
+    norm, its product with the gain and the sum with the bias are rounded too: 4, and one more on the way back, where
+    the two gradients of the total are added."""
+    return 2.0 if backend == "triton" else 5.0
+
+
+RESIDUAL_NORM = Kernel(
+    name="residual_norm",
+    function=normed_residual,
+    implementations=("reference", "triton", "gpu"),  # the one in torch is the same function as the reference
+    make=residual_inputs,
+    sequences=("x", "residual"),
+    shapes=({"S": 1}, {"S": 37}, {"S": 0}, {"S": 5, "D": 18}, {"S": 3, "D": 600}),
+    device_shapes=tuple({"batch": 3, "S": 130, "D": D} for D in (24, 192, 1536, 8192)),
+    ranges={"batch": range(4), "S": range(10)},
+    small={"batch": 1, "S": 2, "D": 6},
+    variants={
+        "all": Variant({"centred": True, "one_plus": True}),
+        "rms": Variant({"one_plus": True}, without=("bias",)),
+        "alone": Variant({"centred": True}, without=("residual",)),
+        "no gain": Variant(without=("weight", "bias")),
+    },
+    resets=False,
+    reverse=False,
+    bar=norm_bar,
+    roundings=residual_roundings,
+    reverse_mode_only=(),
+    errors=(
+        (lambda x: {"weight": x["weight"][:3]}, r"weight \[24\]; got \[3\]"),
+        (lambda x: {"bias": x["bias"][:3]}, r"bias \[24\]; got \[3\]"),
+        (lambda x: {"residual": x["residual"][:1]}, "wants residual as x"),
+    ),
+    facts={"width": 64},
+    refused=(({"width": 20_000}, "at most 8192"), ({"dtype": torch.float64}, "float64")),
+)
+
+
 def linear_inputs(batch: int = 2, S: int = 7, G: int = 3, O: int = 4, I: int = 4) -> Tensors:
     return {"x": draw(batch, S, G * I), "weight": draw(G, O, I, seed=1), "bias": draw(G * O, seed=2)}
 
@@ -499,5 +547,5 @@ MLSTM_MEMOROID = Kernel(
 KERNELS = (
     MLSTM, SLSTM, SELECTIVE_SCAN, CAUSAL_CONV, MIXING_CONV, CENTAURUS, HEAD_NORM, HEADWISE_LINEAR, ATTENTION,
     ASSOCIATIVE_SCAN, MLSTM_MEMOROID, LINEAR_ATTENTION,
-    GATED_RECURRENCE,
+    GATED_RECURRENCE, RESIDUAL_NORM,
 )

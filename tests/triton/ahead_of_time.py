@@ -37,6 +37,7 @@ from seqblocks.kernels.head_norm import triton as head_norm_triton
 from seqblocks.kernels.headwise_linear import triton as headwise_linear_triton
 from seqblocks.kernels.linear_attention import triton as linear_attention_triton
 from seqblocks.kernels.mlstm import triton as mlstm_triton
+from seqblocks.kernels.residual_norm import triton as residual_norm_triton
 from seqblocks.kernels.selective_scan.triton import launch as selective_scan_triton
 from seqblocks.kernels.slstm.triton import launch as slstm_triton
 
@@ -154,6 +155,13 @@ def head_norm(width: int, dtype: torch.dtype, gated: bool = False) -> None:
     head_norm_triton.run(x, 4, weight, bias, 1e-5, *more).sum().backward()
 
 
+def residual_norm(width: int, dtype: torch.dtype, *, residual: bool = True, **options: bool) -> None:
+    x, added = (torch.zeros(100, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.zeros(width, requires_grad=True) for _ in range(2))
+    y, total = residual_norm_triton.run(x, added if residual else None, weight, bias, 1e-6, **options)
+    (y.sum() + total.sum()).backward()
+
+
 def headwise_linear(O: int, I: int, dtype: torch.dtype) -> None:
     x = torch.zeros(1 << 13, 64 * I, dtype=dtype, requires_grad=True)
     w = torch.zeros(64, O, I, dtype=dtype, requires_grad=True)
@@ -261,6 +269,11 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for width in (192, 4096):
         yield f"head_norm D={width} bf16 skip gate", lambda n=width: head_norm(
             n, torch.bfloat16, True)
+    for width in (64, 768, 4096, 8192):
+        yield f"residual_norm D={width} bf16", lambda n=width: residual_norm(n, torch.bfloat16)
+    yield "residual_norm D=768 bf16 layer one_plus", lambda: residual_norm(
+        768, torch.bfloat16, centred=True, one_plus=True)
+    yield "residual_norm D=768 fp32 alone", lambda: residual_norm(768, torch.float32, residual=False)
     for O, I in ((4, 4), (3, 5), (16, 16)):
         for dtype in (torch.bfloat16, torch.float32):
             yield f"headwise_linear O={O} I={I} {TYPES[dtype]}", (

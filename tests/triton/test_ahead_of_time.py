@@ -61,11 +61,13 @@ def compare(lines: list[str], recorded: list[str]) -> None:
 
 OPS = (
     "selective_scan", "causal_conv", "head_norm", "headwise_linear", "mlstm", "slstm", "centaurus", "linear_attention",
+    "residual_norm",
 )
 TYPICAL = {  # of each op the cases that each run compiles, which have all its kernels; with `long` all are
     "selective_scan": ["selective_scan N=16 bf16 segments resets"],
     "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
     "head_norm": ["head_norm D=192 bf16 skip gate"],
+    "residual_norm": ["residual_norm D=768 bf16 layer one_plus"],
     "headwise_linear": ["headwise_linear O=4 I=4 bf16", "headwise_linear O=4 I=4 fp32"],
     "mlstm": ["mlstm D=128 bf16 many chunks resets", "mlstm step D=128 bf16"],
     "slstm": ["slstm D=64 bf16 reverse resets", "slstm D=256 bf16"],

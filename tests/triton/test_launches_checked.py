@@ -70,6 +70,11 @@ def norm(rows: int, heads: int, width: int, x: torch.dtype, w: torch.dtype, gate
     return [y]
 
 
+def residual(rows: int, width: int, x: torch.dtype, w: torch.dtype, added: bool) -> Any:
+    residual = leaf(rows, width, dtype=x) if added else None
+    return [*kernels.residual_norm(leaf(rows, width, dtype=x), residual, leaf(width, dtype=w), backend="triton")]
+
+
 def headwise(rows: int, G: int, O: int, I: int, x: torch.dtype, w: torch.dtype) -> Any:
     return [kernels.headwise_linear(leaf(rows, G * I, dtype=x), leaf(G, O, I, dtype=w), backend="triton")]
 
@@ -135,6 +140,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "causal_conv", of(conv, B, S, D, 4, x, w, activation=None if D == 24 else "silu")
     for rows, heads, width, (x, w) in itertools.product((3, 4096), (1, 4), (4, 192, 2048), PAIRS):
         yield "head_norm", of(norm, rows, heads, width, x, w, gated=rows == 3)
+    for rows, width, (x, w) in itertools.product((3, 4096), (4, 768, 8192), PAIRS):
+        yield "residual_norm", of(residual, rows, width, x, w, rows == 3)
     for rows, (G, O, I), (x, w) in itertools.product((3, 70000, 1 << 20), ((64, 4, 4), (5, 3, 16), (2, 2, 2)), PAIRS):
         yield "headwise_linear", of(headwise, rows, G, O, I, x, w)
     for B, S, (DK, DV), (x, f) in itertools.product((1, 200), (1, 40, 5000), ((16, 20), (64, 128), (256, 512)), PAIRS):

@@ -25,6 +25,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "causal_conv": {"width": 8, "taps": 3, "resets": True, "reverse": True},
     "headwise_linear": {"block": (4, 2, 3)},
     "head_norm": {"heads": 2, "width": 10},
+    "residual_norm": {"width": 10, "residual": True, "one_plus": True},
     "centaurus": {"channels": 4, "substates": 3, "resets": True, "reverse": True},
     "slstm": {"heads": 2, "head_dim": 4, "resets": True, "reverse": True},
     "linear_attention": {"widths": (16, 20), "rule": "delta", "decay": "key", "resets": True},

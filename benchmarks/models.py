@@ -1,0 +1,469 @@
+"""Time and memory of whole language models on a CPU, against other packages that run the same weights.
+
+    pip install 'seqblocks[peers]'        # packages that are absent are listed as such
+    python benchmarks/models.py [--case mamba_128] [--out benchmarks/results]
+
+A candidate takes part only where its logits are ours. Candidates take turns, and the ratios of adjacent runs count:
+their medians are reported. Times are those of the process, in which other programs do not count, on one thread.
+Floors are measured in the same run: the multiply-accumulates of the model at the speed of a large matrix product
+(three times as many for a training step), its weights at the speed at which memory is read once, and, where
+benchmarks/steps.py knows the model, a token written by hand in torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import steps
+import torch
+from common import versions, write
+from cpu import OURS, resident
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import seqblocks
+
+PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy")
+LIMIT = 12.0  # seconds that a candidate may take for one run of one kind of work
+BUDGET = 5.0  # seconds that all runs of a candidate may take for one kind of work
+ROUNDS = 15
+TOLERANCE = 2e-4  # of logits in float32, of the largest
+
+
+class Candidate(NamedTuple):
+    """A language model: token numbers [batch, seq] -> logits; prefill does so and returns a state somewhere.
+
+    generate(ids, count) returns the greedy tokens [count] after one prompt.
+    """
+
+    model: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    prefill: Callable[[Tensor], Any] | None = None
+    generate: Callable[[Tensor, int], Tensor] | None = None
+    streams_only: bool = False  # logits come token by token: it is no candidate for whole sequences
+
+
+class Case(NamedTuple):
+    """A model, and how much of each kind of work is measured: [batch, seq] in training, new tokens."""
+
+    about: str
+    make: Callable[[], tuple[seqblocks.SequenceModel, dict[str, Callable[[], Candidate]]]]
+    training: tuple[int, int]
+    tokens: int
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+def ours(model: seqblocks.SequenceModel) -> Candidate:
+    return Candidate(
+        model, model, lambda ids: model(ids, return_state=True),
+        lambda ids, count: seqblocks.generate(model, ids, max_new_tokens=count)[0],
+    )  # fmt: skip
+
+
+def continued(step: Callable[[Tensor, Any], tuple[Tensor, Any]], state: Any) -> Callable[[Tensor, int], Tensor]:
+    """Return a `generate` of a step: token numbers [batch], state -> logits [batch, vocabulary], state."""
+
+    def generate(ids: Tensor, count: int) -> Tensor:
+        now, found = state(), []
+        for token in ids.unbind(1):
+            logits, now = step(token, now)
+        for _ in range(count):
+            found.append(logits.argmax(-1))
+            logits, now = step(found[-1], now)
+        return torch.cat(found)
+
+    return generate
+
+
+def of_transformers(model: Any, generating: Any = None) -> Candidate:
+    """generating: the model that generates and prefills, where that is another one."""
+    generating = generating or model
+    generating.generation_config.eos_token_id = None
+    options = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
+    return Candidate(
+        model, lambda ids: model(ids, use_cache=False).logits, lambda ids: generating(ids, use_cache=True),
+        lambda ids, count: generating.generate(ids, max_new_tokens=count, **options)[0, ids.shape[1] :],
+    )  # fmt: skip
+
+
+def spec_and_model(peer: Any) -> seqblocks.SequenceModel:
+    """Our model with the configuration and weights of one of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_pretrained(folder)
+        return seqblocks.from_pretrained(folder).eval()
+
+
+def mamba(dim: int, depth: int, vocabulary: int, kind: str = "Mamba") -> Callable[[], Any]:
+    def make() -> Any:
+        import transformers
+
+        config = {"vocab_size": vocabulary, "hidden_size": dim, "num_hidden_layers": depth}
+        cls = getattr(transformers, f"{kind}ForCausalLM")
+        torch.manual_seed(0)
+        peer = cls(getattr(transformers, f"{kind}Config")(**config)).eval()
+        model = spec_and_model(peer)
+
+        def with_scan_of_mambapy() -> Candidate:
+            import mambapy  # noqa: F401
+
+            other = cls(getattr(transformers, f"{kind}Config")(**config, use_mambapy=True)).eval()
+            other.load_state_dict(peer.state_dict())
+            return of_transformers(other)._replace(generate=None)
+
+        made = {OURS: lambda: ours(model), "transformers": lambda: of_transformers(peer)}
+        made["transformers, mambapy's scan"] = with_scan_of_mambapy
+        if kind == "Mamba":
+            made |= {"mambapy": lambda: of_mambapy(model), "by hand": lambda: by_hand(model)}
+        return model, made
+
+    return make
+
+
+def by_hand(model: seqblocks.SequenceModel) -> Candidate:
+    step, first = steps.by_hand(model, 1)
+
+    def stepped(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return step(tokens, state), state
+
+    def logits(ids: Tensor) -> Tensor:
+        state = [*first]
+        return torch.stack([step(token, state) for token in ids[:1].unbind(1)], 1)
+
+    return Candidate(model, logits, None, continued(stepped, lambda: [*first]), streams_only=True)
+
+
+class OfMambapy(nn.Module):
+    """Its stack of blocks, between an embedding and a norm of ours: its own language model imports mamba_ssm."""
+
+    def __init__(self, dim: int, depth: int, vocabulary: int) -> None:
+        from mambapy.mamba import Mamba, MambaConfig, RMSNorm
+
+        super().__init__()
+        self.embed, self.norm_f = nn.Embedding(vocabulary, dim), RMSNorm(dim)
+        self.stack = Mamba(MambaConfig(d_model=dim, n_layers=depth))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm_f(self.stack(self.embed(ids))) @ self.embed.weight.t()
+
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        x, state = self.stack.step(self.embed(tokens), [*state])
+        return self.norm_f(x) @ self.embed.weight.t(), state
+
+
+def of_mambapy(model: seqblocks.SequenceModel) -> Candidate:
+    weights = {name.replace("ssm.", ""): x for name, x in model.state_dict().items() if name != "unembed.weight"}
+    weights = {name.replace("mamba_block.residual.", ""): x for name, x in weights.items()}
+    weights = {name.replace("layers.", "stack.layers."): x for name, x in weights.items()}
+    vocabulary, dim = weights["embed.weight"].shape
+    peer = OfMambapy(dim, len(model.layers), vocabulary).eval()  # type: ignore[arg-type]
+    peer.load_state_dict(weights)
+    block = peer.stack.config
+    first = [(None, torch.zeros(1, block.d_inner, block.d_conv - 1)) for _ in range(block.n_layers)]
+    return Candidate(peer, peer, None, continued(peer.step, lambda: first))
+
+
+def xlstm_large() -> Any:
+    """xLSTM of the 7B kind, in transformers. Its heads have keys of half the width of values."""
+    import transformers
+
+    size = {"vocab_size": 1024, "hidden_size": 512, "embedding_dim": 512, "num_heads": 4, "num_hidden_layers": 6}
+    torch.manual_seed(0)
+    peer, generating = (
+        transformers.xLSTMForCausalLM(transformers.xLSTMConfig(**size, num_blocks=None, mode=mode)).eval()
+        for mode in ("train", "inference")
+    )
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    generating.load_state_dict(peer.state_dict())
+    model = spec_and_model(peer)
+    return model, {OURS: lambda: ours(model), "transformers": lambda: of_transformers(peer, generating)}
+
+
+def xlstm_language() -> Any:
+    """xLSTM[1:0] of the paper's code, the `xlstm` package."""
+    from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
+
+    layer = mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
+    size = {"embedding_dim": 256, "num_blocks": 6, "vocab_size": 1024, "context_length": 1024}
+    torch.manual_seed(0)
+    peer = xLSTMLMModel(xLSTMLMModelConfig(mlstm_block=mLSTMBlockConfig(mlstm=layer), **size)).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    changes = {"dim": 256, "vocabulary": 1024, "model.blocks.pattern": "m*6"}
+    model = seqblocks.build("xlstm_125m", set=changes).eval()
+    seqblocks.load_official(model, {name: x for name, x in peer.state_dict().items() if "causal_mask" not in name})
+
+    def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        logits, state = peer.step(tokens[:, None], state=state)
+        return logits[:, 0], state
+
+    theirs = Candidate(peer, peer, None, continued(step, dict))
+    return model, {OURS: lambda: ours(model), "xlstm": lambda: theirs}
+
+
+CASES = {
+    "mamba_128": Case("Mamba, width 128, 5 layers, 256 tokens", mamba(128, 5, 256), (8, 128), 64),
+    "mamba_512": Case("Mamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256), (4, 128), 48),
+    "mamba_130m": Case("mamba-130m: width 768, 24 layers, 50,280 tokens", mamba(768, 24, 50280), (1, 128), 16),
+    "falcon_mamba": Case(
+        "FalconMamba, width 512, 8 layers, 256 tokens", mamba(512, 8, 256, "FalconMamba"), (4, 128), 48
+    ),
+    "xlstm_large": Case("xLSTM-large, width 512, 6 layers of 4 heads, 1,024 tokens", xlstm_large, (4, 128), 48),
+    "xlstm": Case("xLSTM[1:0], width 256, 6 layers of 4 heads, 1,024 tokens", xlstm_language, (8, 128), 48),
+}
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def train(candidate: Candidate, ids: Tensor) -> None:
+    """Run one training step, all but the optimiser, which is the same for all."""
+    loss = cross_entropy(candidate.logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    candidate.model.zero_grad()
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def drawn(vocabulary: int, batch: int, seq: int) -> Tensor:
+    return torch.randint(0, vocabulary, (batch, seq), generator=torch.Generator().manual_seed(seq))
+
+
+def works(candidate: Candidate, case: Case, vocabulary: int) -> dict[str, tuple[Callable[[int], Any], int]]:
+    """Return by the name of each kind of work a function of a number of tokens, and how many are measured."""
+    eval_only, training = candidate.model.eval, candidate.model.train
+
+    def run(call: Callable[..., Any], *arguments: Any) -> Any:
+        eval_only()
+        with torch.inference_mode():
+            return call(*arguments)
+
+    def trained(seq: int) -> None:
+        training()
+        train(candidate, drawn(vocabulary, case.training[0], seq + 1))
+
+    found: dict[str, tuple[Callable[[int], Any], int]] = {}
+    if not candidate.streams_only:
+        found["forward"] = (lambda seq: run(candidate.logits, drawn(vocabulary, 1, seq)), 512)
+        found["training"] = (trained, case.training[1])
+    if prefill := candidate.prefill:
+        found["prefill"] = (lambda seq: run(prefill, drawn(vocabulary, 1, seq)), 512)
+    if generate := candidate.generate:
+        found["generate"] = (lambda count: run(generate, drawn(vocabulary, 1, 8), count), case.tokens)
+    return found
+
+
+def measured(candidates: dict[str, Candidate], case: Case, vocabulary: int) -> dict[str, dict[str, Any]]:
+    """Return by candidate and kind of work {"ms", "ratio" to ours}, or {"left_out": why}."""
+    all_works = {name: works(candidate, case, vocabulary) for name, candidate in candidates.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in candidates}
+    for kind in all_works[OURS]:
+        able = {name: of[kind] for name, of in all_works.items() if kind in of}
+        for name, (work, size) in [*able.items()]:
+            work(size // 8)  # a first run prepares much
+            expected = 8 * seconds(lambda work=work, size=size: work(size // 8))  # type: ignore[misc]
+            if expected > LIMIT:
+                found[name][kind] = {"left_out": f"about {expected:.0f} s"}
+                del able[name]
+        found_here = compared({name: (lambda w=w, n=n: w(n)) for name, (w, n) in able.items()})  # type: ignore[misc]
+        for name, record in found_here.items():
+            found[name][kind] = record
+    return found
+
+
+def compared(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+    """Medians of times, and of ratios to our run of the same round."""
+    times: dict[str, list[float]] = {name: [seconds(run)] for name, run in runs.items()}
+    for _ in range(ROUNDS):
+        if max(sum(each) for each in times.values()) > BUDGET and len(times[OURS]) > 3:
+            break
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    later = {name: each[1:] for name, each in times.items()}
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(each),
+            "ratio": statistics.median(a / b for a, b in zip(each, later[OURS], strict=True)),
+        }
+        for name, each in later.items()
+    }
+
+
+def checked(candidate: Candidate, expected: Tensor, tokens: Tensor, ids: Tensor) -> str:
+    """Return "" if a candidate computes what ours does, else how it differs."""
+    with torch.inference_mode():
+        off = (candidate.logits(ids) - expected).abs().max() / expected.abs().max()
+        if not off <= TOLERANCE:
+            return f"other logits: {off:.0e}"
+        if candidate.generate and not torch.equal(candidate.generate(ids[:, :8], len(tokens)), tokens):
+            return "other tokens"
+    return ""
+
+
+def measure(key: str) -> list[dict[str, Any]]:
+    """One record per candidate of a case, and per floor."""
+    case = CASES[key]
+    try:
+        model, makers = case.make()
+    except ImportError as error:
+        return [{"case": key, "candidate": OURS, "left_out": f"needs {error.name}"}]
+    vocabulary = model.spec.input.features
+    ids = drawn(vocabulary, 1, 64)
+    with torch.inference_mode():
+        expected, tokens = model(ids), seqblocks.generate(model, ids[:, :8], max_new_tokens=8)[0]
+    candidates, records = {}, []
+    for name, make in makers.items():
+        try:
+            candidate = make()
+            problem = checked(candidate, expected, tokens, ids)
+        except ImportError as error:
+            problem = f"{error.name} is not installed"
+        if problem:
+            records.append({"case": key, "candidate": name, "left_out": problem})
+        else:
+            candidates[name] = candidate
+    for name, found in measured(candidates, case, vocabulary).items():
+        records.append({"case": key, "candidate": name, "work": found, "peak_mb": peak(key, name)})
+    return records + floors(key, model, case)
+
+
+def floors(key: str, model: seqblocks.SequenceModel, case: Case) -> list[dict[str, Any]]:
+    """Arithmetic of a pass, and the reading of the weights for a token."""
+    flops = seqblocks.summarise(model).flops_per_token or 0
+    bytes_of_weights = sum(x.numel() * x.element_size() for x in model.parameters())
+    passes, batch = 1e3 * flops / (2 * product_rate()), case.training[0] * case.training[1]
+    arithmetic = {"forward": passes * 512, "prefill": passes * 512, "training": 3 * passes * batch}
+    reading = {"generate": 1e3 * case.tokens * bytes_of_weights / reading_rate()}
+    return [
+        {"case": key, "candidate": name, "floor": {kind: {"ms": ms} for kind, ms in found.items()}}
+        for name, found in (("floor: arithmetic", arithmetic), ("floor: weights read once", reading))
+    ]
+
+
+def product_rate() -> float:
+    """Multiply-accumulates a second in a large matrix product."""
+    a = torch.randn(1024, 1024)
+    return 1024**3 / min(seconds(lambda: a @ a) for _ in range(9))
+
+
+def reading_rate() -> float:
+    """Bytes a second of memory that is read once, by a sum."""
+    x = torch.ones(1 << 26)
+    return x.numel() * 4 / min(seconds(x.sum) for _ in range(9))
+
+
+def peak(key: str, name: str) -> float | None:
+    """MB of a training step, in a process of its own; None where there is none or it did not survive."""
+    command = [sys.executable, __file__, "--worker", key, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return float(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout.strip() else None
+
+
+def worker(key: str, name: str) -> None:
+    """Print what is resident at most while a step runs, above what is resident when it begins (Linux)."""
+    case = CASES[key]
+    model, makers = case.make()
+    candidate = makers[name]()
+    found = works(candidate, case, model.spec.input.features)
+    if "training" not in found:
+        return
+    work, size = found["training"]
+    work(8)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    work(size)
+    print((resident("VmHWM") - before) / 1024)
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+KINDS = ("forward", "training", "prefill", "generate")
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Return the records as a page."""
+    where = f"{platform.machine()}, one thread, Python {platform.python_version()}"
+    lines = [
+        f"# Whole models on a CPU, {datetime.date.today()}",
+        "",
+        f"{where}, {', '.join(versions(PEERS))}; float32, the same weights. `benchmarks/models.py` made this page.",
+        f"Load of the machine at the end: {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores.",
+        "",
+        "Process time in ms, medians of interleaved runs, and in brackets the median ratio to ours: forward and",
+        "prefill of 512 tokens, a training step without the optimiser, tokens generated per second after a prompt",
+        "of 8, and the memory of the training step above the weights.",
+    ]
+    for key in dict.fromkeys(r["case"] for r in records):
+        case, of_case = CASES[key], [r for r in records if r["case"] == key]
+        batch, seq = case.training
+        lines += ["", f"## {case.about}", ""]
+        lines += [f"| | forward | training, {batch} x {seq} | prefill | tokens a second | peak MB |"]
+        lines += ["|---|---|---|---|---|---|", *(row(r, case) for r in of_case)]
+    return "\n".join(lines)
+
+
+def row(r: dict[str, Any], case: Case) -> str:
+    if "left_out" in r:
+        return f"| {r['candidate']} | {r['left_out']} | | | | |"
+    found = r.get("work") or r["floor"]
+    memory = r.get("peak_mb")
+    cells = [cell(found.get(kind), kind, case) for kind in KINDS]
+    return f"| {r['candidate']} | {' | '.join(cells)} | {'' if memory is None else f'{memory:,.0f}'} |"
+
+
+def cell(found: dict[str, Any] | None, kind: str, case: Case) -> str:
+    if not found or "left_out" in found:
+        return found["left_out"] if found else ""
+    value = f"{1e3 * case.tokens / found['ms']:,.1f}" if kind == "generate" else f"{found['ms']:,.1f}"
+    ratio = found.get("ratio", 1.0)
+    return value if abs(ratio - 1.0) < 1e-9 else f"{value} ({1 / ratio if kind == 'generate' else ratio:.2f} x)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Whole language models on a CPU, against other packages.")
+    parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--keep", action="store_true", help="measure only what today's numbers in --out lack")
+    parser.add_argument("--worker", nargs=2, metavar=("CASE", "CANDIDATE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+    torch.set_num_threads(1)
+    if options.worker:
+        worker(*options.worker)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = options.out / f"{datetime.date.today()}-models.md"
+    numbers = page.with_suffix(".json")
+    records = json.loads(numbers.read_text(encoding="utf-8")) if options.keep and numbers.exists() else []
+    for key in options.case or CASES:
+        if not any(r["case"] == key for r in records):
+            records += measure(key)
+            write(numbers, json.dumps(records, indent=1))
+            write(page, table(records))
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Norm of each token's features in Triton, with the residual before it: one launch forward, one backward.
+
+A program owns BT tokens, whose features it holds all at once. Only the sum that is normalised is kept for the backward
+pass. The gradients of gain and bias are stored in parts, one for each program, and added afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.self_check import normal
+from seqblocks.kernels.numerics import no_second_derivative
+from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
+
+WIDTH = 8192  # features, at most
+TILES = 4  # that a program of the backward pass goes through, so that parts are few
+
+
+# ------------------------------------------------------------------------------
+# The kernels.   Places: x, residual, dy, dtotal [R, D] with rows so far apart, y, total, dx [R, D], weight, bias [D].
+
+
+@jit
+@no_type_check
+def _normalised(value, live, D, eps, CENTRED: tl.constexpr):
+    """Rows [BT, BD] of mean square 1, and what they were multiplied by."""
+    if CENTRED:
+        value = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    spread = tl.sum(value * value, 1) / D + eps
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # none in a row that is not there, if eps is 0
+    return value * scale[:, None], scale
+
+
+@jit
+@no_type_check
+def _gain(weight, d, live, ONE_PLUS: tl.constexpr):
+    gain = tl.load(weight + d, live, 0.0).to(tl.float32)
+    if ONE_PLUS:
+        gain += 1.0
+    return gain[None, :]
+
+
+@common.kernel(do_not_specialize=["R"])
+@no_type_check
+def _norm(
+    x, residual, weight, bias, y, total, R, D, xs, rs, eps,
+    CENTRED: tl.constexpr, ONE_PLUS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.arange(0, BD)
+    live = (r < R)[:, None] & (d < D)[None, :]
+    to = r[:, None] * D + d[None, :]
+    value = tl.load(x + r[:, None] * xs + d[None, :], live, 0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + r[:, None] * rs + d[None, :], live, 0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + to, rounded, live)
+        value = rounded.to(tl.float32)  # the norm of what later steps read
+    out, _ = _normalised(value, live, D, eps, CENTRED)
+    if weight is not None:
+        out *= _gain(weight, d, d < D, ONE_PLUS)
+    if bias is not None:
+        out += tl.load(bias + d, d < D, 0.0).to(tl.float32)[None, :]
+    tl.store(y + to, out.to(y.dtype.element_ty), live)
+
+
+@common.kernel(do_not_specialize=["R"])
+@no_type_check
+def _norm_backward(
+    dy, dtotal, total, weight, dx, dweight, dbias, R, D, gs, hs, ts, eps,
+    CENTRED: tl.constexpr, ONE_PLUS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):
+    """Parts: dweight, dbias [programs, D]."""
+    d = tl.arange(0, BD)
+    dw_sum = tl.zeros((BD,), tl.float32)
+    db_sum = tl.zeros((BD,), tl.float32)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BT + tl.arange(0, BT)
+        live = (r < R)[:, None] & (d < D)[None, :]
+        value = tl.load(total + r[:, None] * ts + d[None, :], live, 0.0).to(tl.float32)
+        g = tl.load(dy + r[:, None] * gs + d[None, :], live, 0.0).to(tl.float32)
+        unit, scale = _normalised(value, live, D, eps, CENTRED)
+        dw_sum += tl.sum(g * unit, 0)
+        db_sum += tl.sum(g, 0)
+        if weight is not None:
+            g *= _gain(weight, d, d < D, ONE_PLUS)
+        grad = g - unit * (tl.sum(g * unit, 1) / D)[:, None]
+        if CENTRED:
+            grad -= (tl.sum(g, 1) / D)[:, None]
+        grad *= scale[:, None]
+        if dtotal is not None:
+            grad += tl.load(dtotal + r[:, None] * hs + d[None, :], live, 0.0).to(tl.float32)
+        tl.store(dx + r[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), live)
+    part = tl.program_id(0).to(tl.int64) * D + d
+    if dweight is not None:
+        tl.store(dweight + part, dw_sum, d < D)
+    if dbias is not None:
+        tl.store(dbias + part, db_sum, d < D)
+
+
+# ------------------------------------------------------------------------------
+# Launching
+
+
+def tiles(width: int, backward: bool) -> dict[str, int]:
+    """Tokens and (padded) features that a program owns at a time, and its warps."""
+    BD = common.power_of_two(width)
+    BT = max(1, 2048 // BD)
+    warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
+    return {"BT": BT, "BD": BD, "num_warps": warps}
+
+
+@common.custom_op("seqblocks::residual_norm_triton")
+def _op(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
+    one_plus: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and the total, which is empty where there is no residual."""
+    R, D = x.shape
+    y, total = _op_fake(x, residual, weight, bias, eps, centred, one_plus)
+    x, added = last_contiguous(x), None if residual is None else last_contiguous(residual)
+    tile = tiles(D, False)
+    with common.on(x):
+        _norm[(ceil_div(R, tile["BT"]),)](
+            x, added, _contiguous(weight), _contiguous(bias), y, None if added is None else total, R, D,
+            x.stride(0), 0 if added is None else added.stride(0), eps, CENTRED=centred, ONE_PLUS=one_plus, **tile,
+        )
+    return y, total
+
+
+@_op.register_fake
+def _op_fake(x, residual, weight, bias, eps, centred, one_plus):  # type: ignore[no-untyped-def]
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    total = x.new_empty((0,) if residual is None else x.shape, dtype=dtype)
+    for p in (weight, bias):
+        dtype = dtype if p is None else torch.promote_types(dtype, p.dtype)
+    return x.new_empty(x.shape, dtype=dtype), total
+
+
+@common.custom_op("seqblocks::residual_norm_triton_backward")
+def _op_backward(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    centred: bool, one_plus: bool,
+) -> list[Tensor]:
+    """Gradients of the total, weight and bias; empty for those that are absent."""
+    R, D = total.shape
+    grads = _op_backward_fake(dy, dtotal, total, weight, bias, eps, centred, one_plus)
+    dy, total = last_contiguous(dy), last_contiguous(total)
+    later = None if dtotal is None else last_contiguous(dtotal)
+    tile = tiles(D, True)
+    programs = ceil_div(R, tile["BT"] * TILES)
+    parts = [None if p is None else dy.new_empty(programs, D, dtype=torch.float32) for p in (weight, bias)]
+    with common.on(dy):
+        _norm_backward[(programs,)](
+            dy, later, total, _contiguous(weight), grads[0], *parts, R, D, dy.stride(0),
+            0 if later is None else later.stride(0), total.stride(0), eps,
+            CENTRED=centred, ONE_PLUS=one_plus, TILES=TILES, **tile,
+        )  # fmt: skip
+    for at, p, part in zip((1, 2), (weight, bias), parts, strict=True):
+        if p is not None and part is not None:
+            grads[at] = part.sum(0).to(p.dtype)
+    return grads
+
+
+@_op_backward.register_fake
+def _op_backward_fake(dy, dtotal, total, weight, bias, eps, centred, one_plus):  # type: ignore[no-untyped-def]
+    return [dy.new_empty(0) if p is None else p.new_empty(p.shape) for p in (total, weight, bias)]
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, residual, weight, bias = inputs[:4]
+    y, total = output
+    ctx.save_for_backward(x if residual is None else total, weight, bias)
+    ctx.options, ctx.dtypes = inputs[4:], (x.dtype, None if residual is None else residual.dtype, y.dtype)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, dtotal):  # type: ignore[no-untyped-def]
+    total, weight, bias = ctx.saved_tensors
+    of_x, of_residual, of_y = ctx.dtypes
+    dy = torch.zeros_like(total, dtype=of_y) if dy is None else dy
+    grad, dweight, dbias = _op_backward(dy, None if of_residual is None else dtotal, total, weight, bias, *ctx.options)
+    dresidual = None if of_residual is None else grad.to(of_residual)
+    return (
+        grad.to(of_x), dresidual, None if weight is None else dweight, None if bias is None else dbias,
+        None, None, None,
+    )  # fmt: skip
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+_op_backward.register_autograd(no_second_derivative("residual_norm", "Triton"))
+
+
+def run(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool = False,
+    one_plus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `residual_norm`."""
+    if x.numel() == 0:
+        done: tuple[Tensor, Tensor] = implementation("residual_norm", "torch").run(
+            x, residual, weight, bias, eps, centred, one_plus
+        )
+        return done
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape)
+    y, total = _op(rows, added, weight, bias, eps, centred, one_plus)
+    return y.view(x.shape), x if residual is None else total.view(x.shape)
+
+
+@common.can_unless
+def _can(**facts: Any) -> str:
+    width = facts.get("width", 1)
+    return f"{width} features; at most {WIDTH}" if width > WIDTH else ""
+
+
+def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:
+    return {way: tiles(width, way == "backward") for way in ("forward", "backward")}
+
+
+def _example(
+    width: int, residual: bool = False, centred: bool = False, one_plus: bool = False, **facts: Any
+) -> Any:
+    from seqblocks.kernels.residual_norm import residual_norm
+
+    tensors = {"x": normal(70, width), "weight": normal(width, seed=1), "bias": normal(width, seed=2)}
+    if residual:
+        tensors["residual"] = normal(70, width, seed=3)
+    return residual_norm, tensors, {"centred": centred, "one_plus": one_plus}
+
+
+register("residual_norm", "triton", run, _can, _tiles, _example)
