@@ -1,7 +1,7 @@
 """Normalisation of each token's features, with the residual that is added before it.
 
-D features:  total = x + residual,  y = total / sqrt(mean(total^2) + eps) * gain + bias, with gain = weight or 1 + weight;
-centred, the mean of total is taken off first, which makes it layer norm.
+D features:  total = x + residual,  y = total / sqrt(mean(total^2) + eps) * gain + bias, the gain being weight or
+1 + weight. Centred, the mean of total is taken off first, which makes it layer norm.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ def residual_norm(
     )  # fmt: skip
     done: tuple[Tensor, Tensor] = run(x, residual, weight, bias, eps, centred, one_plus)
     return done
+
+
+def replaces_operations(x: Tensor) -> bool:
+    """Whether to call this for x instead of several operations of torch: on a device, or where Triton is requested.
+
+    A compiler fuses the operations with their neighbours, which it could not do with a kernel.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    name = dispatch.requested()
+    return x.is_cuda if name == "auto" else name == "triton" and x.dtype != torch.float64
 
 
 def _formula(

@@ -42,6 +42,15 @@ class Norm(Op):
         weight = p.get("weight")
         return 1 + weight if self.gain == "one_plus" else weight
 
+    @property
+    def adds_before(self) -> bool:
+        """Whether `of_sum` computes it."""
+        return False
+
+    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+        """Return the norm of x + added, and that sum: by one kernel, where `adds_before`. added may be None."""
+        raise NotImplementedError
+
     def macs(self, x: Wire) -> int:
         return 2 * x.features  # variance and scaling; the mean is additions
 
@@ -58,7 +67,21 @@ class LayerNorm(Norm):
         gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
         return lambda x: layer_norm(x, x.shape[-1:], gain, bias, eps)
 
+    @property
+    def adds_before(self) -> bool:
+        return True
+
+    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+        from seqblocks.kernels import residual_norm
+
+        one_plus = self.gain == "one_plus"
+        return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, centred=True, one_plus=one_plus)
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import layer_norm
 
+        from seqblocks.kernels.residual_norm import replaces_operations
+
+        if replaces_operations(x):
+            return self.of_sum(p, x, None)[0]
         return layer_norm(x, x.shape[-1:], self.effective_gain(p), p.get("bias"), self.eps)

@@ -62,9 +62,22 @@ class RMSNorm(Norm):
 
         return step
 
+    @property
+    def adds_before(self) -> bool:
+        return self.groups == 1
+
+    def of_sum(self, p: Any, x: Any, added: Any) -> Any:
+        from seqblocks.kernels import residual_norm
+
+        return residual_norm(x, added, p.get("weight"), p.get("bias"), self.eps, one_plus=self.gain == "one_plus")
+
     def forward(self, p: Any, call: Any, x: Any, z: Any = None) -> Any:
         import torch
 
+        from seqblocks.kernels.residual_norm import replaces_operations
+
+        if z is None and self.groups == 1 and replaces_operations(x):
+            return self.of_sum(p, x, None)[0]
         exact = x if x.dtype == torch.float64 else x.float()
         opening = None if z is None else activate(self.activation, z.to(exact.dtype))
         if opening is not None and self.gate == "before":

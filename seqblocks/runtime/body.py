@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from seqblocks import graph
 from seqblocks.graph import Graph, Node, is_context
-from seqblocks.runtime import fusion
+from seqblocks.runtime import fusion, sums
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.fusion import Following, Fused
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import Place, StepModule, call_child, is_hooked, make, makes
+from seqblocks.runtime.sums import Ends
 from seqblocks.state import States, compact
 
 
@@ -109,23 +110,34 @@ class Body(StepModule):
             # add_module would refuse names that nn.Module has; the analysis has refused those that matter
             self._modules[node.name] = make(node, place.at(node))
         self._plan = _plan(body, place)
+        fused = [group for group in self._plan if group.fused]
+        self._ends = Ends(body, {step.name for group in fused for step in group.steps})
         self._phases = _phases(body, self._plan) if place.streams else None
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         return self._run(dict(zip(self._reads, tensors, strict=True)), call)
+
+    def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
+        """Run the body of an input that may be a sum; with `leaves` the result may be one."""
+        return self._run(dict(zip(self._reads, inputs, strict=True)), call, ends=self._ends, leaves=leaves)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Run the body, its last step together with the steps that follow the body."""
         return self._run(dict(zip(self._reads, tensors, strict=True)), call, following)
 
     def _run(
-        self, values: dict[int, Tensor], call: Call, following: Following | None = None
+        self, values: dict[int, Any], call: Call, following: Following | None = None, ends: Ends | None = None,
+        leaves: bool = False,
     ) -> tuple[Any, States]:
         """Return the result, a dict where the outputs have names, and the states.
 
-        `values` holds what the body reads, by number, and is used up.
+        `values` holds what the body reads, by number, and is used up. ends: the steps between which sums may be open;
+        leaves: whether the result may be one.
         """
         states: States = {}
+        if ends is None and self._ends.leaves and sums.wanted(values, call):
+            ends = self._ends
+        opened = ends.leaves if ends else ()
         plan = self._begin_phase(values, call, states) if call.phase else self._plan
         last = plan[-1] if following else None
         for group in plan:
@@ -139,6 +151,9 @@ class Body(StepModule):
                 child, inputs, inner = self._modules[step.name], [values[v] for v in step.reads], call.into(step.name)
                 if following and group is last:
                     y, state = child._forward_with(inputs, inner, following)  # type: ignore[operator,union-attr]
+                elif step.name in opened:
+                    ending = self._ends.leaves[step.name] or (leaves and step.name == self._ends.last)
+                    y, state = sums.call_open(child, inputs, inner, step.name, step.node, ending)
                 else:
                     y, state = call_child(child, inputs, inner, step.name, step.node)
                 if state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
+from seqblocks.kernels.residual_norm import replaces_operations
 from seqblocks.op import Op
+from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.shards import replicated
 from seqblocks.runtime.sharing import Holder, shared_parameters
 from seqblocks.runtime.step import Place, StepModule, broadcast, grid_of, joining_axis, makes, vectors_of
+from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States, compact
 
 
@@ -95,6 +99,15 @@ class Primitive(StepModule, Holder):
             inputs.append(None if not part else part[0] if size == 1 else torch.cat(part, self._axis))
             at += size
         return inputs
+
+    def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
+        """Compute a norm of a sum that is not added yet."""
+        x = inputs[0]
+        if isinstance(x, Sum) and isinstance(self.op, Norm) and replaces_operations(x.x):
+            parameters = self.parameters_by_name(call)
+            if self._converts_to is None or x.dtype.itemsize <= parameters[self._converts_to].dtype.itemsize:
+                return x.normed(self.op, parameters), {}
+        return self.forward(added_up(x), *inputs[1:], call=call)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Compute this step and those that follow it by one kernel."""

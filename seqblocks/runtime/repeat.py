@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from seqblocks.graph import Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.step import Place, StepModule, call_child, makes
+from seqblocks.runtime.sums import added_up, body_takes, call_open
 from seqblocks.state import States
 
 
@@ -30,7 +32,9 @@ class Repeat(StepModule):
         super().__init__()
         self._reads = node.reads
         self._captures = {label: body.captures for label, body in node.bodies.items()}
-        for label, body in node.bodies.items():
+        bodies = [*node.bodies.items()]
+        self._open_after = {label: body_takes(after) for (label, _), (_, after) in pairwise(bodies)}
+        for label, body in bodies:
             self._modules[label] = Body(body, place.inside(label), "steps")
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
@@ -42,6 +46,19 @@ class Repeat(StepModule):
                 x, state = self.checkpointing(self._call_layer, label, call, *inputs)
             else:
                 x, state = self._call_layer(label, call, *inputs)
+            if state:
+                states[label] = state
+        return x, states
+
+    def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
+        if self.checkpointing and torch.is_grad_enabled():
+            return self.forward(added_up(inputs[0]), *inputs[1:], call=call)
+        values, x, states = dict(zip(self._reads, inputs, strict=True)), inputs[0], {}
+        last = next(reversed(self._captures), None)
+        for label, captures in self._captures.items():
+            given = [x, *(values[v] for v in captures)]
+            ending = leaves if label == last else self._open_after[label]
+            x, state = call_open(self._modules[label], given, call.into(label), label, None, ending)
             if state:
                 states[label] = state
         return x, states

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from seqblocks.graph import Node
@@ -9,6 +12,7 @@ from seqblocks.ops.dropout import drop_samples
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.step import Place, makes
+from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States
 
 
@@ -19,6 +23,13 @@ class Residual(Body):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)
         self._drop_path: float = node.arguments.drop_path
+
+    def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
+        y, states = super()._forward_open(inputs, call, False)
+        if self._drop_path and call.training:
+            y = drop_samples(y, self._drop_path)
+        x = added_up(inputs[0])
+        return (Sum(x, y) if leaves else x + y), states
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
         y, states = super().forward(*tensors, call=call)
