@@ -8,7 +8,7 @@ written at s by E_ts = exp(G_t - G_s). A rule writes keys with values that are g
     dplr     k with v, and b with X      (I - M) X = (a e^(G-g)) S + N v
                                          M, N_ts = a_t E_ts e^(-g_t) b_s, k_s, s < t
 
-In both, rows c (-k, or a) correct the state: X = T (c S + u), with u of the chunk alone, and T the inverse of the
+In both, rows c (-k, or a) correct the state: X = T c S + T u, with u of the chunk alone, and T the inverse of the
 system, for all chunks at once. What goes from chunk to chunk is the state alone. Gradients are autograd's, of the
 chunks made again.
 
@@ -23,7 +23,7 @@ On a CPU a few hundred tokens of a few heads are computed at a time: tensors of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,161 +33,15 @@ from torch.nn.functional import pad
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.linear_attention import reference, separate
+from seqblocks.kernels.linear_attention.decays import Decays, Operand, of_quarters
 from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
 
 BLOCK = 16  # tokens of a system that is solved by substitution
-LEAST = 1e-17  # weights whose inverses, squared by their derivative, are in the range of float32
 SPAN = 512  # tokens computed at a time on a CPU
 NUMBERS = 1 << 17  # of the largest input, computed at a time on a CPU
 Maybe = Tensor | None  # an input that a rule may lack
-
-
-class Decays:
-    """Weights of a chunk's decays, products of the factors e^g of its tokens [..., L, K or 1]: all at most 1.
-
-    split: the chunk has one block, in which inverses are safe too, so that E_ts = from_start_t / from_start_s.
-    """
-
-    def __init__(self, decay: Maybe, groups: int, tracked: bool) -> None:
-        """decay [N, B, H, groups, L] or [N, B, H, groups, L, K]. tracked: for autograd."""
-        self.decay, self.tracked, self.split = decay, tracked, False
-        self._of_heads: dict[bool, Tensor] = {}
-        if decay is None:
-            return
-        self.per_key = decay.dim() == 6
-        factors = self._factors()
-        self.length = factors.shape[-2]
-        size = 1
-        while size < self.length:
-            factors = _joined(factors, size, tracked)
-            size *= 2
-        self.from_start = factors
-        # per head, and of one head of keys for several of values, products without weights are fewer
-        self.split = (self.per_key or groups == 1) and _safe(self.end)
-
-    def _factors(self) -> Tensor:
-        assert self.decay is not None
-        return (self.decay if self.per_key else self.decay.unsqueeze(-1)).exp()
-
-    @property
-    def end(self) -> Tensor:
-        """What becomes of the state over the chunk: [N, B, H, groups, 1, K or 1]."""
-        return self.from_start[..., -1:, :]
-
-    @cached_property
-    def levels(self) -> list[_Level]:
-        """From the longest blocks in which inverses are safe to the whole chunk."""
-        early, size = self._factors(), 1
-        while not _blind(early) and size < self.length and _safe(_ends(early, size).unflatten(-2, (-1, 2)).prod(-2)):
-            early = _joined(early, size, self.tracked)
-            size *= 2
-        inside = early.unflatten(-2, (-1, size))
-        late = torch.ones_like(early) if size == 1 else (inside[..., -1:, :] / inside).flatten(-3, -2)
-        levels = [_Level(size, early, late)]
-        while size < self.length:
-            late = _joined_backwards(late, _ends(early, size), size)
-            early = _joined(early, size, True)
-            size *= 2
-            levels.append(_Level(size, early, late))
-        return levels
-
-    def read(self, x: Tensor, before: bool = False) -> Tensor:
-        """x as it reads the state that enters the chunk."""
-        if self.decay is None:
-            return x
-        return x * (_one_later(self.from_start) if before else self.from_start)
-
-    def written(self, x: Tensor) -> Tensor:
-        """x as it is written to the state that leaves the chunk; where `split`, still to be multiplied by `end`."""
-        if self.decay is None:
-            return x
-        return x * (self.back if self.split else self.levels[-1].late)
-
-    @cached_property
-    def back(self) -> Tensor:
-        """The inverse of `from_start`, where that is safe."""
-        return self.from_start.reciprocal()
-
-    def pairs(self, x: Tensor, y: Tensor, before: bool) -> Tensor:
-        """sum over K of x_t E_ts y_s [..., L, L], E_ts e^(-g_t) if x is read `before` its decay.
-
-        Meant for pairs s <= t, s < t if `before`; others have no meaning, but finite gradients.
-        """
-        if self.decay is None:
-            return x @ y.transpose(-1, -2)
-        if self.per_key:
-            return self._levelled(x, y, before)
-        if before not in self._of_heads:
-            one = torch.ones_like(self.from_start)
-            self._of_heads[before] = self._levelled(one, one, before)
-        return (x @ y.transpose(-1, -2)) * self._of_heads[before]
-
-    def _levelled(self, x: Tensor, y: Tensor, before: bool) -> Tensor:
-        """`pairs`, from within blocks of the first level to those between halves of the chunk."""
-        size, early, late = self.levels[0]
-        x_blocks, y_blocks = (z.unflatten(-2, (-1, size)) for z in (x, y))
-        if size == 1:
-            found = (x_blocks * y_blocks).sum(-1, keepdim=True)
-        else:
-            weights = early.unflatten(-2, (-1, size))
-            reads = x_blocks * (_one_later(weights) if before else weights)
-            found = reads @ (y_blocks / weights).transpose(-1, -2)
-        for size, early, late in self.levels[:-1]:
-            halves = (-1, 2, size)
-            second, later = x.unflatten(-2, halves)[..., 1, :, :], early.unflatten(-2, halves)[..., 1, :, :]
-            first, earlier = (z.unflatten(-2, halves)[..., 0, :, :] for z in (y, late))
-            across = (second * (_one_later(later) if before else later)) @ (first * earlier).transpose(-1, -2)
-            found = found.unflatten(-3, (-1, 2))
-            found = _of_quarters(found[..., 0, :, :], found[..., 1, :, :], across)
-        return found.squeeze(-3)
-
-
-class _Level(NamedTuple):
-    """Weights [..., L, K or 1] within blocks of `size` tokens.
-
-    early: from the block's start up to a token, its own decay included; late: from after the token to the block's end.
-    """
-
-    size: int
-    early: Tensor
-    late: Tensor
-
-
-def _safe(ends: Tensor) -> bool:
-    """Whether weights of whole blocks have inverses in the range of float32; found on a CPU alone, by their values."""
-    return not _blind(ends) and bool(ends.amin() > LEAST)  # not of NaN
-
-
-def _blind(x: Tensor) -> bool:
-    """Whether a look at values would wait for a device."""
-    return x.device.type != "cpu"
-
-
-def _ends(early: Tensor, size: int) -> Tensor:
-    """Of each block [..., blocks, K]."""
-    return early.unflatten(-2, (-1, size))[..., -1, :]
-
-
-def _joined(early: Tensor, size: int, tracked: bool) -> Tensor:
-    """Weights from the start of blocks, of blocks twice as long; in place unless `tracked`."""
-    first, second = early.unflatten(-2, (-1, 2, size)).unbind(-3)
-    if tracked:
-        return torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
-    second.mul_(first[..., -1:, :])
-    return early
-
-
-def _joined_backwards(late: Tensor, ends: Tensor, size: int) -> Tensor:
-    """The same for weights to the end of blocks, whose ends are given."""
-    first, second = late.unflatten(-2, (-1, 2, size)).unbind(-3)
-    return torch.stack([first * ends[..., 1::2, :].unsqueeze(-2), second], -3).flatten(-4, -2)
-
-
-def _one_later(x: Tensor) -> Tensor:
-    """What the token before has, and 1 for the first one."""
-    return torch.cat([torch.ones_like(x[..., :1, :]), x[..., :-1, :]], -2)
 
 
 class Masks(NamedTuple):
@@ -204,12 +58,6 @@ def _masks(resets: Tensor) -> Masks:
     segment = resets.long().cumsum(-1)[:, :, None, None]
     last = segment[..., -1:]
     return Masks(segment.unsqueeze(-1) == segment.unsqueeze(-2), segment == 0, segment == last, last == 0)
-
-
-def _of_quarters(first: Tensor, second: Tensor, below: Tensor) -> Tensor:
-    """A lower triangular matrix of blocks."""
-    above = torch.cat([first, torch.zeros_like(below)], -1)
-    return torch.cat([above, torch.cat([below, second], -1)], -2)
 
 
 def _seen(pairs: Tensor, masks: Masks | None, itself: bool, tracked: bool) -> Tensor:
@@ -253,44 +101,64 @@ def _chunked(
     if resets is not None:
         state = state.masked_fill(along(resets[:, 0], state), 0.0)  # also where a product with 0 would be NaN
         masks = _masks(pad(resets, (0, -S % L)).unflatten(1, (-1, L)).transpose(0, 1))
-    q, g = scale * q, Decays(decay, v.shape[3], tracked)
-    before = bonus is not None
-    readers, writers = [(q, before)], [k]
-    if beta is not None:
-        readers.append((-k, False))
-    elif a is not None:
-        readers, writers = [*readers, (a, True)], [k, b]
-    read = [g.read(x, early) for x, early in readers]
-    kept = [g.written(x) for x in writers]
-
-    def pairs(reader: int, writer: int) -> Tensor:
-        if g.split:
-            found = read[reader] @ kept[writer].transpose(-1, -2)
-        else:
-            x, early = readers[reader]
-            found = g.pairs(x, writers[writer], early)
-        return _seen(found, masks, reader == 0 and not before, tracked)
-
-    seed = pairs(0, 0) @ v if beta is None else None
-    solved = None
-    if len(readers) > 1:
-        gain = 1.0 if beta is None else beta.unsqueeze(-2)
-        system = pairs(1, -1) if beta is None else beta.unsqueeze(-1) * pairs(1, -1)
-        seed = pad(v, (0, 0, L, 0)) if seed is None else torch.cat([seed, pairs(1, 0) @ v], -2)
-        solved = _Solved(_inverse(system) * gain, pairs(0, -1))
-    given = v if beta is None else None
-    out, last = _carried(seed, read, kept, given, solved, g, masks, state.unflatten(1, (H, -1)), tracked)
-    if bonus is not None:
-        out = out + (q * bonus[:, None, None] * k).sum(-1, keepdim=True) * v
+    g = Decays(decay, v.shape[3], tracked)
+    x = _Inputs(scale * q, k, v, beta, a, b, bonus, g, masks, tracked)
+    out, last = _carried(_products(x), x, state.unflatten(1, (H, -1)))
     y = out.movedim((1, 0, 4, 2, 3), (0, 1, 2, 3, 4)).flatten(1, 2)[:, :S].flatten(2, 3)
     return y.flip(1) if reverse else y, last.flatten(1, 2)
 
 
-class _Solved(NamedTuple):
-    """Values X that depend on the state: of a rule's system its inverse T, and with which weights X is read."""
+class _Inputs(NamedTuple):
+    """Of a call, by chunks [N, B, H, groups, L, ...]; q scaled."""
 
-    inverse: Tensor
-    weights: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Maybe
+    a: Maybe
+    b: Maybe
+    bonus: Maybe
+    g: Decays
+    masks: Masks | None
+    tracked: bool
+
+    def pairs(self, x: Operand, y: Operand, itself: bool) -> Tensor:
+        return _seen(self.g.pairs(x, y), self.masks, itself, self.tracked)
+
+
+class _Products(NamedTuple):
+    """All that chunks can do without the state.
+
+    Rows read the state, [..., rows, K], and `seed` is added to what they read [..., rows, V]: the first L rows are of
+    outputs, the others of X. Keys `columns` are written [..., columns, K], with v, X or both. Outputs read X by
+    `weights` [..., L, L].
+    """
+
+    rows: Tensor
+    seed: Tensor
+    columns: Tensor
+    writes_v: bool
+    weights: Maybe
+
+
+def _products(x: _Inputs) -> _Products:
+    q, k = x.g.reading(x.q, x.bonus is not None), x.g.writing(x.k)
+    if x.beta is not None:
+        c = x.g.reading(-x.k)
+        inverse = _inverse(x.beta.unsqueeze(-1) * x.pairs(c, k, False)) * x.beta.unsqueeze(-2)
+        rows = torch.cat([q.weighted.expand(*c.weighted.shape), inverse @ c.weighted], -2)
+        seed = pad(inverse @ x.v, (0, 0, x.v.shape[4], 0))
+        return _Products(rows, seed, k.weighted, False, x.pairs(q, k, True))
+    seed = x.pairs(q, k, x.bonus is None) @ x.v
+    if x.bonus is not None:
+        seed = seed + (x.q * x.bonus[:, None, None] * x.k).sum(-1, keepdim=True) * x.v
+    if x.a is None or x.b is None:
+        return _Products(q.weighted, seed, k.weighted, True, None)
+    c, b = x.g.reading(x.a, True), x.g.writing(x.b)
+    inverse = _inverse(x.pairs(c, b, False))
+    rows, columns = torch.cat([q.weighted, inverse @ c.weighted], -2), torch.cat([k.weighted, b.weighted], -2)
+    seed = torch.cat([seed, inverse @ (x.pairs(c, k, False) @ x.v)], -2)
+    return _Products(rows, seed, columns, True, x.pairs(q, b, True))
 
 
 def _inverse(system: Tensor) -> Tensor:
@@ -305,58 +173,72 @@ def _inverse(system: Tensor) -> Tensor:
     half = L // 2
     both = torch.stack([system[..., :half, :half], system[..., half:, half:]], -3)
     first, second = _inverse(both).unbind(-3)
-    return _of_quarters(first, second, second @ (system[..., half:, :half] @ first))
+    return of_quarters(first, second, second @ (system[..., half:, :half] @ first))
 
 
-def _carried(
-    seed: Tensor, rows: list[Tensor], columns: list[Tensor], v: Maybe, solved: _Solved | None, g: Decays,
-    masks: Masks | None, state: Tensor, tracked: bool,
-) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk. Returns o [N, B, H, groups, L, V] and the last state.
+def _carried(p: _Products, x: _Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Carry the state from chunk to chunk. Returns o [N, B, H, groups, L, V] and the last state."""
+    N, L, heads = x.v.shape[0], x.v.shape[4], state.shape[:3]
 
-    seed: what rows read besides the state, for all rows. columns: keys that are written, with v, or X, or both.
-    """
-    N, L, heads = seed.shape[0], rows[0].shape[4], state.shape[:3]
-
-    def each(x: Tensor) -> Tensor:
+    def each(z: Tensor) -> Tensor:
         """Of every head: [N, M, ...], so that what is of a chunk is contiguous."""
-        return x.expand(N, *heads, *x.shape[4:]).flatten(1, 3)
+        return z.expand(N, *heads, *z.shape[4:]).flatten(1, 3)
 
-    reads = each(seed)
-    through = None if g.decay is None else each(g.end.transpose(-1, -2)).unbind(0)
-    if masks is not None:
-        from_start, kept = each(masks.from_start).unsqueeze(-1), each(masks.through).unsqueeze(-1)
-        from_start = from_start.repeat(1, 1, len(rows), 1)
-        columns = [x.masked_fill(~masks.to_end.unsqueeze(-1), 0.0) for x in columns]
-    inputs = [x.unbind(0) for x in (
-        reads, each(torch.cat(rows, -2) if len(rows) > 1 else rows[0]),
-        each(torch.cat(columns, -2) if len(columns) > 1 else columns[0]).transpose(-1, -2),
-    )]
-    given = None if v is None else each(v).unbind(0)
-    inverse = None if solved is None else each(solved.inverse).unbind(0)
-    state = state.flatten(0, 2)
-    found, values = [], []
-    for n, (read, reader, writer) in enumerate(zip(*inputs, strict=True)):
-        if masks is not None:
-            read = read + (reader @ state).masked_fill(~from_start[n], 0.0)
-            state = state.masked_fill(~kept[n], 0.0)
-        else:
-            read = torch.baddbmm(read, reader, state) if tracked else read.baddbmm_(reader, state)
+    scan = _masked_scan if x.masks is not None else _scan
+    through = None if x.g.decay is None else each(x.g.end.transpose(-1, -2))
+    values = each(x.v) if p.writes_v else None
+    reads, last = scan(each(p.rows), each(p.seed), each(p.columns), values, through, state.flatten(0, 2), L, x)
+    out = reads[:, :, :L]
+    if p.weights is not None:
+        out = torch.baddbmm(*(z.flatten(0, 1) for z in (out, each(p.weights), reads[:, :, L:]))).unflatten(0, (N, -1))
+    return out.unflatten(1, heads), last.unflatten(0, heads)
+
+
+def _scan(
+    rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, x: _Inputs
+) -> tuple[Tensor, Tensor]:
+    """What rows read [N, M, rows, V], and the last state [M, K, V]. Unless tracked, the seed becomes what is read."""
+    found = []
+    for n, (row, read, column) in enumerate(zip(rows, seed, columns.transpose(-1, -2), strict=True)):
+        read = torch.baddbmm(read, row, state) if x.tracked else read.baddbmm_(row, state)
         found.append(read)
-        written = None if given is None else given[n]
-        if inverse is not None:
-            values.append(torch.bmm(inverse[n], read.narrow(1, L, L)))
-            written = values[-1] if written is None else torch.cat([written, values[-1]], 1)
-        if through is not None and not g.split:
-            state = state * through[n]
-        state = torch.baddbmm(state, writer, written)
-        if through is not None and g.split:
-            state = state * through[n]
-    out = torch.stack(found) if tracked or masks is not None else reads
-    if solved is not None:
-        weights, values = each(solved.weights).flatten(0, 1), torch.stack(values).flatten(0, 1)
-        out = torch.baddbmm(out[:, :, :L].flatten(0, 1), weights, values).unflatten(0, (N, -1))
-    return out.unflatten(1, heads), state.unflatten(0, heads)
+        state = _next_state(state, column, _written(read, None if v is None else v[n], L), through, n, x.g.split)
+    return torch.stack(found) if x.tracked else seed, state
+
+
+def _written(read: Tensor, v: Maybe, L: int) -> Tensor:
+    """v, X or both, of one chunk; of what is read, rows after L are X."""
+    if v is None:
+        return read[:, L:]
+    return v if read.shape[1] == L else torch.cat([v, read[:, L:]], 1)
+
+
+def _next_state(state: Tensor, column: Tensor, written: Tensor, through: Maybe, n: int, split: bool) -> Tensor:
+    if through is None:
+        return torch.baddbmm(state, column, written)
+    if split:
+        return torch.baddbmm(state, column, written) * through[n]
+    return torch.baddbmm(state * through[n], column, written)
+
+
+def _masked_scan(
+    rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, x: _Inputs
+) -> tuple[Tensor, Tensor]:
+    """`_scan` with resets."""
+    assert x.masks is not None
+    N, M = rows.shape[:2]
+
+    def each(mask: Tensor) -> Tensor:
+        return mask.expand(N, *x.v.shape[1:4], mask.shape[4]).reshape(N, M, -1, 1)
+
+    from_start = each(x.masks.from_start).repeat(1, 1, rows.shape[2] // L, 1)
+    columns = columns.masked_fill(~each(x.masks.to_end).repeat(1, 1, columns.shape[2] // L, 1), 0.0)
+    kept, found = each(x.masks.through), []
+    for n, (row, read, column) in enumerate(zip(rows, seed, columns.transpose(-1, -2), strict=True)):
+        found.append(read + (row @ state).masked_fill(~from_start[n], 0.0))
+        written = _written(found[-1], None if v is None else v[n], L)
+        state = _next_state(state.masked_fill(~kept[n], 0.0), column, written, through, n, x.g.split)
+    return torch.stack(found), state
 
 
 class _Group(NamedTuple):
@@ -554,7 +436,8 @@ def run(
         return reference.run(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, normalize, chunk_size)
 
     on_cpu = q.device.type == "cpu"
-    size = chunk_size or (32 if on_cpu else 64)
+    corrected = beta is not None or a is not None  # with more products within a chunk
+    size = chunk_size or (64 if not on_cpu else 16 if corrected else 32)
     span = max(SPAN, 1 << (size.bit_length() - 1)) if on_cpu else 0
 
     def whole(*x: Maybe) -> tuple[Tensor, Tensor]:
