@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
@@ -36,8 +37,10 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.state import States
 
-# What may be passed besides the inputs: of the loss, and bounds of packed sequences, which position_ids say too.
+# What may be passed besides the inputs: of the loss; what the cache knows, which transformers 5.0 passes; and bounds of
+# packed sequences, which position_ids say too.
 OF_THE_LOSS = {"num_items_in_batch"}
+OF_THE_CACHE = {"cache_position"}
 OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
@@ -314,7 +317,8 @@ def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) ->
     """Take out what says nothing that position_ids do not say, and token types that are all 0."""
     if isinstance(token_types, Tensor) and bool(token_types.any()):
         raise RunError("token_type_ids are not all 0, and the model knows tokens of one type")
-    return {name: value for name, value in given.items() if positions is None or name not in OF_PACKED}
+    known = OF_THE_CACHE if positions is None else OF_THE_CACHE | OF_PACKED
+    return {name: value for name, value in given.items() if name not in known}
 
 
 def _kept(y: Tensor, keep: int | Tensor) -> Tensor:
@@ -389,16 +393,18 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         return False  # else it makes keys and values for each layer
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any
     ) -> None:
-        """Begin with an empty state; check a cache that is passed."""
-        if generation_config.cache_implementation is not None:
-            what = f"cache_implementation={generation_config.cache_implementation!r}"
+        """Begin with an empty state, which records what drafts may take back; check a cache that is passed."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full"):  # transformers 5.0 sets the last one for drafts
+            what = f"cache_implementation={kind!r}"
             raise UsageError(f"{what} is a cache of keys and values, and this model's cache is its state: leave it out")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False and self.model._obstacle is None:
             model_kwargs["past_key_values"] = given = StateCache()
-        if isinstance(given, StateCache) and generation_config.is_assistant:
+        drafts = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+        if isinstance(given, StateCache) and drafts:
             given.activate_past_recording()
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
