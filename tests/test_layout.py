@@ -66,6 +66,7 @@ REQUIREMENTS = {
     "einops": "einops",
     "rich": "rich",
     "torch": "torch",
+    "torchtitan": "torchtitan",  # an extra
     "triton": "triton",
     "safetensors": "safetensors",  # extras, from here on: imported where they are used, never at the top of a file
     "transformers": "transformers",  # see below

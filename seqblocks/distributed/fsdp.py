@@ -54,7 +54,7 @@ def shard(
     paths = list(layer_paths(model.graph))
     whole = _keep_whole(model, mesh, "avg" if reduce == "mean" else "sum")
     if checkpointing:
-        for path in _outermost(paths):
+        for path in outermost(paths):
             _recompute(model.get_submodule(path))
     policies = _policies(model, dtype, offload)
     alone = [path for path in paths if _is_alone(path, list(graph.parameters(model.graph, shared=True)))]
@@ -127,7 +127,8 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
     return set(made.values())
 
 
-def _outermost(paths: list[str]) -> list[str]:
+def outermost(paths: list[str]) -> list[str]:
+    """Return those of some paths of modules that are in no other of them."""
     return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
 
@@ -167,3 +168,4 @@ def _fully_shard(
     if reduce == "sum":
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sums that are multiplied first

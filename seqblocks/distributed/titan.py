@@ -1,0 +1,116 @@
+"""A plug-in for torchtitan (0.3): its `ModelSpec` of a spec, so that its trainer trains what the spec says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqblocks import cost, graph
+from seqblocks.analysis import check
+from seqblocks.distributed.fsdp import layer_paths, outermost, shard
+from seqblocks.distributed.tensor import tensor_parallel
+from seqblocks.errors import UnavailableError, UsageError
+from seqblocks.graph import ModelSpec
+from seqblocks.runtime.builder import build_model
+from seqblocks.runtime.model import SequenceModel
+
+UNSUPPORTED = {"cp_enabled": "context parallelism", "pp_enabled": "pipelines", "ep_enabled": "expert parallelism"}
+
+
+def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = None, seed: int = 0) -> Any:
+    """Return torchtitan's `ModelSpec` of a spec given by path or bundled name: pass it to `Trainer.Config`.
+
+    set: overrides, as `build` takes them. seed: of the weights, which are the same on any number of ranks. Its trainer
+    may shard parameters, split steps over tensor-parallel ranks, and checkpoint activations per layer; UsageError for
+    its other parallelisms. Raises SpecError where the spec is at fault, UnavailableError without torchtitan.
+    """
+    try:
+        from torchtitan.protocols.model_spec import ModelSpec as Titan
+    except ImportError as error:
+        raise UnavailableError(f"this needs torchtitan ({error}): pip install 'seqblocks[torchtitan]'") from None
+    loaded = check.load_model(spec, set)
+    config = _model_class().Config(spec=os.fspath(spec), set=dict(set or {}), seed=seed)
+    return Titan(
+        name="seqblocks", flavor=loaded.name, model=config, parallelize_fn=parallelize, pipelining_fn=None,
+        post_optimizer_build_fn=None, state_dict_adapter=None,
+    )  # fmt: skip
+
+
+@cache
+def _model_class() -> Any:
+    """Return the class of models that torchtitan builds. It is made when torchtitan is there."""
+    from torchtitan.protocols.model import BaseModel
+
+    class Model(SequenceModel, BaseModel):
+        """A built spec that follows torchtitan's protocol of models. Its parameters keep their names."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseModel.Config):
+            spec: str
+            set: dict[str, Any] = field(default_factory=dict)
+            seed: int = 0
+
+            def load(self) -> ModelSpec:
+                return check.load_model(self.spec, self.set)
+
+            def update_from_config(self, *, config: Any, **_: Any) -> None:
+                """Take nothing from the job: the spec says what the model is."""
+
+            def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+                """Return the number of parameters, and the operations of a token in training: 2 forward, 4 back."""
+                spec = self.load()
+                return graph.count(spec.graph), int(6 * (cost.macs(spec.graph, seq_len) or 0))
+
+        def __init__(self, config: Any) -> None:
+            built = build_model(config.load(), device="meta", dtype=torch.get_default_dtype())
+            self.__dict__.update(built.__dict__)
+            self._seed = config.seed
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **inputs: Any) -> Any:
+            """Run the model. positions [batch, seq]: within packed documents, each of which begins at 0."""
+            if positions is not None and self._resets_obstacle is None:
+                inputs["resets"] = (positions == 0).expand(x.shape[:2])
+            return super().forward(x, **inputs)
+
+        def init_states(self, *, buffer_device: Any = None) -> None:
+            self.reset_parameters(self._seed)
+
+        def verify_module_protocol(self) -> None:
+            """Accept the modules of steps, whose parameters the spec initialises."""
+
+    return Model
+
+
+def parallelize(
+    model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any, ac_config: Any,
+    dump_folder: str,
+) -> Any:  # fmt: skip
+    """Apply what torchtitan's job asks for. Gradients are added, as its trainer divides by the tokens of all ranks."""
+    for name, what in UNSUPPORTED.items():
+        if getattr(parallel_dims, name):
+            raise UsageError(f"the plug-in for torchtitan has no {what}; seqblocks.distributed has them by hand")
+    by_dtensors = parallel_dims.spmd_backend == "partial_dtensor"
+    if parallel_dims.tp_enabled:
+        if not by_dtensors:  # its loss would take the whole logits for a part of the vocabulary
+            raise UsageError("tensor parallelism of the plug-in needs parallelism.spmd_backend: partial_dtensor")
+        part = tensor_parallel(model, parallel_dims.get_mesh("tp"))
+        part.__class__ = type(model)
+        part._seed = model._seed
+        model = part
+    if compile_config.enable and "model" in compile_config.components:
+        for path in outermost(list(layer_paths(model.graph))):
+            model.get_submodule(path).compile(backend=compile_config.backend)
+    names = ["fsdp" if by_dtensors else "dp_shard"]
+    if parallel_dims.dp_replicate_enabled:
+        names.insert(0, "dp_replicate")
+    return shard(
+        model, parallel_dims.get_mesh(names), dtype=training.mixed_precision_param, reduce="sum",
+        checkpointing=ac_config is not None, offload=training.enable_cpu_offload,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+    )  # fmt: skip
