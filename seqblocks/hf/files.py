@@ -39,7 +39,7 @@ def own_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def adapt_names(model: Any, tensors: dict[str, Tensor], prefix: str, *others: Any) -> None:
     """Rename weights with the names of files as they are in memory, and add tied ones, before torch loads them."""
     own = model.state_dict().keys()
-    for name in list(tensors):
+    for name in [name for name in tensors if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
         if bare not in own and PREFIX + bare in own:
             tensors[f"{prefix}{PREFIX}{bare}"] = tensors.pop(name)

@@ -112,7 +112,9 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         files.check_loaded(path, info)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+    ) -> None:
         """Write a folder that `from_pretrained` reads, and `seqblocks.load` too where all weights are the spec's own.
 
         Arguments as in transformers.
@@ -122,8 +124,8 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         if not adapted:
             state_dict = files.own_names(self, self.state_dict() if state_dict is None else state_dict)
         before = files.weight_files(folder)
-        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
-        if not adapted and kwargs.get("is_main_process", True):
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process and not adapted:
             files.remove_stale(folder, before)
             files.write_record(folder, self.config.analysed(), kwargs.get("variant"))
 
@@ -364,10 +366,9 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
         if use_cache is None:
-            use_cache = self.config.use_cache and self._may_cache(attention_mask, labels)
-        y, cache = self._run(
-            input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep, given
-        )
+            use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
+        keep = logits_to_keep if labels is None else 0
+        y, cache = self._run(input_ids, attention_mask, position_ids, past_key_values, use_cache, keep, given)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
@@ -375,9 +376,11 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Whether a call that does not ask for a cache returns one: not in training, nor after padding on the right."""
-        if self.training or labels is not None or self.model._obstacle:
+        if self.training or labels is not None or self.model._obstacle or not self.config.use_cache:
             return False
-        return not (isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()))
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return True
+        return not torch.compiler.is_compiling() and bool(mask[:, -1].all())
 
     # --- what generate asks ---
 

@@ -194,6 +194,16 @@ def test_damaged_files(saved: Path, tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(saved)
 
 
+def test_files_of_torch(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    torch.save(built().state_dict(), saved / "pytorch_model.bin")
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(model.model.norm.weight, built().norm.weight)
+    torch.save({"embed.weight": Path("code")}, saved / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="holds pickled objects that are not tensors; unpickling would run code"):
+        AutoModelForCausalLM.from_pretrained(saved)
+
+
 def test_missing_weights_of_a_dictionary_are_an_error(saved: Path) -> None:
     """Of weights that are no local files, transformers reports what it would draw."""
     config = AutoConfig.from_pretrained(saved)
@@ -373,6 +383,24 @@ def test_losses_are_shifted_once(saved: Path) -> None:
     assert model(x, return_dict=False)[0].shape == (2, 6, 16)
     assert model(x, logits_to_keep=2).logits.shape == (2, 2, 16)
     assert torch.equal(model(x, logits_to_keep=torch.tensor([1, 4])).logits, model(x).logits[:, [1, 4]])
+    with torch.no_grad():
+        part = model(x, labels=labels, logits_to_keep=2, use_cache=True)
+    assert (part.logits.shape, part.past_key_values.get_seq_length()) == ((2, 2, 16), 6)
+    torch.testing.assert_close(part.loss, out.loss)
+
+
+def test_gradients_flow_through_a_cache(saved: Path) -> None:
+    """Truncated backpropagation: a cache that is passed in training is returned."""
+    model = AutoModelForCausalLM.from_pretrained(saved).train()
+    x = ids(2, 6)
+    first = model(x[:, :3], use_cache=True)
+    second = model(x[:, 3:], past_key_values=first.past_key_values)
+    assert second.past_key_values.get_seq_length() == 6
+    second.logits.square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).logits[:, 3:].square().sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in model.parameters()])
 
 
 def test_packed_sequences_by_position_ids(saved: Path) -> None:
@@ -510,6 +538,17 @@ def test_copies(how: Any) -> None:
     again.load_state_dict({name: value + 1 for name, value in built().state_dict().items() if "unembed" not in name})
     assert torch.equal(again.model.norm.weight, model.model.norm.weight + 1)
     assert again.config.eos_token_id == 7
+
+
+@pytest.mark.long
+def test_the_whole_forward_pass_is_one_graph() -> None:
+    model = hf.wrap(built())
+    x, mask = ids(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        y = compiled(x, attention_mask=mask).logits
+        torch.testing.assert_close(y[0, 2:], model(x[:1, 2:]).logits[0])
+        torch.testing.assert_close(compiled(x, labels=x).loss, model(x, labels=x).loss)
 
 
 def test_drawing_follows_the_seed_of_torch() -> None:
