@@ -70,13 +70,6 @@ class Affine(NamedTuple):
         return self.added + (before if self.decay is None else self.decay.exp() * before)
 
 
-def of_gated_recurrence(x: Tensor, decay: Tensor, resets: Tensor | None = None) -> Affine:
-    """Summarise tokens x, decay [B, S, E] of `gated_recurrence`, for a state [B, E]."""
-    piece = last_piece(resets)
-    after, total = decay_after(piece.only(decay))
-    return Affine(piece, total, (after.exp() * piece.only(x)).sum(1))
-
-
 def of_linear_attention(k: Tensor, v: Tensor, decay: Tensor | None, resets: Tensor | None = None) -> Affine:
     """Summarise tokens of `linear_attention` by the rule add, for a state [B, HV, K, V].
 

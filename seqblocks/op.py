@@ -105,8 +105,8 @@ class Op(BaseModel):
     """What it treats each by itself, so that several ranks may share the work: `features`, or the heads or groups that
     an argument of this name counts (0: features). All inputs and the output then have the same parts, and so has the
     first axis of each parameter. See `splits` for other cases."""
-    summarises: ClassVar[bool] = False
-    """Whether `transition` computes something of the tokens, which takes time; otherwise it copies inputs at most."""
+    summary_cost: ClassVar[float] = 0.0
+    """How long `transition` takes, as a share of the time of `forward`; 0 where it copies inputs at most."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
     open_keys: ClassVar[bool] = False

@@ -232,10 +232,13 @@ def _orders(spec: ModelSpec) -> list[str]:
 
 
 def _are_worthwhile(spec: ModelSpec, ranks: int) -> bool:
-    """Whether the last rank waits longer for states in turn than summaries take.
+    """Whether the last rank would wait longer for states in turn than summaries take.
 
-    In turn, it starts each of its steps `ranks - 1` steps' time after the first rank; a summary takes about half of a
-    step's time again, in each step. With scans from both ends, all ranks wait in each layer.
+    In turn, it waits until the ranks before it have done the first step; after that they work at the same time, on one
+    step after the other. With scans from both ends, ranks wait in each step.
     """
-    steps = sum(node.op is not None and node.op.summarises for node in graph.streamed(spec.graph))
-    return 2 * (ranks - 1) > steps or len(set(_orders(spec))) > 1
+    costs = [node.op.summary_cost for node in graph.streamed(spec.graph) if node.op]
+    waits = ranks - 1
+    if len(set(_orders(spec))) > 1:
+        waits *= sum(cost > 0 for cost in costs)
+    return waits > sum(costs)

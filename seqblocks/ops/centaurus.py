@@ -28,7 +28,7 @@ class Centaurus(Op):
 
     reads = "past"
     reversible = True
-    summarises = True
+    summary_cost = 1.2
     mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "how channels are connected to features")
     state_size: int | None = argument(
         None, "state channels, N (default: the width of x; given by the widths in dws and full)", ge=1, alias="state"

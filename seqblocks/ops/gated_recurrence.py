@@ -24,7 +24,7 @@ class GatedRecurrence(Op):
     ports = (Port("x", "what is taken in", main=True), Port("decay", "log decay, at most 0, as wide as x"))
     reads = "past"
     reversible = True
-    summarises = True
+    summary_cost = 1.2
     factor: Literal["full", "complement", "unit_variance"] = argument("full", "how much of the input is taken in")
     first_full: bool = argument(False, "whether the first token of a sequence is taken in as it is")
     source = "HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201)"
@@ -67,11 +67,15 @@ class GatedRecurrence(Op):
         return taken, decay
 
     def transition(self, p: Any, call: Any, x: Any, decay: Any) -> Any:
-        from seqblocks.kernels.summaries import of_gated_recurrence
+        from seqblocks.kernels import gated_recurrence
+        from seqblocks.kernels.summaries import Affine, last_piece
 
         if self.first_full:  # the first token is taken in as the state says
             return None
-        summary = of_gated_recurrence(*self.taken(call, x, decay), call.resets)
+        taken, decay = self.taken(call, x, decay)
+        out: Any = gated_recurrence(taken, decay, return_state=True, resets=call.resets)
+        piece = last_piece(call.resets)
+        summary = Affine(piece, piece.only(decay).sum(1), out[1])
         return lambda state: {"h": summary(state["h"])}
 
     def forward(self, p: Any, call: Any, x: Any, decay: Any) -> Any:

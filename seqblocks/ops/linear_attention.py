@@ -42,7 +42,7 @@ class LinearAttention(Op):
     )
     reads = "past"
     reversible = True
-    summarises = True
+    summary_cost = 0.4
     heads: int = argument(..., "heads of queries and keys, H; must divide their width", ge=1)
     value_heads: int = argument(0, "heads of values, HV; a multiple of heads (0: as many as heads)", ge=0)
     rule: Rule = argument("add", "how the state is written")

@@ -22,7 +22,7 @@ class MLSTMMemoroid(MLSTM):
     input_gate: Literal["exp"] = argument("exp", "the input gate's nonlinearity")
     normalize: bool = argument(True, "whether h is divided by the normaliser: always, as the gate is exponential")
     sigmoid = False
-    summarises = False
+    summary_cost = 0.0
     readout: Literal["paper", "unit_floor"] = argument("paper", "how the state is read")
     source = "Revisiting recurrent RL with memory monoids (arXiv:2402.09900); xLSTM (arXiv:2405.04517)"
 

@@ -28,7 +28,7 @@ class MLSTM(Op):
     )
     reads = "past"
     reversible = True
-    summarises = True
+    summary_cost = 0.15
     heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
     input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
     normalize: bool = argument(True, "whether h is divided by the normaliser; optional for a sigmoid gate only")

@@ -28,7 +28,7 @@ class SSM(Op):
     )
     reads = "past"
     reversible = True
-    summarises = True
+    summary_cost = 1.2
     state_size: int = argument(16, "states of a channel, N", ge=1, alias="state")
     groups: int = argument(1, "groups of channels with a B and a C of their own, G", ge=1)
     softplus: bool = argument(True, "whether dt goes through a softplus")

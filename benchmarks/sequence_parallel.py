@@ -1,0 +1,119 @@
+"""How long ranks wait for states in sequence parallelism, by way of handing them on: counted, not run.
+
+    python benchmarks/sequence_parallel.py [MODEL …] [--tokens N] [--ranks 2 4 8 16]
+
+One process runs a rank's part of the sequence and takes the CPU time of each step that carries state: of its forward
+pass from a given state, of its summary, and of the short way from one state to the next by the summary. From these the
+forward pass of n ranks is played through, with messages that take no time. Backward the order is the reverse.
+Times are relative to those of ranks that never wait and summarise nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import seqblocks
+from seqblocks.distributed.relay import Part, Relay
+from seqblocks.runtime.call import Call, Carrying
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.testing import random_input
+
+RUNS = 5
+
+
+class Step(NamedTuple):
+    """CPU times, in seconds, of a step and of what the rank computes before it; bytes of its state."""
+
+    before: float
+    run: float
+    summary: float
+    move: float
+    bytes: int
+
+
+class Recorder(Relay):
+    """Runs each step as a rank in the middle would, from the state before the first token, and takes times."""
+
+    def __init__(self, x: Tensor) -> None:
+        link: Any = None
+        super().__init__(Part(link, x.shape[0], x.device, None, None, 0, 0, None, None, False, True))
+        self.steps: list[Step] = []
+        self.since = time.process_time()
+
+    def run(self, step: Carrying, p: dict[str, Any], call: Call, inputs: list[Any]) -> Tensor:
+        start = time.process_time()
+        move = self._transition(step.op, p, call, inputs)
+        summarised = time.process_time()
+        state = self._initial(step, inputs)
+        after = move(state) if move else state
+        moved = time.process_time()
+        y = step.op.forward(p, call, *inputs)[0]
+        end = time.process_time()
+        summary = summarised - start if step.op.summary_cost and move else 0.0
+        can = moved - summarised if move else float("nan")
+        size = sum(t.numel() * t.element_size() for t in after.values())
+        self.steps.append(Step(start - self.since, end - moved, summary, can, size))
+        self.since = time.process_time()
+        return y
+
+
+def recorded(model: SequenceModel, x: Tensor) -> tuple[list[Step], float]:
+    """Return the steps, and the time after the last of them: medians of some runs."""
+    found = []
+    for _ in range(RUNS):
+        recorder = Recorder(x)
+        model._relay = recorder
+        with torch.no_grad():
+            model(x)
+        model._relay = None
+        found.append((recorder.steps, time.process_time() - recorder.since))
+    steps = [Step(*map(statistics.median, zip(*each, strict=True))) for each in zip(*(s for s, _ in found), strict=True)]
+    return steps, statistics.median(rest for _, rest in found)
+
+
+def span(steps: list[Step], rest: float, ranks: int, summaries: Callable[[Step], bool]) -> float:
+    """Return when the last of so many ranks is done."""
+    arrived = [0.0] * len(steps)  # when the state of a step comes from the rank before
+    now = 0.0
+    for rank in range(ranks):
+        now = 0.0
+        for at, step in enumerate(steps):
+            now += step.before
+            early = step.move == step.move and (not step.summary or summaries(step))
+            now = max(now + (step.summary if early else 0.0), arrived[at] if rank else 0.0)
+            now += step.move if early else step.run
+            arrived[at] = now
+            now += step.run if early else 0.0
+        now += rest
+    return now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["mlstm_small", "mamba_small", "hybrid_small", "transformer_small"])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a rank's part")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 16])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | messages | kB | ranks | whole state at the end | in turn | summaries | with micro-batches |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in given.models:
+        model = seqblocks.build(name, device="cpu").eval()
+        steps, rest = recorded(model, random_input(model, 1, given.tokens).detach())
+        alone = sum(step.before + step.run for step in steps) + rest
+        size = sum(step.bytes for step in steps) / 1000
+        for ranks in given.ranks:
+            turn, early = (span(steps, rest, ranks, lambda _: each) / alone for each in (False, True))
+            many = 1 + (turn - 1) / 8
+            print(f"| `{name}` | {len(steps)} | {size:.0f} | {ranks} | {ranks:.2f} | {turn:.2f} | {early:.2f} | {many:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
