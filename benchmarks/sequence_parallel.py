@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,8 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import random_input
 
 RUNS = 5
+MICRO_BATCHES = 8
+MODELS = ["mlstm_small", "mamba_small", "hybrid_small", "mingru_small", "transformer_small"]
 
 
 class Step(NamedTuple):
@@ -74,11 +75,12 @@ def recorded(model: SequenceModel, x: Tensor) -> tuple[list[Step], float]:
             model(x)
         model._relay = None
         found.append((recorder.steps, time.process_time() - recorder.since))
-    steps = [Step(*map(statistics.median, zip(*each, strict=True))) for each in zip(*(s for s, _ in found), strict=True)]
+    runs = zip(*(steps for steps, _ in found), strict=True)
+    steps = [Step(*map(statistics.median, zip(*each, strict=True))) for each in runs]
     return steps, statistics.median(rest for _, rest in found)
 
 
-def span(steps: list[Step], rest: float, ranks: int, summaries: Callable[[Step], bool]) -> float:
+def span(steps: list[Step], rest: float, ranks: int, summaries: bool) -> float:
     """Return when the last of so many ranks is done."""
     arrived = [0.0] * len(steps)  # when the state of a step comes from the rank before
     now = 0.0
@@ -86,7 +88,7 @@ def span(steps: list[Step], rest: float, ranks: int, summaries: Callable[[Step],
         now = 0.0
         for at, step in enumerate(steps):
             now += step.before
-            early = step.move == step.move and (not step.summary or summaries(step))
+            early = step.move == step.move and (summaries or not step.summary)
             now = max(now + (step.summary if early else 0.0), arrived[at] if rank else 0.0)
             now += step.move if early else step.run
             arrived[at] = now
@@ -97,12 +99,12 @@ def span(steps: list[Step], rest: float, ranks: int, summaries: Callable[[Step],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["mlstm_small", "mamba_small", "hybrid_small", "transformer_small"])
+    parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's part")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 16])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | messages | kB | ranks | whole state at the end | in turn | summaries | with micro-batches |")
+    print(f"| model | messages | kB | ranks | one by one | in turn | summaries | {MICRO_BATCHES} micro-batches |")
     print("|---|---|---|---|---|---|---|---|")
     for name in given.models:
         model = seqblocks.build(name, device="cpu").eval()
@@ -110,9 +112,10 @@ def main() -> None:
         alone = sum(step.before + step.run for step in steps) + rest
         size = sum(step.bytes for step in steps) / 1000
         for ranks in given.ranks:
-            turn, early = (span(steps, rest, ranks, lambda _: each) / alone for each in (False, True))
-            many = 1 + (turn - 1) / 8
-            print(f"| `{name}` | {len(steps)} | {size:.0f} | {ranks} | {ranks:.2f} | {turn:.2f} | {early:.2f} | {many:.2f} |")
+            turn, early = (span(steps, rest, ranks, summaries) / alone for summaries in (False, True))
+            filled = 1 + (turn - 1) / MICRO_BATCHES
+            times = " | ".join(f"{each:.2f}" for each in (ranks, turn, early, filled))
+            print(f"| `{name}` | {len(steps)} | {size:.0f} | {ranks} | {times} |")
 
 
 if __name__ == "__main__":

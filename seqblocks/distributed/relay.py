@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
 
 from seqblocks.op import Op
 from seqblocks.parameters import State
@@ -218,6 +219,7 @@ class _Received(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.count:
             ctx.part.link.send(gradients[: ctx.count], ctx.part.earlier)
@@ -233,6 +235,7 @@ class _Sent(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.kinds)
         states = ctx.part.link.receive(ctx.kinds, ctx.part.later, ctx.part.device) if count else []
