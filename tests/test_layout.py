@@ -71,8 +71,6 @@ REQUIREMENTS = {
     "safetensors": "safetensors",  # extras, from here on: imported where they are used, never at the top of a file
     "transformers": "transformers",  # see below
     "onnx_ir": "onnxscript",
-    "onnxruntime": "onnxruntime",
-    "onnxscript": "onnxscript",
 }
 ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported on request alone: at the top of a file too
 

@@ -95,7 +95,8 @@ def scan(
         bonus = None if bonus is None else bonus.repeat_interleave(groups, 0)
 
         def token(state: States, x: list[Any]) -> tuple[Tensor, States]:
-            y, new = step(*x, bonus, *state)
+            q, k, v, *others = x
+            y, new = step(q, k, v, *others, bonus, state[0])
             return y, (new,)
 
         y, last = token_by_token(token, (state,), (q, k, v, *others), resets, reverse)

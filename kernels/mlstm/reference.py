@@ -88,7 +88,10 @@ def _scan(
         return nothing(v, q, k, i, f, v), state
 
     def token(state: States, x: list[Tensor]) -> tuple[Tensor, States]:
-        return cell(*x, MLSTMState(*state), eps=eps, input_gate=input_gate, normalize=normalize)
+        q, k, v, log_i, log_f = x
+        return cell(
+            q, k, v, log_i, log_f, MLSTMState(*state), eps=eps, input_gate=input_gate, normalize=normalize
+        )
 
     h, last = token_by_token(token, state, (scaled, k, values, log_i, log_f), resets, reverse)
     return h.to(v.dtype), MLSTMState(*last)

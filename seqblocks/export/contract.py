@@ -69,9 +69,19 @@ class Contract:
     format: int = FORMAT
 
     @property
+    def carried(self) -> tuple[Part, ...]:
+        """The state that goes in: none where the graph makes it."""
+        return () if self.graph == "context" else self.state
+
+    @property
     def input_names(self) -> list[str]:
         """The names of all inputs, in the order of the graph."""
-        return [port.name for port in self.inputs] + [part.input for part in self.state if self.graph != "context"]
+        return [port.name for port in self.inputs] + [part.input for part in self.carried]
+
+    @property
+    def input_shapes(self) -> list[tuple[Size, ...]]:
+        """The shapes of all inputs, in the order of the graph."""
+        return [port.shape for port in self.inputs] + [part.shape for part in self.carried]
 
     @property
     def output_names(self) -> list[str]:

@@ -6,6 +6,7 @@ A file is written under another name, compared with the model, and then renamed:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import secrets
@@ -158,11 +159,10 @@ def _as_onnx(model: SequenceModel, exported: Exported) -> Any:
         )  # fmt: skip
     assert made is not None
     graph = made.model.graph
-    own = [*contract.inputs, *(contract.state if contract.graph != "context" else ())]
-    for value, port in zip(graph.inputs, own, strict=True):
-        value.shape = ir.Shape(port.shape)
-    for value, port in zip(graph.outputs, (*contract.outputs, *contract.state), strict=True):
-        value.shape = ir.Shape(port.shape)
+    returned = [port.shape for port in contract.outputs] + [part.shape for part in contract.state]
+    for values, shapes in ((graph.inputs, contract.input_shapes), (graph.outputs, returned)):
+        for value, shape in zip(values, shapes, strict=True):
+            value.shape = ir.Shape(shape)
     made.model.metadata_props[KEY] = contract.as_json()
     return made.model
 
@@ -176,8 +176,7 @@ def _save_onnx(made: Any, file: Path) -> None:
 
 def _in_onnxruntime(file: Path, contract: Contract) -> Run:
     """A file as a function over lists of tensors."""
-    import onnxruntime
-
+    onnxruntime: Any = importlib.import_module("onnxruntime")  # it has no annotations
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ def translations() -> dict[Any, Any]:
 
 def _sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """All elements by TopK, which is stable."""
-    from onnxscript import opset18 as op
-
+    op: Any = importlib.import_module("onnxscript").opset18
     count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]), axis=0)
     return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)

@@ -181,8 +181,8 @@ def _sizes(model: SequenceModel, graph: str, batch: int | None, length: int | No
 def _open_axes(contract: Contract, arguments: Any) -> Any:
     """Return which axes of a call's arguments have any size, in the structure of the arguments."""
     _, spec = pytree.tree_flatten(arguments)
-    ports = [*contract.inputs, *(contract.state if contract.graph != "context" else ())]
-    axes = [{at: Dim.DYNAMIC for at, size in enumerate(port.shape) if isinstance(size, str)} for port in ports]
+    shapes = contract.input_shapes
+    axes = [{at: Dim.DYNAMIC for at, size in enumerate(shape) if isinstance(size, str)} for shape in shapes]
     return pytree.tree_unflatten(axes, spec)
 
 
@@ -214,11 +214,9 @@ def _with_shapes(contract: Contract, program: ExportedProgram) -> Contract:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     ins = [values[name] for name in program.graph_signature.user_inputs]
     outs = [values[name] for name in program.graph_signature.user_outputs]
-    state = () if contract.graph == "context" else contract.state
-    given = [*contract.inputs, *state]
     names: dict[str, str] = {}
-    for port, x in zip(given, ins, strict=True):
-        for size, found in zip(port.shape, x.shape, strict=True):
+    for given, x in zip(contract.input_shapes, ins, strict=True):
+        for size, found in zip(given, x.shape, strict=True):
             if isinstance(size, str):
                 names.setdefault(str(found), size)
 
