@@ -2,14 +2,14 @@
 
 Inside a chunk every token reads every earlier token of the chunk through a small matrix (attention-like);
 what came before the chunk is read through the state. Time is linear in S, memory is that of the inputs: nothing
-of size S x S, and the forward pass saves only its inputs (the backward pass recomputes the chunk states).
+of size S x S. The backward pass computes the states of chunks again, and W too where it is larger than an input.
 
 B batch, S sequence, H heads, DK / DV head widths, L chunk length, K number of chunks, s <= t two tokens of a chunk
 in the order of the scan. All of it per head:
 
     b_t   sum of log f from the chunk's start (or the last reset) to t
     e_s   = log i_s - b_s                so that log i_s + log f_(s+1) + ... + log f_t = b_t + e_s
-    p_t   stabiliser of the state that token t's segment began with: the chunk's m, or 0 after a reset
+    p_t   stabiliser of the state that token t's segment began with: the m before the chunk, or 0 after a reset
     x_t   = max(max_{s<=t} e_s, p_t)     so that m_t = b_t + x_t: exactly the recurrent m
     D_ts  = exp(e_s - x_t)               weight of token s in token t's view; 0 across a reset
     u_t   = exp(p_t - x_t)               weight of the chunk's initial state; 0 after a reset
@@ -23,261 +23,76 @@ A sigmoid input gate has m = 0, that is x_t = -b_t, and the floor 1.
 b, e, p and x, a number a token, are float64 whatever the inputs are: what is left of a difference of two e is rounded
 at 2^-53 of the sum, not at 2^-24. D and all that is as large is made of differences, in the dtype of the state.
 
+So b need not begin with each chunk: it runs over several, and within these p is the x of the last token before the
+chunk. No weight depends on that x, which only says in what scale the state is held; so it has no gradient.
+
 The scan may run right to left. Heavy tensors are then read as they lie; only gate vectors, which are small, are
 turned, and D is the transposed triangle.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, direct, register
 from seqblocks.kernels.mlstm import reference as mlstm_reference
-from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent, log_input_gate
+from seqblocks.kernels.mlstm.gates import (
+    Chunk,
+    Gates,
+    Plan,
+    Scan,
+    blocks_of,
+    exp2_,
+    make_plan,
+    prepare,
+    prepare_backward,
+)  # fmt: skip
+from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import nonfinite
 
-WORKING_SET = 1 << 18  # elements of one operand of one step; more sequences than this go one group after another
-# A log f below it counts as this, so that sums are finite: nothing gets through either way while |log i| and |m| are
-# less than a million.
-LEAST = -1e6
+
+def _rows(x: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """A chunk of a group of sequences: [B, S, H, D] to [G * H, L, D]; no copy if the group is one."""
+    return x[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2).flatten(0, 1).to(dtype)
 
 
-class Gates(NamedTuple):
-    """The gates of every token, ready for use: [B, H, S], tokens as they lie in memory."""
-
-    e: Tensor  # in float64, as x
-    x: Tensor
-    u: Tensor
-    floor: Tensor
-    segment: Tensor | None  # [B, S]: resets met so far in the chunk
-
-
-class Scan(NamedTuple):
-    """What the derivative of the gates also needs: [B, K, L, H], tokens in the order of the scan."""
-
-    source: Tensor  # the s that gives max e_s
-    carried: Tensor  # p_t wins the maximum, not e_s
-    unbroken: Tensor | None  # [B, K, L, 1]: no reset in the chunk so far
-    segment: Tensor | None  # [B, K, L]: resets met so far in the chunk
-
-
-# ------------------------------------------------------------------------------------------------ gates
-
-
-def _to_scan(x: Tensor, L: int, reverse: bool) -> Tensor:
-    """[B, S, ...] in memory order to [B, K, L, ...] in scan order, padded at the scan's end."""
-    B, S = x.shape[:2]
-    if reverse:
-        x = x.flip(1)
-    padding = -S % L
-    if padding:
-        x = torch.cat([x, x.new_zeros(B, padding, *x.shape[2:])], 1)
-    return x.reshape(B, -1, L, *x.shape[2:])
-
-
-def _to_memory(x: Tensor, S: int, reverse: bool) -> Tensor:
-    """The inverse of `_to_scan`."""
-    x = x.flatten(1, 2)[:, :S]
-    return x.flip(1) if reverse else x
-
-
-def _by_head(x: Tensor, S: int, reverse: bool, dtype: torch.dtype) -> Tensor:
-    """[B, K, L, H] in scan order to [B, H, S] in memory order, of this dtype; new memory."""
-    return _to_memory(x, S, reverse).transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _prepare(
-    i: Tensor, f: Tensor, m: Tensor | None, resets: Tensor | None, L: int, reverse: bool, input_gate: str,
-) -> tuple[Gates, Scan, Tensor]:
-    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64."""
-    B, S, H = i.shape
-    exact = exact_dtype(f)
-    log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
-    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST), L, reverse)
-    segment = unbroken = None
-    if resets is None:
-        b = log_f.cumsum(2, dtype=exact)
-        e = log_i - b
-        best, source = e.cummax(2)
-    else:
-        segment = _to_scan(resets, L, reverse).cumsum(2)
-        unbroken = (segment == 0).unsqueeze(-1)
-        b = _sum_within(segment, log_f)
-        e = log_i - b
-        best, source = _max_within(segment, e)
-    exponential = input_gate == "exp"
-
-    # the stabiliser from chunk to chunk; the last chunk may be short
-    last = (S - 1) % L
-    m = b.new_zeros(B, H) if m is None else m.to(exact)
-    starts = []
-    for c in range(e.shape[1]):
-        starts.append(m)
-        t = L - 1 if c < e.shape[1] - 1 else last
-        if not exponential:
-            m = torch.zeros_like(m)
-            continue
-        p_last = m if unbroken is None else torch.where(unbroken[:, c, t], m, 0.0)
-        m = b[:, c, t] + torch.maximum(best[:, c, t], p_last)
-    start = torch.stack(starts, 1).unsqueeze(2)
-    p = start.expand_as(b) if unbroken is None else torch.where(unbroken, start, 0.0)
-    x = torch.maximum(best, p) if exponential else -b
-    u = p - x if unbroken is None else torch.where(unbroken, p - x, -torch.inf)
-    u = _exp_(_by_head(u, S, reverse, f.dtype))
-    floor = torch.ones_like(u)
-    if exponential:
-        floor = _by_head(b + x, S, reverse, f.dtype).neg_().clamp_(max=largest_exponent(f.dtype)).exp_()
-    e, x = (_by_head(y, S, reverse, exact) for y in (e, x))
-    gates = Gates(e, x, u, floor, None if segment is None else _to_memory(segment, S, reverse))
-    return gates, Scan(source, p > best, unbroken, segment), m
-
-
-def exact_dtype(f: Tensor) -> torch.dtype:
-    """The dtype of sums of log f: float64, on devices that have it. See the top of the file."""
-    return f.dtype if f.device.type == "mps" else torch.float64
-
-
-def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
-    """Running sums, in float64, of x [B, K, L, H], those of each segment [B, K, L] by themselves."""
-    sums = x.cumsum(2, dtype=exact_dtype(x))
-    starts = torch.ones_like(segment, dtype=torch.bool)
-    starts[:, :, 1:] = segment[:, :, 1:] != segment[:, :, :-1]
-    first = torch.where(starts, torch.arange(x.shape[2], device=x.device), 0).cummax(2).values.unsqueeze(-1)
-    return sums - (sums - x).gather(2, first.expand_as(x))
-
-
-def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maxima of x [B, K, L, H] and where they were reached, those of each segment [B, K, L] by themselves."""
-    best, step = x.clone(), 1
-    segment = segment.unsqueeze(-1)
-    while step < x.shape[2]:
-        earlier = torch.where(segment[:, :, step:] == segment[:, :, :-step], best[:, :, :-step], -torch.inf)
-        torch.maximum(best[:, :, step:], earlier, out=best[:, :, step:])
-        step *= 2
-    places = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1)
-    return best, torch.where(x == best, places, 0).cummax(2).values
-
-
-def _prepare_backward(
-    i: Tensor, f: Tensor, scan: Scan, de: Tensor, dx: Tensor, db: Tensor, dp: Tensor, dm: Tensor | None,
-    L: int, reverse: bool, input_gate: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of i, f and the initial m from those of e, x, b, p [B, S, H] and of the final m [B, H]."""
-    S = i.shape[1]
-    de, dx, db, dp = (_to_scan(g, L, reverse) for g in (de, dx, db, dp))
-    K, last = de.shape[1], (S - 1) % L
-    if input_gate == "exp":
-        # x_t goes to whichever made the maximum; the m that leaves a chunk is b + x of its last token
-        dp = dp + dx * scan.carried
-        de = de.scatter_add(2, scan.source, dx.masked_fill(scan.carried, 0.0))
-    else:
-        db = db - dx
-    whole = dp if scan.unbroken is None else torch.where(scan.unbroken, dp, 0.0)
-    dstart = whole.sum(2)
-    dm = torch.zeros_like(dstart[:, 0]) if dm is None else dm
-    for c in reversed(range(K)):
-        if input_gate == "exp":
-            t = L - 1 if c < K - 1 else last
-            carried = scan.carried[:, c, t]
-            db[:, c, t] += dm
-            de[:, c].scatter_add_(1, scan.source[:, c, t : t + 1], dm.masked_fill(carried, 0.0).unsqueeze(1))
-            if scan.unbroken is not None:
-                carried = carried & scan.unbroken[:, c, t]
-            dm = dstart[:, c] + torch.where(carried, dm, 0.0)
-        else:
-            dm = dstart[:, c]
-    through = (db - de).flip(2)
-    if scan.segment is None:
-        through = through.cumsum(2, dtype=exact_dtype(f))
-    else:
-        through = _sum_within(scan.segment.flip(2), through)
-    dlog_f = through.flip(2)
-    di = _to_memory(de, S, reverse)
-    if input_gate != "exp":
-        di = di * torch.sigmoid(-i)
-    return di, _to_memory(dlog_f, S, reverse) * torch.sigmoid(-f), dm
-
-
-# ------------------------------------------------------------------------------------------------ chunks
-
-
-class Plan(NamedTuple):
-    """How the work is cut: chunk length, chunks (first, end, last in scan order), groups of sequences."""
-
-    L: int
-    chunks: list[tuple[int, int, int]]
-    groups: list[tuple[int, int]]
-
-
-def _plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
-    B, S, H, DK = q.shape
-    # chunks of equal length, if we may choose: 197 tokens are 99 + 98, not 128 + 69
-    L = min(chunk_size, S) if chunk_size else -(-S // -(-S // _chunk_size(B * H, S, max(DK, v.shape[-1]))))
-    spans = [(t, min(t + L, S)) for t in range(0, S, L)]
-    if reverse:
-        chunks = [(S - end, S - first, 0) for first, end in spans]
-    else:
-        chunks = [(first, end, end - first - 1) for first, end in spans]
-    size = max(1, WORKING_SET // (H * L * max(L, DK, v.shape[-1])))
-    return Plan(L, chunks, [(b, min(b + size, B)) for b in range(0, B, size)])
-
-
-def _chunk_size(rows: int, S: int, width: int) -> int:
-    """At most so many tokens (measured on a CPU, widths 16 to 256): longer ones pay triangles, shorter ones states."""
-    if rows <= 8:
-        return 256 if S <= 256 and width >= 128 else 128
-    return 64 if width <= 96 else 128
-
-
-def _rows(x: Tensor, group: tuple[int, int], first: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Tokens first:end of a group of sequences: [B, S, H, D] to [G * H, L, D]; no copy if the group is one."""
-    return x[group[0] : group[1], first:end].transpose(1, 2).flatten(0, 1).to(dtype)
-
-
-def _put(out: Tensor, group: tuple[int, int], first: int, end: int, rows: Tensor) -> None:
-    """The inverse of `_rows`, into `out`."""
-    target = out[group[0] : group[1], first:end].transpose(1, 2)
+def _put(out: Tensor, group: tuple[int, int], first: int, rows: Tensor) -> None:
+    """The inverse of `_rows`, into `out` from its token `first` on."""
+    target = out[group[0] : group[1], first : first + rows.shape[1]].transpose(1, 2)
     target.copy_(rows.view(target.shape))
 
 
 class ChunkGates(NamedTuple):
     """The gates of one chunk of one group, N = G * H rows."""
 
-    D: Tensor  # [N, L, L]
+    D: list[Tensor]  # [N, queries, keys] of each block
     u: Tensor  # [N, L, 1]
     floor: Tensor  # [N, L, 1]
     write: Tensor  # [N, L, 1]: D of the chunk's last token
     keep: Tensor  # [N, 1, 1]: u of the chunk's last token
 
 
-def _chunk_gates(
-    gates: Gates, group: tuple[int, int], first: int, end: int, last: int, reverse: bool
-) -> ChunkGates:
+def _chunk_gates(gates: Gates, group: tuple[int, int], chunk: Chunk, reverse: bool) -> ChunkGates:
+    first, end, last = chunk[:3]
     e, x, u, floor = (g[group[0] : group[1], :, first:end] for g in gates[:4])
+    segment = None if gates.segment is None else gates.segment[group[0] : group[1], None, first:end]
     n = end - first
-    D = _exp_((e.unsqueeze(2) - x.unsqueeze(3)).to(u.dtype))
-    D = D.triu_() if reverse else D.tril_()  # the other half may be infinite: assigned, not multiplied
-    if gates.segment is not None:
-        s = gates.segment[group[0] : group[1], None, first:end]
-        D.masked_fill_(s.unsqueeze(2) != s.unsqueeze(3), 0.0)
-    D = D.flatten(0, 1)
+    D = []
+    for rows, keys in blocks_of(n, reverse):
+        weights = exp2_((e[:, :, None, keys] - x[:, :, rows, None]).to(u.dtype))
+        # the other half may be infinite: assigned, not multiplied
+        weights = weights.triu_() if reverse else weights.tril_(rows.start)
+        if segment is not None:
+            weights.masked_fill_(segment[:, :, None, keys] != segment[:, :, rows, None], 0.0)
+        D.append(weights.flatten(0, 1))
     u, floor = (g.reshape(-1, n, 1) for g in (u, floor))
-    return ChunkGates(D, u, floor, D[:, last].unsqueeze(2), u[:, last : last + 1])
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """exp in place, and 0 where that is negligible next to the largest weight, 1.
-
-    Without it, products with such weights are denormal numbers, which a CPU multiplies many times more slowly: forget
-    gates of 1/2 reach e^-87 within 126 tokens.
-    """
-    least = -60.0 if x.dtype == torch.float32 else -600.0
-    return F.threshold(x, least, -torch.inf, inplace=True).exp_()
+    write = D[0 if reverse else -1][:, 0 if reverse else -1].unsqueeze(2)
+    return ChunkGates(D, u, floor, write, u[:, last : last + 1])
 
 
 def _advance(
@@ -287,8 +102,34 @@ def _advance(
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
         return torch.bmm(written, v), written.sum(2, keepdim=True)
-    C = torch.baddbmm(C * g.keep, written, v)
-    return C, n * g.keep + written.sum(2, keepdim=True)
+    return (C * g.keep).baddbmm_(written, v), n * g.keep + written.sum(2, keepdim=True)
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass besides its inputs, where memory allows."""
+
+    gates: Gates
+    scan: Scan
+    m: Tensor
+    weights: list[Tensor]  # W of each block, in the order of the forward pass; empty if they would be too large
+
+    def tensors(self) -> list[Tensor | None]:
+        return [*self.gates, *self.scan, self.m, *self.weights]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Kept:
+        gates, scan = len(Gates._fields), len(Gates._fields) + len(Scan._fields)
+        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], [*tensors[scan + 1 :]])
+
+
+def _may_keep_weights(v: Tensor, plan: Plan, reverse: bool) -> bool:
+    """Whether W of all blocks is not larger than an input."""
+    pairs = sum(
+        (rows.stop - rows.start) * (keys.stop - (keys.start or 0))
+        for chunk in plan.chunks
+        for rows, keys in blocks_of(chunk.end - chunk.first, reverse)
+    )
+    return pairs <= v.shape[1] * v.shape[3]
 
 
 @torch.library.custom_op("seqblocks::mlstm", mutates_args=())
@@ -298,6 +139,17 @@ def _mlstm(
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h and the last C, n, m, which are empty tensors if not asked for."""
+    return _forward(
+        q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize, return_state, save=False
+    )[0]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, return_state: bool, save: bool = True,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
+    """As `_mlstm`, and with `save` what is kept for the backward pass."""
     B, S, H, DK = q.shape
     DV, dtype = v.shape[-1], f.dtype
     h = v.new_empty(B, S, H, DV)
@@ -305,34 +157,26 @@ def _mlstm(
     if h.numel() == 0 or S == 0:
         for out, given in ((C_out, C0), (n_out, n0), (m_out, m0)):
             out.zero_() if given is None or not return_state else out.copy_(given)
-        return h, C_out, n_out, m_out
+        return (h, C_out, n_out, m_out), ()
     found = None
     if resets is not None and nonfinite.suspected(q, k, v, i, f, C0, n0, m0):
         found = nonfinite.find(q, k, v, i, f, (C0, n0, m0), resets, reverse)
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     with without_autocast(q.device.type):
-        plan = _plan(q, v, chunk_size, reverse)
-        gates, _, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
-        scale = DK**-0.5
+        plan = make_plan(q, v, chunk_size, reverse)
+        kept = Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate), [])
+        gates, m = kept.gates, kept.m
+        weights = kept.weights if save and _may_keep_weights(v, plan, reverse) else None
         for group in plan.groups:
             rows = slice(*group)
             C = None if C0 is None else C0[rows].flatten(0, 1)
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
-            for c, (first, end, last) in enumerate(plan.chunks):
-                qc, kc, vc = (_rows(y, group, first, end, dtype) for y in (q, k, v))
-                g = _chunk_gates(gates, group, first, end, last, reverse)
-                W = torch.baddbmm(g.D, qc, kc.transpose(1, 2), beta=0, alpha=scale).mul_(g.D)
-                den = W.sum(2, keepdim=True)
-                if C is None or n is None:
-                    num = torch.bmm(W, vc)
-                else:
-                    u = g.u * scale
-                    num = torch.bmm(qc, C).mul_(u).baddbmm_(W, vc)
-                    den.addcmul_(torch.bmm(qc, n), u)
-                if normalize:
-                    num.div_(torch.maximum(den.abs_(), g.floor).add_(eps))
-                _put(h, group, first, end, num)
-                if return_state or c + 1 < len(plan.chunks):
+            for chunk in plan.chunks:
+                qc, kc, vc = (_rows(y, group, chunk, dtype) for y in (q, k, v))
+                g = _chunk_gates(gates, group, chunk, reverse)
+                for part in _blocks_forward(qc, kc, vc, C, n, g, weights, reverse, eps, normalize):
+                    _put(h, group, chunk.first + part.first, part.h)
+                if return_state or chunk is not plan.chunks[-1]:
                     C, n = _advance(C, n, kc, vc, g)
             if return_state and C is not None and n is not None:
                 C_out[rows] = C.view(-1, H, DK, DV)
@@ -342,7 +186,41 @@ def _mlstm(
             _rescale(C_out, n_out, m)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
-    return h, C_out, n_out, m_out
+    return (h, C_out, n_out, m_out), kept.tensors() if save else ()
+
+
+def _weights(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
+    """W [N, queries, keys] = (q k^T / sqrt(DK)) * D."""
+    return torch.baddbmm(D, q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5).mul_(D)
+
+
+class Block(NamedTuple):
+    """What a block of queries gives."""
+
+    first: int
+    h: Tensor  # [N, queries, DV]
+
+
+def _blocks_forward(
+    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates, weights: list[Tensor] | None,
+    reverse: bool, eps: float, normalize: bool,
+) -> Iterator[Block]:
+    """Yield h of a chunk block by block; C, n: the state before it (None: zero). weights: where W is kept."""
+    us = g.u * q.shape[2] ** -0.5
+    for (rows, keys), D in zip(blocks_of(q.shape[1], reverse), g.D, strict=True):
+        W = _weights(q[:, rows], k[:, keys], D)
+        if weights is not None:
+            weights.append(W)
+        den = W.sum(2, keepdim=True)
+        if C is None or n is None:
+            num = torch.bmm(W, v[:, keys])
+        else:
+            u = us[:, rows]
+            num = torch.bmm(q[:, rows], C).mul_(u).baddbmm_(W, v[:, keys])
+            den.addcmul_(torch.bmm(q[:, rows], n), u)
+        if normalize:
+            num.div_(torch.maximum(den.abs_(), g.floor[:, rows]).add_(eps))
+        yield Block(rows.start, num)
 
 
 def _rescale(C: Tensor, n: Tensor, m: Tensor) -> None:
@@ -376,41 +254,50 @@ class ChunkGrads(NamedTuple):
     e: Tensor
     x: Tensor
     b: Tensor | None
-    p: Tensor
+    p: Tensor | None
     C: Tensor | None
     n: Tensor | None
 
 
-def _chunk_backward(
-    dh: Tensor, dC: Tensor | None, dn: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates,
-    last: int, scale: float, eps: float, *, exponential: bool, normalize: bool,
-) -> ChunkGrads:
-    """From the gradients of h and of the state after the chunk (None: zero); C, n: the state before it (None: zero).
+class BlockGrads(NamedTuple):
+    """Gradients of a block of queries: of q, of the scores q k^T before D, of num and den, and of the gates."""
 
-    With dC, dn those of the state after the chunk, and r_t = dh_t . h_t:
+    W: Tensor
+    q: Tensor
+    scores: Tensor  # times sqrt(DK)
+    num: Tensor
+    den: Tensor | None
+    e: Tensor  # of the keys
+    x: Tensor
+    b: Tensor | None
+    p: Tensor
+
+
+def _block_backward(
+    dh: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, D: Tensor, us: Tensor,
+    floor: Tensor, W: Tensor | None, eps: float, *, exponential: bool, normalize: bool,
+) -> BlockGrads:
+    """From the gradients of h. With r_t = dh_t . h_t:
+
     dnum = dh / (max + eps), dden = -sign(den) r / (max + eps) where |den| wins over the floor, else 0;
     every log weight gets (its weight) x (gradient of its weight), and m itself gets what eps leaves of it.
     """
-    us = g.u * scale
-    W = torch.baddbmm(g.D, q, k.transpose(1, 2), beta=0, alpha=scale).mul_(g.D)
-    dp, qn = torch.zeros_like(us), torch.zeros_like(us)
-    db = dden = None
+    W = _weights(q, k, D) if W is None else W
+    dp = torch.zeros_like(us)
+    qn = None if n is None else torch.bmm(q, n).mul_(us)
+    db = dden = dq = None
     dnum = dh
     if normalize:
         den = W.sum(2, keepdim=True)
-        if n is not None:
-            qn = torch.bmm(q, n).mul_(us)
-            den += qn
+        den = den if qn is None else den.add_(qn)
         size = den.abs()
-        wins = size >= g.floor
-        inverse = torch.maximum(size, g.floor).add_(eps).reciprocal_()
+        wins = size >= floor
+        inverse = torch.maximum(size, floor).add_(eps).reciprocal_()
         dnum = dh * inverse
 
     # through num; dq without the factor us, which den shares
     dW = torch.bmm(dnum, v.transpose(1, 2))
     r = (W * dW).sum(2, keepdim=True)
-    dq = None
     if C is not None:
         dq = torch.bmm(dnum, C.transpose(1, 2))
         dp = (q * dq).sum(2, keepdim=True).mul_(us)
@@ -422,41 +309,76 @@ def _chunk_backward(
         share = r * inverse
         dden = -torch.sign(den) * share * wins
         dW += dden
-        if n is not None and dq is not None:
+        if n is not None and dq is not None and qn is not None:
             dp += dden * qn
             dq += dden * n.transpose(1, 2)
         if exponential:
             dx = -eps * share
-            db = (share * g.floor).mul_(~wins)
+            db = (share * floor).mul_(~wins)
         else:
             dx -= dden * den
 
-    # to the operands of the chunk
     de = (dW * W).sum(1).unsqueeze(2)
-    dS = dW.mul_(g.D).mul_(scale)
-    dq = torch.bmm(dS, k) if dq is None else dq.mul_(us).baddbmm_(dS, k)
+    dS, scale = dW.mul_(D), q.shape[2] ** -0.5
+    dq = torch.bmm(dS, k).mul_(scale) if dq is None else dq.mul_(us).baddbmm_(dS, k, alpha=scale)
+    return BlockGrads(W, dq, dS, dnum, dden, de, dx, db, dp)
+
+
+def _chunk_backward(
+    dh: Tensor, dC: Tensor | None, dn: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates,
+    weights: Sequence[Tensor | None], chunk: Chunk, reverse: bool, eps: float, *, exponential: bool, normalize: bool,
+) -> ChunkGrads:
+    """From the gradients of h and of the state after the chunk (None: zero); C, n: the state before it (None: zero)."""
+    scale, last = q.shape[2] ** -0.5, chunk.last
+    us = g.u * scale
+    spans = blocks_of(q.shape[1], reverse)
+    blocks = [
+        _block_backward(
+            dh[:, rows], q[:, rows], k[:, keys], v[:, keys], C, n, D, us[:, rows], g.floor[:, rows], W, eps,
+            exponential=exponential, normalize=normalize,
+        )
+        for (rows, keys), D, W in zip(spans, g.D, weights, strict=True)
+    ]  # fmt: skip
+    dq, dx, db, dp = (_side_by_side([getattr(block, name) for block in blocks]) for name in "qxbp")
+    assert dq is not None
+    assert dx is not None
+    assert dp is not None
+
+    # through the state after the chunk
+    kept = None
     if dC is None or dn is None:
-        dk = torch.bmm(dS.transpose(1, 2), q)
-        dv = torch.bmm(W.transpose(1, 2), dnum)
+        dk, dv, de = torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(us)
     else:
         dk = torch.bmm(v, dC.transpose(1, 2)).add_(dn.transpose(1, 2))
-        dwrite = (k * dk).sum(2, keepdim=True).mul_(g.write)
-        dk.mul_(g.write).baddbmm_(dS.transpose(1, 2), q)
-        dv = torch.bmm(k, dC).mul_(g.write).baddbmm_(W.transpose(1, 2), dnum)
-        de += dwrite
-        dx[:, last] -= dwrite.sum(1)
-        if C is not None and n is not None:
+        de = (k * dk).sum(2, keepdim=True).mul_(g.write)
+        dk.mul_(g.write)
+        dv = torch.bmm(k, dC).mul_(g.write)
+        if C is not None and n is not None and (chunk.opens or chunk.closes):
             kept = (_dot(C, dC) + _dot(n, dn)).mul_(g.keep.squeeze(2))
             dp[:, last] += kept
-            dx[:, last] -= kept
+        if chunk.closes:
+            dx[:, last] -= de.sum(1) if kept is None else de.sum(1).add_(kept)
 
-    # to the state before it
+    # to keys, values and the state before the chunk, from all blocks
     if C is not None and n is not None:
-        read = (q * us).transpose(1, 2)
-        dC = torch.bmm(read, dnum) if dC is None else torch.baddbmm(dC * g.keep, read, dnum)
-        through_den = torch.zeros_like(n) if dden is None else torch.bmm(read, dden)
-        dn = through_den if dn is None else dn * g.keep + through_den
-    return ChunkGrads(dq, dk, dv, de, dx, db, dp, dC, dn)
+        dC, dn = (None if x is None else x * g.keep for x in (dC, dn))
+    for (rows, keys), block in zip(spans, blocks, strict=True):
+        dk[:, keys].baddbmm_(block.scores.transpose(1, 2), q[:, rows], alpha=scale)
+        dv[:, keys].baddbmm_(block.W.transpose(1, 2), block.num)
+        de[:, keys] += block.e
+        if C is not None and n is not None:
+            read = (q[:, rows] * us[:, rows]).transpose(1, 2)
+            dC = torch.bmm(read, block.num) if dC is None else dC.baddbmm_(read, block.num)
+            through_den = torch.zeros_like(n) if block.den is None else torch.bmm(read, block.den)
+            dn = through_den if dn is None else dn.add_(through_den)
+    return ChunkGrads(dq, dk, dv, de, dx, db, dp if chunk.opens else None, dC, dn)
+
+
+def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The queries of all blocks."""
+    given = [x for x in parts if x is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, 1) if given else None
 
 
 def _given_or_zeros(
@@ -485,6 +407,18 @@ def _mlstm_backward(
     reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, i, f and of the initial C, n, m, from those of h and of the last C, n, m."""
+    return _backward(
+        dh, dC_out, dn_out, dm_out, q, k, v, i, f, C0, n0, m0, resets, reverse, chunk_size, eps, input_gate, normalize
+    )
+
+
+def _backward(
+    dh: Tensor | None, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
+    C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
+    reverse: bool, chunk_size: int, eps: float, input_gate: str, normalize: bool, kept: Kept | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `_mlstm_backward`, with what the forward pass kept."""
     B, S, H, DK = q.shape
     DV, dtype = v.shape[-1], f.dtype
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as the fake ones are
@@ -500,39 +434,41 @@ def _mlstm_backward(
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
-        plan = _plan(q, v, chunk_size, reverse)
-        gates, scan, m = _prepare(i, f, m0, resets, plan.L, reverse, input_gate)
+        plan = make_plan(q, v, chunk_size, reverse)
+        kept = kept or Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate), [])
+        gates, scan, m = kept[:3]
         if dC_out is not None and dn_out is not None:
             dC_out, dn_out = dC_out.clone(), dn_out.clone()
             _rescale(dC_out, dn_out, m)
-        scale = DK**-0.5
+        weights = list(kept.weights)
         exponential = input_gate == "exp"
         de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
-        for group in plan.groups:
+        for group in reversed(plan.groups):
             rows = slice(*group)
             N = (group[1] - group[0]) * H
-            parts = [_chunk_gates(gates, group, *chunk, reverse) for chunk in plan.chunks]
+            parts = [_chunk_gates(gates, group, chunk, reverse) for chunk in plan.chunks]
             C = None if C0 is None else C0[rows].flatten(0, 1)
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
             states = [(C, n)]
-            for g, (first, end, _) in zip(parts[:-1], plan.chunks[:-1], strict=True):
-                kc, vc = (_rows(y, group, first, end, dtype) for y in (k, v))
+            for g, chunk in zip(parts[:-1], plan.chunks[:-1], strict=True):
+                kc, vc = (_rows(y, group, chunk, dtype) for y in (k, v))
                 states.append(_advance(*states[-1], kc, vc, g))
             dC, dn = _given_or_zeros(dC_out, dn_out, rows, (N, DK, DV))
-            for g, (C, n), (first, end, last) in zip(
-                reversed(parts), reversed(states), reversed(plan.chunks), strict=True
-            ):
-                qc, kc, vc = (_rows(y, group, first, end, dtype) for y in (q, k, v))
-                dhc = torch.zeros_like(vc) if dh is None else _rows(dh, group, first, end, dtype)
+            for g, (C, n), chunk in zip(reversed(parts), reversed(states), reversed(plan.chunks), strict=True):
+                qc, kc, vc = (_rows(y, group, chunk, dtype) for y in (q, k, v))
+                dhc = torch.zeros_like(vc) if dh is None else _rows(dh, group, chunk, dtype)
+                W: Sequence[Tensor | None] = weights[-len(g.D) :] if weights else [None] * len(g.D)
+                del weights[-len(g.D) :]
                 grads = _chunk_backward(
-                    dhc, dC, dn, qc, kc, vc, C, n, g, last, scale, eps, exponential=exponential, normalize=normalize
-                )
+                    dhc, dC, dn, qc, kc, vc, C, n, g, W, chunk, reverse, eps, exponential=exponential,
+                    normalize=normalize,
+                )  # fmt: skip
                 dC, dn = grads.C, grads.n
                 for out, part in ((dq, grads.q), (dk, grads.k), (dv, grads.v)):
-                    _put(out, group, first, end, part)
+                    _put(out, group, chunk.first, part)
                 for vector, column in ((de, grads.e), (dx, grads.x), (db, grads.b), (dp, grads.p)):
                     if column is not None:
-                        target = vector[rows, :, first:end]
+                        target = vector[rows, :, chunk.first : chunk.end]
                         target.copy_(column.view(target.shape))
             if C0 is not None and dC is not None and dn is not None:
                 dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
@@ -540,7 +476,7 @@ def _mlstm_backward(
             dC0.zero_()
             dn0.zero_()
         de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
-        di, df, dm0 = _prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.L, reverse, input_gate)
+        di, df, dm0 = prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.summed, reverse, input_gate)
     results = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
     if undefined is not None:
         nonfinite.fill(results, *undefined)
@@ -554,23 +490,28 @@ def _mlstm_backward_fake(  # type: ignore[no-untyped-def]
     return *(x.new_empty(x.shape) for x in (q, k, v, i, f)), *_empty_state(q, v, f, True)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output, kept=()):  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # an output that nobody used costs nothing
-    ctx.save_for_backward(*inputs[:9])
+    ctx.save_for_backward(*inputs[:9], *kept)
     ctx.options, ctx.return_state = inputs[9:14], inputs[14]
 
 
 def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     if not ctx.return_state:
         dC = dn = dm = None
-    saved = ctx.saved_tensors
     if dh is None and dC is None and dn is None and dm is None:
         return (None,) * 15
-    grads = _mlstm_backward(dh, dC, dn, dm, *saved, *ctx.options)
+    tensors = ctx.saved_tensors  # a checkpoint lets them be read once
+    saved, kept = tensors[:9], tensors[9:]
+    if kept and not torch.is_grad_enabled() and not direct.is_seen((dh, dC, dn, dm)):
+        grads = _backward(dh, dC, dn, dm, *saved, *ctx.options, Kept.of(kept))
+    else:
+        grads = direct.call_backward(_mlstm_backward, dh, dC, dn, dm, *saved, *ctx.options)
     state = [g if given is not None else None for g, given in zip(grads[5:], saved[5:8], strict=True)]
     return *grads[:5], *state, *(None,) * 7
 
 
+DERIVATIVE = direct.Derivative(_save, _differentiate, _forward)
 _mlstm.register_autograd(_differentiate, setup_context=_save)
 _mlstm_backward.register_autograd(no_second_derivative("mlstm", "torch"))
 
@@ -586,9 +527,10 @@ def run(
             normalize=normalize, return_state=return_state,
         )
     C, n, m = (None, None, None) if state is None else state
-    h, C, n, m = _mlstm(
-        q, k, v, i, f, C, n, m, resets, reverse, chunk_size or 0, eps, input_gate, normalize, return_state
-    )
+    h, C, n, m = direct.call(
+        _mlstm, q, k, v, i, f, C, n, m, resets, reverse, chunk_size or 0, eps, input_gate, normalize, return_state,
+        derivative=DERIVATIVE,
+    )  # fmt: skip
     return h, MLSTMState(C, n, m) if return_state else None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch import direct, register
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
@@ -177,10 +177,11 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
-    grads = _scan_backward(dy.contiguous(), dlast, *ctx.saved_tensors, ctx.reverse)
+    grads = direct.call_backward(_scan_backward, dy.contiguous(), dlast, *ctx.saved_tensors, ctx.reverse)
     return *grads, None, None
 
 
+DERIVATIVE = direct.Derivative(_save, _differentiate)
 _scan.register_autograd(_differentiate, setup_context=_save)
 _scan_backward.register_autograd(no_second_derivative("selective_scan", "torch"))
 
@@ -192,7 +193,7 @@ def run(
     if u.numel() == 0:
         return selective_scan_reference.run(u, dt, A, B, C, state, resets, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
-    y, last, _ = _scan(u, dt, A, B, C, state, resets, reverse)
+    y, last, _ = direct.call(_scan, u, dt, A, B, C, state, resets, reverse, derivative=DERIVATIVE)
     return y, last
 
 

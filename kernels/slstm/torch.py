@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, direct, register
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_times
 from seqblocks.kernels.slstm import reference as slstm_reference
@@ -145,10 +145,11 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, dc, dn, dm, _):  # type: ignore[no-untyped-def]
-    grads = _slstm_backward(dy.contiguous(), dc, dn, dm, *ctx.saved_tensors, ctx.reverse)
+    grads = direct.call_backward(_slstm_backward, dy.contiguous(), dc, dn, dm, *ctx.saved_tensors, ctx.reverse)
     return *grads, None, None
 
 
+DERIVATIVE = direct.Derivative(_save, _differentiate)
 _slstm.register_autograd(_differentiate, setup_context=_save)
 _slstm_backward.register_autograd(no_second_derivative("slstm", "torch"))
 
@@ -171,7 +172,9 @@ def _run(
     gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, *,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:
-    y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
+    y, c, n, m, _ = direct.call(
+        _slstm, gates, recurrent, bias, y0, c0, n0, m0, resets, reverse, derivative=DERIVATIVE
+    )
     last = 0 if reverse else -1  # while code is compiled, the length may be unknown
     return y, y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
 

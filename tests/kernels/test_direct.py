@@ -1,0 +1,103 @@
+"""Ops that run as plain functions where nothing would see them, and as ops where something does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from seqblocks.kernels import mlstm, selective_scan, slstm
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_()
+
+
+def an_mlstm() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    return mlstm, [*(drawn(2, 70, 2, 8, seed=at) for at in range(3)), drawn(2, 70, 2), drawn(2, 70, 2, seed=1)]
+
+
+def a_scan() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    x = [drawn(2, 20, 6), drawn(2, 20, 6, seed=1), drawn(6, 4), drawn(2, 20, 4), drawn(2, 20, 4, seed=1)]
+    return lambda u, dt, A, B, C: selective_scan(u, dt, -A.exp(), B, C), x
+
+
+def an_slstm() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    return slstm, [*(drawn(2, 9, 8, seed=at) for at in range(4)), drawn(2, 4, 4, 4), drawn(4, 2, 4)]
+
+
+KERNELS = {"mlstm": an_mlstm, "selective_scan": a_scan, "slstm": an_slstm}
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops of this package that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "seqblocks":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_op_runs_directly_unless_a_mode_watches(name: str) -> None:
+    run, x = KERNELS[name]()
+    y = run(*x)
+    assert "_Direct" in _functions(y)
+    grads = torch.autograd.grad(y.sum(), x)
+    with Seen() as seen:
+        other = run(*x)
+        others = torch.autograd.grad(other.sum(), x)
+    assert seen.names == [name, f"{name}_backward"]
+    torch.testing.assert_close([y, *grads], [other, *others], rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(run(*x), y)
+
+
+def _functions(y: Tensor) -> set[str]:
+    """The names of the nodes of a tensor's graph."""
+    found, ahead = set(), [y.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None:
+            found.add(type(node).__name__.removesuffix("Backward"))
+            ahead += [other for other, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_second_derivative_is_still_refused(name: str) -> None:
+    run, x = KERNELS[name]()
+    (grad,) = torch.autograd.grad(run(*x).square().sum(), x[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_graph_may_be_kept_and_checkpointed(name: str) -> None:
+    run, x = KERNELS[name]()
+    y = run(*x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y.sum(), x), strict=True))
+    again = torch.autograd.grad(checkpoint(run, *x, use_reentrant=False).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_chunks_do_not_show_in_long_sequences() -> None:
+    """The mLSTM's sums of gates run over several chunks: with and without resets, from either end."""
+    _, x = an_mlstm()
+    q, k, v, i, f = (t.repeat(1, 9, *[1] * (t.dim() - 2)).detach().double().requires_grad_() for t in x)
+    for reverse in (False, True):
+        for resets in (None, torch.arange(630).expand(2, -1) % 211 == 5):
+            options = {"reverse": reverse, "resets": resets}
+            y, whole = (mlstm(q, k, v, i, 3 + f, backend=name, **options) for name in ("torch", "reference"))
+            torch.testing.assert_close(y, whole, rtol=1e-9, atol=1e-9)
+            grads = [torch.autograd.grad(each.square().sum(), [q, k, v, i, f]) for each in (y, whole)]
+            torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
