@@ -1,4 +1,4 @@
-"""How long a forward pass and a training step of a whole small model take, against the same arithmetic by hand in torch.
+"""How long passes of whole small models take, forward and in training, against the same arithmetic by hand in torch.
 
     python benchmarks/passes.py [rounds]
 
@@ -70,12 +70,12 @@ def mlstm(x: Tensor, w: Weights, heads: int = 4) -> Tensor:
     return x + F.linear(h * F.silu(z), w[p + "proj_down.weight"])
 
 
-def mlstm_chunks(q: Tensor, k: Tensor, v: Tensor, i: Tensor, log_f: Tensor) -> list[Tensor]:
-    """h of each chunk [batch, heads, tokens, width]; as the official chunkwise form in torch."""
-    C = n = m = q.new_zeros(())
-    out = []
+def mlstm_chunks(*inputs: Tensor) -> list[Tensor]:
+    """h of each chunk [batch, heads, tokens, width], of q, k, v, i and log f [batch, heads, seq, ...]."""
+    C = n = m = inputs[0].new_zeros(())
+    out: list[Tensor] = []
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    for q, k, v, i, log_f in zip(*(t.split(CHUNK, 2) for t in (q, k, v, i, log_f)), strict=True):
+    for q, k, v, i, log_f in zip(*(x.split(CHUNK, 2) for x in inputs), strict=True):
         b = log_f.cumsum(-1)
         before = causal[: b.shape[-1], : b.shape[-1]]
         log_d = (b[..., :, None] - b[..., None, :] + i[..., None, :]).masked_fill(~before, -torch.inf)
@@ -184,13 +184,15 @@ def loss_of(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
 
 
 def largest_difference(name: str, length: int = 130) -> float:
-    """Return the largest difference of outputs and gradients, each relative to the largest number of its tensor."""
+    """Return the largest difference of outputs, and of gradients, relative to the largest of all of them."""
     model = build(name).train()
     tokens, parameters = tokens_of(length), [*model.parameters()]
-    results = [
-        (run(tokens[:, :-1]), *torch.autograd.grad(loss_of(run, tokens), parameters)) for run in (model, by_hand(model))
+    outputs = [run(tokens[:, :-1]) for run in (model, by_hand(model))]
+    grads = [
+        torch.cat([x.flatten() for x in torch.autograd.grad(loss_of(run, tokens), parameters)])
+        for run in (model, by_hand(model))
     ]
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*results, strict=True))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in (outputs, grads))
 
 
 def passes(model: seqblocks.SequenceModel, tokens: Tensor) -> dict[str, Callable[[Callable[[Tensor], Tensor]], Any]]:

@@ -43,22 +43,38 @@ def _slstm(
         matrix = recurrent.reshape(H, D, 4 * D)
         y, c, n, m = (s.transpose(0, 1).contiguous() for s in (y0, c0, n0, m0))  # [H, B, D]
         ys, cs, ns, ms = (gates.new_empty(S, H, B, D) for _ in range(4))
+        tokens = [*zip(*(x.unbind(0) for x in (full, ys, cs, ns, ms)), strict=True)]
         begins = reset_times(resets, S)
+        fresh = True  # whether n may be 0: only before the first token of a sequence
         for t in _order(S, reverse):
             if resets is not None and begins[t]:
-                fresh = resets[:, t, None]
-                y, c, n, m = (s.masked_fill(fresh, 0.0) for s in (y, c, n, m))
-            i, f, z, o = full[t].baddbmm_(y, matrix).split(D, -1)
-            through = m + F.logsigmoid(f)
-            m = torch.where(n == 0, i, torch.maximum(i, through))
-            write = torch.exp(i - m)
-            keep_gate = torch.exp((through - m).clamp_(max=0.0))
-            c = torch.addcmul(keep_gate * c, write, torch.tanh(z))
-            n = torch.addcmul(write, keep_gate, n)
-            y = torch.sigmoid(o).mul_(c).div_(n)
-            ys[t], cs[t], ns[t], ms[t] = y, c, n, m
+                ended = resets[:, t, None]
+                y, c, n, m = (s.masked_fill(ended, 0.0) for s in (y, c, n, m))
+                fresh = True
+            gate, *place = tokens[t]
+            y, c, n, m = _token(gate.baddbmm_(y, matrix).split(D, -1), c, n, m, place, fresh)
+            fresh = False
     # not `contiguous`, which leaves the strides of axes one long: the fake says them all
     return ys.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format), cs, ns, ms, full
+
+
+def _token(
+    gates: Sequence[Tensor], c: Tensor, n: Tensor, m: Tensor, out: list[Tensor], fresh: bool
+) -> list[Tensor]:
+    """y and the next c, n, m, in `out`. fresh: whether n may be 0."""
+    i, f, z, o = gates
+    y_, c_, n_, m_ = out
+    through = m + F.logsigmoid(f)
+    torch.maximum(i, through, out=m_)
+    if fresh:
+        torch.where(n == 0, i, m_, out=m_)
+    write = torch.exp(i - m_)
+    keep = through.sub_(m_)
+    keep = (keep.clamp_(max=0.0) if fresh else keep).exp_()
+    torch.addcmul(keep * c, write, torch.tanh(z), out=c_)
+    torch.addcmul(write, keep, n, out=n_)
+    torch.div(torch.sigmoid(o).mul_(c_), n_, out=y_)
+    return out
 
 
 @_slstm.register_fake
