@@ -14,21 +14,24 @@ from torch import nn
 from seqblocks import cost, graph
 from seqblocks.analysis import check
 from seqblocks.distributed.fsdp import layer_paths, outermost, shard
-from seqblocks.distributed.tensor import tensor_parallel
 from seqblocks.errors import UnavailableError, UsageError
 from seqblocks.graph import ModelSpec
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
 
-UNSUPPORTED = {"cp_enabled": "context parallelism", "pp_enabled": "pipelines", "ep_enabled": "expert parallelism"}
+# Its trainer would clip gradients by the norm of one rank's part, and write that part as the whole parameter.
+UNSUPPORTED = {
+    "tp_enabled": "tensor parallelism", "cp_enabled": "context parallelism", "pp_enabled": "pipelines",
+    "ep_enabled": "expert parallelism",
+}  # fmt: skip
 
 
 def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = None, seed: int = 0) -> Any:
     """Return torchtitan's `ModelSpec` of a spec given by path or bundled name: pass it to `Trainer.Config`.
 
-    set: overrides, as `build` takes them. seed: of the weights, which are the same on any number of ranks. Its trainer
-    may shard parameters, split steps over tensor-parallel ranks, and checkpoint activations per layer; UsageError for
-    its other parallelisms. Raises SpecError where the spec is at fault, UnavailableError without torchtitan.
+    set: overrides, as `build` takes them. seed: of the weights, which are the same on any number of ranks. The trainer
+    may shard parameters and checkpoint activations per layer; UsageError for its other parallelisms. Raises SpecError
+    where the spec is at fault, UnavailableError without torchtitan.
     """
     try:
         from torchtitan.protocols.model_spec import ModelSpec as Titan
@@ -94,19 +97,11 @@ def parallelize(
     """Apply what torchtitan's job asks for. Gradients are added, as its trainer divides by the tokens of all ranks."""
     for name, what in UNSUPPORTED.items():
         if getattr(parallel_dims, name):
-            raise UsageError(f"the plug-in for torchtitan has no {what}; seqblocks.distributed has them by hand")
-    by_dtensors = parallel_dims.spmd_backend == "partial_dtensor"
-    if parallel_dims.tp_enabled:
-        if not by_dtensors:  # its loss would take the whole logits for a part of the vocabulary
-            raise UsageError("tensor parallelism of the plug-in needs parallelism.spmd_backend: partial_dtensor")
-        part = tensor_parallel(model, parallel_dims.get_mesh("tp"))
-        part.__class__ = type(model)
-        part._seed = model._seed
-        model = part
+            raise UsageError(f"the plug-in for torchtitan has no {what}: set its degree to 1")
     if compile_config.enable and "model" in compile_config.components:
         for path in outermost(list(layer_paths(model.graph))):
             model.get_submodule(path).compile(backend=compile_config.backend)
-    names = ["fsdp" if by_dtensors else "dp_shard"]
+    names = ["fsdp" if parallel_dims.spmd_backend == "partial_dtensor" else "dp_shard"]
     if parallel_dims.dp_replicate_enabled:
         names.insert(0, "dp_replicate")
     return shard(

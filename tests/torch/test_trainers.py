@@ -1,0 +1,60 @@
+"""Trainers of others: torchtitan's protocol of models, and the Lightning module of docs/distributed.md."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.distributed import titan
+
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+SMALL = {"dim": 32, "depth": 1}
+
+
+def test_without_torchtitan_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.setitem(sys.modules, "torchtitan.protocols.model_spec", None)
+    with pytest.raises(seqblocks.UnavailableError, match=r"pip install 'seqblocks\[torchtitan\]'"):
+        titan.model_spec("hybrid_small")
+
+
+def test_a_spec_follows_torchtitans_protocol():
+    pytest.importorskip("torchtitan")
+    spec = titan.model_spec("hybrid_small", set=SMALL, seed=3)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model.verify_module_protocol()
+    model.to_empty(device="cpu")
+    model.init_weights(buffer_device=None)
+    one = seqblocks.build("hybrid_small", set=SMALL, seed=3)
+    assert {name: p.tolist() for name, p in model.state_dict().items()} == {
+        name: p.tolist() for name, p in one.state_dict().items()
+    }
+    count, operations = spec.model.get_nparams_and_flops(model, 16)
+    assert count == sum(p.numel() for p in one.parameters())
+    assert operations > 6 * 32 * 256
+    x, positions = torch.randint(0, 256, (1, 8)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    torch.testing.assert_close(model(x, positions=positions), one(x, resets=positions == 0))
+
+
+def test_the_lightning_module_of_the_page_trains(tmp_path, monkeypatch):
+    lightning = pytest.importorskip("lightning")
+    code = re.search(r"```text\n# lightning_module.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
+    assert len(code.splitlines()) < 30
+    space: dict[str, object] = {"__name__": "page"}
+    exec(compile(code, str(PAGE), "exec"), space)
+    module = space["LanguageModel"]("mamba_small", lr=1e-2, dim=16, depth=1)
+    batches = torch.randint(0, 256, (1, 2, 9)).repeat(4, 1, 1)
+    monkeypatch.chdir(tmp_path)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    losses: list[float] = []
+    module.log = lambda name, loss: losses.append(loss.item())
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    assert losses[-1] < losses[0]
