@@ -264,8 +264,8 @@ class Composer(Mixers, Rates, Contexts):
                 return self.chance.choice([self.patches, self.patches, self.parallel_of_images, *nested[:4]])
         moves = [
             self.pointwise, self.pointwise, self.linear, self.split, self.join, self.join, self.conv, self.conv1d,
-            self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory, self.rotation,
-            self.slstm, self.attention, self.positions, *nested, *nested[:2],
+            self.shares, self.earlier, self.centaurus, self.ssm, self.memory, self.matrix_memory, self.channel_memory,
+            self.rotation, self.slstm, self.attention, self.positions, *nested, *nested[:2],
         ]  # fmt: skip
         moves += [self.windows]
         moves += [self.context] * 4 if self.has_context(body) else []

@@ -106,10 +106,11 @@ class Mixers(Tokens):
         rule = self.chance.choice(["add", "delta", "dplr"])
         # keys of the delta rule have length 1, and the gradient of a single number of length 1 is nothing but rounding
         K, V, of_values = self.chance.randint(2 if rule == "delta" else 1, 3), self.chance.randint(1, 3), heads * groups
+        writes = self.chance.randint(1, 3) if rule == "delta" else 1
         wires = {name: self.project(body, source, now, width)
-                 for name, width in {"q": heads * K, "k": heads * K, "v": of_values * V}.items()}
+                 for name, width in {"q": heads * K, "k": writes * heads * K, "v": writes * of_values * V}.items()}
         widths = {"decay": self.chance.choice([0, of_values, of_values * K])}
-        widths |= {"beta": of_values} if rule == "delta" else {}
+        widths |= {"beta": writes * of_values} if rule == "delta" else {}
         widths |= {"a": of_values * K, "b": of_values * K} if rule == "dplr" else {}
         for name, width in widths.items():
             if width:
@@ -118,6 +119,7 @@ class Mixers(Tokens):
                 self.add(body, "scale", replace(now, width=width), by=1 if name == "beta" else -0.5)
                 wires[name] = self.named(body)
         extra: dict[str, Any] = {"qk_norm": "l2" if rule == "delta" else "none"}
+        extra["writes"] = writes if writes > 1 else None
         if rule == "add" and self.maybe(0.3):
             extra["bonus"] = True
         if not widths["decay"] and self.maybe(0.5):

@@ -9,7 +9,7 @@ from tests.composed import Body, Kind, Writer
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "positive", "rational_exp",
+    "elu_plus_one", "positive", "rational_exp",
 )  # fmt: skip
 INITS = (
     "zeros", "ones", "constant(0.5)", "normal(0, 0.1)", "uniform(-1, 1)", "trunc_normal", "linspace(-1, 1)", "small",
@@ -30,6 +30,8 @@ class Tokens(Writer):
             ("identity", {}),
             ("scale", {"by": chance.choice([0.5, -1, 2])}),
             ("l2_norm", {"heads": normed}) if now.width > 1 else ("relu", {}),
+            ("softmax", {"heads": normed}) if now.width > 1 else ("tanh", {}),
+            ("roll_heads", {"heads": heads, "by": chance.randint(1, 3)}),
             (chance.choice(ACTIVATIONS), {}),
             (chance.choice(ACTIVATIONS), {}),
             ("soft_cap", {"cap": 3.0}),
@@ -59,7 +61,8 @@ class Tokens(Writer):
             groups = self.divisor(before)
             if width % groups:
                 groups = 1
-            self.add(body, verb, made, block=before // groups, features=self.number(width), bias=bias)
+            shared = self.chance.choice([None, True])
+            self.add(body, verb, made, block=before // groups, features=self.number(width), bias=bias, shared=shared)
             return
         if verb == "classifier":
             self.add(body, verb, made, classes=self.number(width), bias=bias)
@@ -68,6 +71,12 @@ class Tokens(Writer):
         if self.maybe(0.2):
             inside["init"] = {"weight": self.chance.choice(INITS)} | ({"bias": "zeros"} if bias else {})
         body.linears.append((inside["name"], before, width, bias))
+
+    def shares(self, body: Body) -> None:
+        """Features of heads divided by their sum, which is not close to 0: they are positive."""
+        heads = self.divisor(body.now.width)
+        self.add(body, "softplus", body.now)
+        self.add(body, "sum_norm", body.now, heads=heads, eps=self.chance.choice([None, 0.5]))
 
     def split(self, body: Body) -> None:
         """Cut what a step makes, and use one part, or both."""

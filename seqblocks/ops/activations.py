@@ -108,3 +108,10 @@ class RationalExp(Activation):
     """1 + x, for negative x 1 / (1 - x): positive and smooth, and slower than exp."""
 
     source = "Mamba-3 (ICLR 2026)"
+
+
+@primitive("elu_plus_one")
+class EluPlusOne(Activation):
+    """1 + x, for negative x exp(x): never negative."""
+
+    source = "Katharopoulos et al. 2020 (arXiv:2006.16236), feature map of linear attention"

@@ -9,7 +9,7 @@ from seqblocks.types import Facts, Wire
 
 ActivationName = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "none", "positive", "one_minus_exp", "rational_exp",
+    "none", "positive", "one_minus_exp", "rational_exp", "elu_plus_one",
 ]  # fmt: skip
 
 
@@ -29,6 +29,8 @@ def activate(name: str, x: Any) -> Any:
             return torch.where(x >= 0, x + 0.5, x.sigmoid())
         case "one_minus_exp":
             return -torch.expm1(x)
+        case "elu_plus_one":
+            return torch.where(x > 0, 1 + x, x.clamp(max=0).exp())
         case "rational_exp":
             return torch.where(x >= 0, 1 + x, 1 / (1 + x.abs()))
     return getattr(functional, name)(x)
@@ -37,10 +39,10 @@ def activate(name: str, x: Any) -> Any:
 _RANGES = {  # of all numbers
     "silu": Facts(-0.2785), "gelu": Facts(-0.17), "relu": Facts(0), "squared_relu": Facts(0), "selu": Facts(-1.7581),
     "sigmoid": Facts(0, 1), "tanh": Facts(-1, 1), "softplus": Facts(0), "gelu_tanh": Facts(-0.171),
-    "positive": Facts(0), "one_minus_exp": Facts(high=1), "rational_exp": Facts(0),
+    "positive": Facts(0), "one_minus_exp": Facts(high=1), "rational_exp": Facts(0), "elu_plus_one": Facts(0),
     "elu": Facts(-1), "leaky_relu": Facts(),
 }  # fmt: skip
-_AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive", "rational_exp"}  # 0 stays 0
+_AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive", "rational_exp", "elu_plus_one"}  # 0 stays 0
 
 
 def activated(name: str, facts: Facts) -> Facts:

@@ -1,10 +1,10 @@
-"""Features of heads, repeated and joined head by head."""
+"""Features of heads: repeated, joined head by head, moved round, and shares of their sum."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from seqblocks.op import Op, Port, X, argument, must_divide, primitive
+from seqblocks.op import ANY, Op, Port, X, argument, must_divide, primitive
 from seqblocks.types import Facts, Wire
 
 
@@ -48,3 +48,63 @@ class JoinHeads(Op):
 
         parts = [each.unflatten(-1, (self.heads, -1)) for each in (x, other)]
         return torch.cat(parts, -1).flatten(-2)
+
+
+class _OfHeads(Op):
+    """Base of what treats each head by itself and keeps its width."""
+
+    ports = (ANY,)
+    heads: int = argument(1, "number of heads; must divide the width", ge=1)
+
+    def shape(self, x: Wire) -> Wire:
+        must_divide(self.heads, x.features, "heads", "the width")
+        return x
+
+
+@primitive("roll_heads")
+class RollHeads(_OfHeads):
+    """Each head's features `by` places later; those at its end come first."""
+
+    by: int = argument(..., "how many places", ge=1)
+
+    def facts(self, x: Wire) -> Facts:
+        return x.facts
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        return x.unflatten(-1, (self.heads, -1)).roll(self.by, -1).flatten(-2)
+
+
+@primitive("softmax")
+class Softmax(_OfHeads):
+    """Shares of each head's features: exp(x) / sum(exp(x)), in float32 at least."""
+
+    def facts(self, x: Wire) -> Facts:
+        return Facts(0.0, 1.0)
+
+    def macs(self, x: Wire) -> int:
+        return 2 * x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
+        return exact.softmax(-1).flatten(-2).to(x.dtype)
+
+
+@primitive("sum_norm")
+class SumNorm(_OfHeads):
+    """Division of each head's features by their sum: x / (sum(x) + eps), in float32 at least."""
+
+    eps: float = argument(1e-4, "added to the sum", ge=0)
+    source = "queries and keys of linear attention (arXiv:2102.11174)"
+
+    def macs(self, x: Wire) -> int:
+        return x.features
+
+    def forward(self, p: Any, call: Any, x: Any) -> Any:
+        exact = (x if x.dtype == _float64() else x.float()).unflatten(-1, (self.heads, -1))
+        return (exact / (exact.sum(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype)
+
+
+def _float64() -> Any:
+    import torch
+
+    return torch.float64

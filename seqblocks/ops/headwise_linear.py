@@ -13,13 +13,15 @@ from seqblocks.types import Wire
 class HeadwiseLinear(Op):
     """Block-diagonal map: the features are cut into blocks of `block`, each with a matrix of its own.
 
-    Weight [G, O/G, I/G] with G = I / block; initialised small(block).
+    Weight [G, O/G, I/G] with G = I / block; initialised small(block). With `shared` all blocks have one matrix,
+    [O/G, I/G], and one bias.
     """
 
     ports = (ANY,)
     block: int = argument(..., "width of a block; must divide the input width", ge=1)
     features: int | None = argument(None, "width of the output (default: that of the input)", ge=1)
     bias: bool = argument(False, "whether a bias is added")
+    shared: bool = argument(False, "whether all blocks share one matrix and one bias")
     source = "xLSTM (arXiv:2405.04517), LinearHeadwiseExpand"
 
     def sizes(self, x: Wire) -> tuple[int, int, int]:
@@ -34,9 +36,10 @@ class HeadwiseLinear(Op):
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         groups, out, width = self.sizes(x)
-        table = {"weight": Parameter((groups, out, width), Init("small", (float(width),)), fan_in=width)}
+        shape = (out, width) if self.shared else (groups, out, width)
+        table = {"weight": Parameter(shape, Init("small", (float(width),)), fan_in=width)}
         if self.bias:
-            table["bias"] = Parameter((groups * out,), Init("zeros"), decay=False)
+            table["bias"] = Parameter((out if self.shared else groups * out,), Init("zeros"), decay=False)
         return table
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:
@@ -50,21 +53,25 @@ class HeadwiseLinear(Op):
         groups, out, width = self.sizes(x)
         return groups * out * width
 
-    def calls(self, x: Wire) -> tuple[str, dict[str, Any]]:
-        return "headwise_linear", {"block": self.sizes(x)}
+    def calls(self, x: Wire) -> tuple[str, dict[str, Any]] | None:
+        return None if self.shared else ("headwise_linear", {"block": self.sizes(x)})
 
     def matrix(self, p: Any) -> Any:
         from seqblocks.kernels.headwise_linear.step import matrix
 
-        whole = matrix(p["weight"])
+        whole = None if self.shared else matrix(p["weight"])
         return None if whole is None else (whole, p.get("bias"))
 
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.headwise_linear.step import prepare
 
-        return prepare(p["weight"], p.get("bias"))
+        return None if self.shared else prepare(p["weight"], p.get("bias"))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
+        from torch.nn.functional import linear
+
         from seqblocks.kernels import headwise_linear
 
+        if self.shared:
+            return linear(x.unflatten(-1, (-1, self.block)), p["weight"], p.get("bias")).flatten(-2)
         return headwise_linear(x, p["weight"], p.get("bias"))

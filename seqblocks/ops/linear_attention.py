@@ -27,16 +27,17 @@ class LinearAttention(Op):
     add: S = e^g S + k v^T. delta: S = e^g S + beta k (v - (e^g S)^T k)^T, for keys of length 1 and beta of 0 to 2.
     dplr: S = (Diag(e^g) + b a^T) S + k v^T. The wire `decay` is the log decay g, at most 0: [batch, seq, HV] has one
     per head, [batch, seq, HV * K] one per key feature; without it nothing decays. Value head j uses key head
-    j * H // HV.
+    j * H // HV. With `writes` W a token decays once, and is then corrected W times: k, v and beta are W times as wide,
+    those of the first correction first.
     State per sequence: S [HV, K, V] float32, with `normalize` [HV, K, V + 1].
     """
 
     ports = (
         Port("q", "queries, H * K wide"),
-        Port("k", "keys, as wide as q"),
-        Port("v", "values, HV * V wide"),
+        Port("k", "keys, as wide as q, times W"),
+        Port("v", "values, W * HV * V wide"),
         Port("decay", "log decay, HV or HV * K wide", optional=True),
-        Port("beta", "rule delta: how much is corrected, HV wide", optional=True),
+        Port("beta", "rule delta: how much is corrected, W * HV wide", optional=True),
         Port("a", "rule dplr: what reads the state before the decay, HV * K wide", optional=True),
         Port("b", "rule dplr: where that is written, HV * K wide", optional=True),
     )
@@ -46,6 +47,7 @@ class LinearAttention(Op):
     heads: int = argument(..., "heads of queries and keys, H; must divide their width", ge=1)
     value_heads: int = argument(0, "heads of values, HV; a multiple of heads (0: as many as heads)", ge=0)
     rule: Rule = argument("add", "how the state is written")
+    writes: int = argument(1, "rule delta: corrections per token, W", ge=1)
     fixed_decay: Literal["none", "retention"] = argument(
         "none", "a decay without a wire; retention: ln(1 - 2^(-5 - h)) for head h"
     )
@@ -54,7 +56,10 @@ class LinearAttention(Op):
     bonus: bool = argument(False, "rule add: read before the write; a weight u [H, K] weighs the current token")
     normalize: bool = argument(False, "rule add: divide by the scores' sum")
     mixed = True
-    source = "arXiv:2006.16236, 2307.08621 (retention), 2312.06635 (GLA), 2406.06484 (delta), 2503.14456 (dplr)"
+    source = (
+        "arXiv:2006.16236, 2307.08621 (retention), 2312.06635 (GLA), 2406.06484 (delta), 2502.10297 (writes), "
+        "2503.14456 (dplr)"
+    )
 
     @property
     def of_values(self) -> int:
@@ -63,10 +68,11 @@ class LinearAttention(Op):
 
     def shape(self, q: Wire, k: Wire, v: Wire, *others: Wire | None) -> Wire:
         width = must_divide(self.heads, q.features, "heads", "the width of q")
-        must_match("k", k, q.features, "the width of q")
+        times = f" times writes, {self.writes}" if self.writes > 1 else ""
+        must_match("k", k, self.writes * q.features, f"the width of q{times}")
         must_divide(self.heads, self.of_values, "heads", "value_heads", at="value_heads")
-        what = "value_heads" if self.value_heads else "heads"
-        must_divide(self.of_values, v.features, what, "the width of v", at="v")
+        what = ("value_heads" if self.value_heads else "heads") + times
+        must_divide(self.writes * self.of_values, v.features, what, "the width of v", at="v")
         wires = dict(zip(("decay", "beta", "a", "b"), others, strict=True))
         self.check_ports(wires)
         decay = wires["decay"]
@@ -74,11 +80,11 @@ class LinearAttention(Op):
             expected = f"{self.of_values} (one per head) or {self.of_values * width} (one per key feature)"
             raise Fault("E402", "decay has another width", at="decay", expected=expected, found=f"{decay.features}")
         if beta := wires["beta"]:
-            must_match("beta", beta, self.of_values, "one for each head of values")
+            must_match("beta", beta, self.writes * self.of_values, f"one for each head of values{times}")
         for name in ("a", "b"):
             if wire := wires[name]:
                 must_match(name, wire, self.of_values * width, "heads of values times the width of a key")
-        return v
+        return v.with_features(v.features // self.writes)
 
     def splits(self, ranks: int, *wires: Wire | None) -> list[Split]:
         if self.fixed_decay != "none":  # each head has its own, by its number
@@ -102,6 +108,8 @@ class LinearAttention(Op):
         if self.rule != "add" and (self.bonus or self.normalize):
             key = "bonus" if self.bonus else "normalize"
             raise Fault("E209", f"{key} is for the rule add", at=key, found=f"rule: {self.rule}")
+        if self.rule != "delta" and self.writes > 1:
+            raise Fault("E209", "writes is for the rule delta", at="writes", found=f"rule: {self.rule}")
         if self.bonus and self.normalize:
             raise Fault("E209", "bonus and normalize do not go together", at="normalize", hint="leave one of them out")
 
@@ -115,10 +123,11 @@ class LinearAttention(Op):
         if beta and not (beta.facts.low >= 0 and beta.facts.high <= 2):
             hint = "end its steps with `- sigmoid`, for negative eigenvalues then `- scale: 2`"
             yield _grows("`beta` may be outside 0 to 2", "beta", "0 to 1, or 0 to 2", beta, hint)
-        if self.rule == "delta" and self.qk_norm == "none" and k.facts.unit != self.heads:
-            hint = f"`qk_norm: l2`, or end the steps of k with `- l2_norm: {{heads: {self.heads}}}`"
+        keys = self.heads * self.writes
+        if self.rule == "delta" and self.qk_norm == "none" and k.facts.unit != keys:
+            hint = f"`qk_norm: l2`, or end the steps of k with `- l2_norm: {{heads: {keys}}}`"
             message = "the keys of the rule delta may be longer than 1: the state may grow from token to token"
-            yield Fault("W904", message, at="k", expected=f"{self.heads} heads of length 1", hint=hint)
+            yield Fault("W904", message, at="k", expected=f"{keys} heads of length 1", hint=hint)
 
     def parameters(self, q: Wire, *others: Any) -> dict[str, Parameter]:
         if not self.bonus:
@@ -126,14 +135,14 @@ class LinearAttention(Op):
         return {"u": Parameter((self.heads, q.features // self.heads), Init("zeros"), decay=False)}
 
     def state(self, q: Wire, k: Wire, v: Wire, *others: Any) -> dict[str, State]:
-        columns = v.features // self.of_values + self.normalize
+        columns = v.features // (self.writes * self.of_values) + self.normalize
         return {"S": State((self.of_values, q.features // self.heads, columns))}
 
     def macs(self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any) -> int:
         """Of the recurrence: decay, correction, write and read of S."""
         decays = decay is not None or self.fixed_decay != "none"
-        products = {"add": 2, "delta": 3, "dplr": 4}[self.rule] + decays
-        return products * (q.features // self.heads) * v.features
+        products = {"add": 2, "delta": 1 + 2 * self.writes, "dplr": 4}[self.rule] + decays
+        return products * (q.features // self.heads) * v.features // self.writes
 
     def calls(
         self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any
@@ -141,7 +150,8 @@ class LinearAttention(Op):
         kind = "head" if self.fixed_decay != "none" else None
         if decay is not None:
             kind = "head" if decay.features == self.of_values else "key"
-        widths = (q.features // self.heads, v.features // self.of_values + self.normalize)
+        columns = v.features // (self.writes * self.of_values) + self.normalize
+        widths = (q.features // self.heads, columns)
         return "linear_attention", {"rule": self.rule, "widths": widths, "decay": kind, "bonus": self.bonus}
 
     def decays(self, v: Any, decay: Any) -> Any:
@@ -171,15 +181,20 @@ class LinearAttention(Op):
     ) -> Any:
         from seqblocks.kernels import linear_attention
 
-        q, k = (self.normed(x.unflatten(-1, (self.heads, -1))) for x in (q, k))
-        v = v.unflatten(-1, (self.of_values, -1))
+        q = self.normed(q.unflatten(-1, (self.heads, -1)))
+        k = self.normed(k.unflatten(-1, (self.writes * self.heads, -1)))
+        v = v.unflatten(-1, (self.writes * self.of_values, -1))
         a, b = (None if x is None else x.unflatten(-1, (self.of_values, -1)) for x in (a, b))
+        decay, resets = self.decays(v[:, :, : self.of_values], decay), call.resets
+        if self.writes > 1:
+            q, k, v, decay, beta, resets = spread(self.writes, q, k, v, decay, beta, resets, call.reverse)
         out: Any = linear_attention(
-            q, k, v, decay=self.decays(v, decay), beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
+            q, k, v, decay=decay, beta=beta, a=a, b=b, bonus=p.get("u"), scale=self.scale or None,
             normalize=self.normalize, state=call.state["S"] if call.state else None, return_state=call.return_state,
-            resets=call.resets, reverse=call.reverse,
+            resets=resets, reverse=call.reverse,
         )  # fmt: skip
         o, last = out if call.return_state else (out, None)
+        o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
         return o.flatten(-2), {} if last is None else {"S": last}
 
     def retention(self, like: Any) -> Any:
@@ -198,3 +213,25 @@ class LinearAttention(Op):
             return x
         exact = x if x.dtype == torch.float64 else x.float()
         return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def spread(
+    writes: int, q: Any, k: Any, v: Any, decay: Any, beta: Any, resets: Any, reverse: bool
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Return a token's corrections as tokens: the first one decays and is reset, the last one reads.
+
+    k, v and beta have the corrections of a token along their heads. In reverse order the last one is the first.
+    """
+    import torch
+
+    def turned(x: Any) -> Any:
+        return (x.flip(2) if reverse else x).flatten(1, 2)
+
+    def only(x: Any, first: bool) -> Any:
+        none = torch.zeros_like(x).unsqueeze(2).expand(-1, -1, writes - 1, *[-1] * (x.dim() - 2))
+        parts = [x.unsqueeze(2), none]
+        return turned(torch.cat(parts if first else parts[::-1], 2))
+
+    k, v, beta = (turned(x.unflatten(2, (writes, -1))) for x in (k, v, beta))
+    decay, resets = (None if x is None else only(x, True) for x in (decay, resets))
+    return only(q, False), k, v, decay, beta, resets

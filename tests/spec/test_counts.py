@@ -52,6 +52,22 @@ def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], wanted:
     assert graph.count(check.load_model(name, overrides).graph) == wanted
 
 
+LAYERS = [  # of flash-linear-attention and mamba_ssm: file, step, width, parameters
+    ("linear_attention", "linear_attention_mixer: {dim: 1024}", 1024, 4_260_480),
+    ("linear_attention", "linear_attention_mixer: {dim: 64, heads: 4}", 64, 17_488),
+    ("deltanet", "gated_deltaproduct_mixer: {dim: 2048}", 2048, 34_683_404),
+    ("mamba2", "mamba2_mixer: {dim: 2048}", 2048, 25_847_232),
+    # in_proj 2048 * (2 * 3072 + 2 * 1024 + 256 + 16), convolution 5 * 1280, 3 * 16 numbers, norm, out_proj 4096 * 2048
+    ("mamba2", "mamba2_mixer: {dim: 2048, ssm: 1024}", 2048, 2048 * 8464 + 5 * 1280 + 48 + 1024 + 4096 * 2048),
+]
+
+
+@pytest.mark.parametrize(("file", "step", "width", "wanted"), LAYERS)
+def test_layers(file: str, step: str, width: int, wanted: int) -> None:
+    text = f"seqblocks: 1\nuse: [{file}]\nmodel: {{input: {{features: {width}}}, steps: [{{{step}}}]}}\n"
+    assert graph.count(check.require_model(*check.load_text(text)).graph) == wanted
+
+
 def test_centaurus() -> None:
     """By the closed forms: neck 3NM + N + N(H + G), pointwise 2NM + N + NM(H + G), full 3NM + 3N with N = H G."""
 

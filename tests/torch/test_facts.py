@@ -16,7 +16,7 @@ from seqblocks.types import Facts
 
 ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu", "leaky_relu", "squared_relu", "elu", "selu", "sigmoid", "tanh", "softplus",
-    "positive", "one_minus_exp", "rational_exp",
+    "positive", "one_minus_exp", "rational_exp", "elu_plus_one",
 )  # fmt: skip
 DECAYS = ("softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru")
 PAIRS = {"pattern": "(seq n) features -> seq features", "n": 2}
@@ -27,6 +27,8 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("time_step", {"least": 0.5, "most": 2}),
     ("phase", {}),
     ("repeat_heads", {"heads": 2, "times": 1}),
+    ("roll_heads", {"heads": 2, "by": 3}),
+    ("softmax", {"heads": 2}),
     ("join_heads", {"with": "bounded", "heads": 2}),
     ("lerp", {"to": "bounded"}),
     ("lerp", {"to": "bounded", "by": "low"}),

@@ -188,7 +188,8 @@ ZAMBA = {
     "n_mamba_heads": 4,
 }  # fmt: skip
 GLA = {**MAMBA, "model_type": "gla", "num_heads": 2}
-FLA = [{**GLA, "model_type": kind} for kind in ("gla", "retnet", "delta_net", "gated_deltanet", "kda")]
+KINDS = ("gla", "retnet", "delta_net", "gated_deltanet", "kda", "linear_attn", "gated_deltaproduct")
+FLA = [{**GLA, "model_type": kind} for kind in KINDS]
 FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
 
 
@@ -201,6 +202,17 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
     assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded, officially"
+
+
+def test_official_configs_have_the_size_of_the_releases() -> None:
+    """mamba-130m and mamba2-130m, whose vocabularies are padded to multiples of 8 and 16; a smaller state space."""
+    config = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "rms_norm": True}
+    second = {**config, "pad_vocab_size_multiple": 16, "ssm_cfg": {"layer": "Mamba2"}}
+    small = {**second, "n_layer": 1, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 768, "rmsnorm": False, "D_has_hdim": True}}
+    layer = 768 * (2 * 768 + 2 * 768 + 2 * 128 + 12) + 5 * (768 + 256) + 2 * 12 + 768 + 1536 * 768 + 768
+    for some, count in ((config, 129_135_360), (second, 128_989_632), (small, 50288 * 768 + layer + 768)):
+        model = seqblocks.build_text(families.spec_text(some), device="meta")
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 @pytest.mark.parametrize(
@@ -216,11 +228,12 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
         ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', and seqblocks writes specs for 'silu' alone"),
         ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, and expand \* hidden_size is 32"),
         ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
-        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2"}}, "layer is 'Mamba2', and seqblocks writes specs for 'Mamba1'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "layer is 'Mamba3', and seqblocks writes specs for 'Mamba1'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1]}}, r"must be two numbers of at least 0, not \[1"),
         ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], and"),
         ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
         ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, and expand \* hidden_size is 32"),
-        ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"time_step_limit must be two numbers of at least 0, not \[0\."),
+        ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"must be two numbers of at least 0, not \[0\."),
         ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', and seqblocks writes specs for"),
         ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', and seqblocks writes specs for"),
         ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, and seqblocks writes specs for"),
@@ -233,7 +246,8 @@ def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
         ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, and mamba_expand \* hidden_size is 32"),
         ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
         ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, and num_hidden_layers is 2"),
-        ({**GLA, "num_kv_heads": 1}, "num_kv_heads is 1, and seqblocks writes specs for 2 alone"),
+        ({**GLA, "use_short_conv": True}, "use_short_conv is True, and seqblocks writes specs for False alone"),
+        ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', and seqblocks writes"),
         ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, and seqblocks writes specs for None alone"),
         ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], and seqb"),
     ],

@@ -37,7 +37,8 @@ def written(name: str, place: Path, dtype: torch.dtype) -> tuple[Path, dict[str,
     return place, weights, ids, logits
 
 
-VARIANTS = ("delta_net_gated", "gated_deltanet_sigmoid", "kda_bounded")  # run by hand
+VARIANTS = {"delta_net_gated", "gated_deltanet_sigmoid", "kda_bounded", "gla_shared", "retnet_shared"}  # run by hand
+VARIANTS |= {"gated_deltaproduct_kept", *(f"linear_attn_{name}" for name in ("t2r", "dpfp", "elu"))}
 NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in VARIANTS)) for name in CASES]
 
 

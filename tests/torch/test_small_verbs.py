@@ -251,3 +251,68 @@ def test_heads_repeated_and_joined() -> None:
     more = (X @ model.more.weight.T + model.more.bias).unflatten(-1, (3, 3))
     torch.testing.assert_close(model(X), torch.cat([twice, more], -1).flatten(-2), rtol=1e-14, atol=1e-14)
     check_law(model, seq=9, resets=[(0, 3), (1, 8)])
+
+
+def test_features_of_each_head() -> None:
+    """Shares, sums, places moved round, and a matrix that all heads share, against the formula."""
+    x = X.unflatten(-1, (3, 2))
+    for step, expected in {
+        "softmax: {heads: 3}": x.exp() / x.exp().sum(-1, keepdim=True),
+        "sum_norm: {heads: 3, eps: 0.5}": x / (x.sum(-1, keepdim=True) + 0.5),
+        "roll_heads: {heads: 3, by: 1}": x[..., [1, 0]],
+        "elu_plus_one": torch.where(x > 0, x + 1, x.exp()),
+    }.items():
+        torch.testing.assert_close(built(step)(X), expected.flatten(-2), rtol=1e-13, atol=1e-14)
+    for more, width in (("bias: true", 2), ("features: 9", 3)):
+        model = built(f"headwise_linear: {{block: 2, shared: true, {more}, name: it}}")
+        y = x @ model.it.weight.T + (model.it.bias if "bias" in more else 0)
+        assert model.it.weight.shape == (width, 2)
+        torch.testing.assert_close(model(X), y.flatten(-2), rtol=1e-13, atol=1e-14)
+        check_law(model, seq=4)
+
+
+CORRECTED = """
+seqblocks: 1
+model:
+  input: {features: 6}
+  steps:
+    - linear: {features: 6, as: q}
+    - linear: {from: input, features: 18, name: keys}
+    - l2_norm: {heads: 6, as: k}
+    - linear: {from: input, features: 24, as: v}
+    - linear: {from: input, features: 4, name: gates}
+    - log_decay: {kind: logsigmoid, temperature: 1, as: g}
+    - linear: {from: input, features: 12, name: shares}
+    - sigmoid: {as: b}
+    - scan:
+        order: ORDER
+        merge: concat
+        steps:
+          - linear_attention:
+              {q: q, k: k, v: v, decay: g, beta: b, heads: 2, value_heads: 4, rule: delta, writes: 3}
+"""
+
+
+def test_several_corrections_per_token() -> None:
+    """Each token decays once, is corrected three times, and reads; in reverse order too."""
+    model = from_text(CORRECTED.replace("ORDER", "forward"))
+    check_law(model, seq=11, cuts=[3, 7], resets=[(0, 4), (1, 9)])
+
+    def mapped(name: str, *shape: int) -> Tensor:
+        step = model.get_submodule(name)
+        return (X @ step.weight.T + step.bias).unflatten(-1, shape)
+
+    q, k, v = mapped("q", 2, 3), mapped("keys", 3, 2, 3), mapped("v", 3, 4, 2)
+    k, b = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt(), mapped("shares", 3, 4).sigmoid()
+    decay, memory, rows = mapped("gates", 4).sigmoid(), torch.zeros(2, 4, 3, 2, dtype=torch.float64), []
+    for t in range(X.shape[1]):
+        memory = memory * decay[:, t, :, None, None]
+        for n in range(3):
+            key = k[:, t, n].repeat_interleave(2, 1)
+            missing = v[:, t, n] - torch.einsum("bhk,bhkv->bhv", key, memory)
+            memory = memory + torch.einsum("bh,bhk,bhv->bhkv", b[:, t, n], key, missing)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t].repeat_interleave(2, 1) * 3**-0.5, memory).flatten(1))
+    torch.testing.assert_close(model(X), torch.stack(rows, 1), rtol=1e-12, atol=1e-13)
+    both = from_text(CORRECTED.replace("ORDER", "[forward, reverse]"))
+    both.load_state_dict(model.state_dict())
+    torch.testing.assert_close(both(X)[..., 8:], model(X.flip(1)).flip(1), rtol=1e-12, atol=1e-13)

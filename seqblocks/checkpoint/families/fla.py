@@ -27,6 +27,31 @@ def gla(config: Config) -> str:
     return _model(config, "GLA", "gla", "gla_mixer", _attention(config, 4, 0.5, 1.0))
 
 
+def linear_attention(config: Config) -> str:
+    """Write a language model of linear attention with feature maps."""
+    require(config, tie_feature_map_qk=(False, None), elementwise_affine=True)
+    maps = {"elementwise_product": "product_map", "t2r": "t2r_map", "hedgehog": "hedgehog_map", "dpfp": "dpfp_map"}
+    maps |= {"elu": "elu_plus_one", "relu": "relu", "identity": "identity"}
+    require(config, feature_map=(*maps, None))
+    found = maps[config.get("feature_map") or "elementwise_product"]
+    arguments = {
+        **_sizes(config, 4, 1.0, 1.0),
+        "q_sums": flag(config, "norm_q", False),
+        "k_sums": flag(config, "norm_k", False),
+        "normalize": flag(config, "norm_feature_map", False),
+    }
+    width = int(whole(config, "hidden_size") * arguments["expand_k"]) // int(arguments["heads"])
+    step = f"{{{found}: {{heads: {arguments['heads']}, width: {width}}}}}" if found.endswith("_map") else found
+    verb = "linear_attention_mixer"
+    text = f"{verb}: {{dim: dim, {written(arguments)}, q_map: [{step}], k_map: [{step}]}}"
+    names = [
+        f"layers.{{layer}}.fla_layer.token.mixer.{verb}.{ours}_map.{found}: {OFFICIAL}.attn.feature_map_{ours}\n"
+        for ours in "qk"
+        if found in ("product_map", "t2r_map", "hedgehog_map")
+    ]
+    return _text(config, "Linear attention", "linear_attention", verb, text, 4, "".join(names))
+
+
 def retnet(config: Config) -> str:
     """Write a RetNet language model."""
     return _model(config, "RetNet", "retnet", "retention_mixer", _attention(config, 8, 1.0, 2.0), ratio=2)
@@ -34,10 +59,15 @@ def retnet(config: Config) -> str:
 
 def _attention(config: Config, heads: int, expand_k: float, expand_v: float) -> dict[str, float]:
     """Return the arguments that GLA and RetNet have in common, of those that make the same layer."""
-    require(config, num_kv_heads=(None, config.get("num_heads")), feature_map=(None,), use_short_conv=(False, None))
-    require(config, use_output_gate=True, elementwise_affine=True)
+    require(config, feature_map=(None,), use_short_conv=(False, None), use_output_gate=True, elementwise_affine=True)
+    return _sizes(config, heads, expand_k, expand_v)
+
+
+def _sizes(config: Config, heads: int, expand_k: float, expand_v: float) -> dict[str, float]:
+    count = whole(config, "num_heads", heads)
     return {
-        "heads": whole(config, "num_heads", heads),
+        "heads": count,
+        "kv_heads": whole_or(config, "num_kv_heads", count),
         "expand_k": number(config, "expand_k", expand_k),
         "expand_v": number(config, "expand_v", expand_v),
         "eps": _eps(config),
@@ -65,6 +95,22 @@ def gated_deltanet(config: Config) -> str:
     opening = "sigmoid" if config.get("output_gate_activation") == "sigmoid" else "silu"
     arguments = {**_delta(config, 6, 256, 2.0), "opening": opening}
     return _model(config, "Gated DeltaNet", "deltanet", "gated_deltanet_mixer", arguments)
+
+
+def gated_deltaproduct(config: Config) -> str:
+    """Write a DeltaProduct language model, with forgetting or without."""
+    require(config, use_output_gate=True, use_short_conv=True)
+    arguments = {
+        "writes": whole(config, "num_householder", 1),
+        "heads": whole(config, "num_heads", 6),
+        "head": whole(config, "head_dim", 256),
+        "expand_v": number(config, "expand_v", 2.0),
+        "kernel": whole(config, "conv_size", 4),
+        "decays": flag(config, "use_forget_gate", False),
+        "negative": flag(config, "allow_neg_eigval", False),
+        "eps": _eps(config),
+    }
+    return _model(config, "Gated DeltaProduct", "deltanet", "gated_deltaproduct_mixer", arguments)
 
 
 def kda(config: Config) -> str:
@@ -111,13 +157,16 @@ def _model(
     config: Config, about: str, use: str, verb: str, arguments: Mapping[str, float | str], ratio: float = 4
 ) -> str:
     """Write a model whose layers are all of one kind."""
+    return _text(config, about, use, verb, f"{verb}: {{dim: dim, {written(arguments)}}}", ratio)
+
+
+def _text(config: Config, about: str, use: str, verb: str, mixer: str, ratio: float, more_names: str = "") -> str:
     require(config, hidden_act=("swish", "silu", None))
-    mixer = f"{verb}: {{dim: dim, {written(arguments)}}}"
     more = f"hidden: {_hidden(config, ratio)}, eps: {scalar(_eps(config))}"
     layer = f"- fla_layer: {{dim: dim, {more}, mixer: [{{{mixer}}}]}}"
     names = f"layers.{{layer}}.fla_layer: {OFFICIAL}\nlayers.{{layer}}.fla_layer.token.mixer.{verb}: {OFFICIAL}.attn\n"
     layers = ["layer"] * whole(config, "num_hidden_layers")
-    return _language(config, about, ["fla", use]).text(layers, {"layer": layer}, names)
+    return _language(config, about, ["fla", use]).text(layers, {"layer": layer}, names + more_names)
 
 
 def hgrn2(config: Config) -> str:

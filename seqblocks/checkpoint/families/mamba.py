@@ -13,6 +13,7 @@ from seqblocks.checkpoint.families.values import (
     require,
     scalar,
     whole,
+    whole_or,
     written,
 )
 from seqblocks.errors import UsageError
@@ -38,27 +39,41 @@ def mamba(config: Config) -> str:
 
 
 def mamba_ssm(config: Config) -> str:
-    """Write a Mamba language model from the config of the official package."""
+    """Write a Mamba or Mamba-2 language model from the config of the official package."""
     inner = config.get("ssm_cfg") or {}
     if not isinstance(inner, dict):
         raise UsageError("config.json: ssm_cfg is not a mapping")
-    require(inner, layer=("Mamba1", None))
+    require(inner, layer=("Mamba1", "Mamba2", None))
     require(config, attn_layer_idx=([], None), d_intermediate=(0, None), rms_norm=(True, None))
     multiple = whole(config, "pad_vocab_size_multiple", 8)
+    second = inner.get("layer") == "Mamba2"
     return _mamba_text(
-        "mamba",
+        "mamba2" if second else "mamba",
         dim=whole(config, "d_model"),
         depth=whole(config, "n_layer"),
         vocabulary=-(-whole(config, "vocab_size") // multiple) * multiple,
-        state=whole(inner, "d_state", 16),
+        state=whole(inner, "d_state", 128 if second else 16),
         expand=number(inner, "expand", 2),
         kernel=whole(inner, "d_conv", 4),
-        rank=rank(inner.get("dt_rank", "auto")),
         bias=flag(inner, "bias", False),
         conv_bias=flag(inner, "conv_bias", True),
         eps=number(config, "norm_epsilon", 1e-5),
         tied=flag(config, "tie_embeddings", True),
+        **(_second(inner) if second else {"rank": rank(inner.get("dt_rank", "auto"))}),
     )
+
+
+def _second(inner: Config) -> dict[str, float | str]:
+    """Return the arguments that Mamba-2 alone has, from `ssm_cfg`."""
+    return {
+        "head": whole(inner, "headdim", 64),
+        "groups": whole(inner, "ngroups", 1),
+        "ssm": whole_or(inner, "d_ssm", 0),
+        "norm": flag(inner, "rmsnorm", True),
+        "gate": "after" if flag(inner, "norm_before_gate", False) else "before",
+        "skip_per_feature": flag(inner, "D_has_hdim", False),
+        **limits({"time_step_limit": inner.get("dt_limit")}),
+    }
 
 
 def mamba2(config: Config) -> str:
@@ -91,13 +106,13 @@ def limits(config: Config) -> dict[str, float]:
     found = config.get("time_step_limit") or [0.0, math.inf]
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in found] if isinstance(found, list) else []
     if len(ends) != 2 or not all(type(end) in (int, float) and end >= 0 for end in ends):
-        raise UsageError(f"config.json: time_step_limit must be two numbers of at least 0, not {found!r}")
+        raise UsageError(f"config.json: time_step_limit (dt_limit) must be two numbers of at least 0, not {found!r}")
     names = {"dt_least": 0.0, "dt_most": math.inf}
     return {name: end for (name, usual), end in zip(names.items(), ends, strict=True) if end != usual}
 
 
 def _mamba_text(
-    kind: str, *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, **block: int | float | bool
+    kind: str, *, dim: int, depth: int, vocabulary: int, eps: float, tied: bool, **block: float | str
 ) -> str:
     arguments = {**block, "eps": eps}
     return f"""seqblocks: 1

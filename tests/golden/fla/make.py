@@ -33,8 +33,22 @@ SMALL = {
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear_attn": ("LinearAttention", {"num_heads": 2}),
+    "linear_attn_elu": ("LinearAttention", {"num_heads": 2, "feature_map": "elu", "norm_feature_map": True}),
+    "linear_attn_t2r": ("LinearAttention", {"num_heads": 2, "feature_map": "t2r", "norm_k": True}),
+    "linear_attn_hedgehog": (
+        "LinearAttention", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "hedgehog", "norm_feature_map": True}
+    ),
+    "linear_attn_dpfp": ("LinearAttention", {"num_heads": 2, "feature_map": "dpfp", "norm_q": True, "norm_k": True}),
     "gla": ("GLA", {"num_heads": 2}),
+    "gla_shared": ("GLA", {"num_heads": 4, "num_kv_heads": 2}),
     "retnet": ("RetNet", {"num_heads": 2, "norm_eps": 1e-5}),
+    "retnet_shared": ("RetNet", {"num_heads": 4, "num_kv_heads": 2}),
+    "gated_deltaproduct": (
+        "GatedDeltaProduct", {"num_heads": 2, "head_dim": 6, "num_householder": 3, "use_forget_gate": True,
+                              "allow_neg_eigval": True}
+    ),
+    "gated_deltaproduct_kept": ("GatedDeltaProduct", {"num_heads": 2, "head_dim": 8, "num_householder": 2}),
     "delta_net": ("DeltaNet", {"num_heads": 2, "allow_neg_eigval": True}),
     "delta_net_gated": ("DeltaNet", {"num_heads": 4, "use_gate": True, "expand_v": 2.0}),
     "gated_deltanet": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 6, "num_v_heads": 4}),
@@ -103,6 +117,17 @@ def gated_delta_rule(
     q, k = (unit(x).repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
     y, _ = naive("gated_delta_rule.naive").naive_recurrent_gated_delta_rule(q, k, v, beta, g)
     return y, None
+
+
+def delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, **_: Any
+) -> Any:
+    g = torch.zeros_like(beta) if g is None else g
+    return naive("gated_delta_rule.naive").naive_recurrent_gated_delta_rule(unit(q), unit(k), v, beta, g)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, normalize: bool, **_: Any) -> Any:
+    return naive("linear_attn.naive").naive_recurrent_linear_attn(q, k, v, normalize=normalize)
 
 
 def kda(
@@ -191,6 +216,8 @@ def replace_kernels() -> None:
     mlp.swiglu = lambda gate, up: F.silu(gate) * up
     mlp.swiglu_linear = lambda gate, up, weight, bias: F.linear(F.silu(gate) * up, weight, bias)
     for layer, functions in {
+        "linear_attn": {"fused_recurrent_linear_attn": linear_attention},
+        "gated_deltaproduct": {"fused_recurrent_gated_delta_rule": delta_product},
         "gla": {"fused_recurrent_gla": gla, "chunk_gla": gla},
         "multiscale_retention": {"fused_recurrent_retention": retention, "chunk_retention": retention},
         "delta_net": {"fused_recurrent_delta_rule": delta_rule, "chunk_delta_rule": delta_rule},
