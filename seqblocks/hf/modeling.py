@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
     ImageClassifierOutput,
+    ModelOutput,
 )
 from transformers.utils.generic import can_return_tuple
 
@@ -220,6 +221,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
     # --- running ---
 
     def _output(self, y: Any) -> Any:
+        """Return the scores where a model has several outputs."""
         return y[hub.logits_name(self.model.spec)] if isinstance(y, dict) else y
 
     def _context(self, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -232,13 +234,13 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def _run(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, keep: Any, given: dict[str, Any]
-    ) -> tuple[Tensor, StateCache | None]:
+    ) -> tuple[Any, StateCache | None]:
         """Return the output, of the last `keep` tokens if that is a number above 0, and the cache if it is wanted."""
         if cache is not None and not isinstance(cache, StateCache):
             raise RunError(f"past_key_values is the StateCache that a call returns, not {type(cache).__name__}")
-        context = self._context(given)
         if x is None:
             raise RunError(f"{self.model.spec.name} needs its input, {self.main_input_name}")
+        context = self._context(given)
         streams = cache is not None or bool(use_cache)
         resets = None
         if mask is not None or positions is not None:
@@ -255,7 +257,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def _stream(
         self, x: Tensor, resets: Tensor | None, cache: StateCache, keep: Any, context: dict[str, Tensor]
-    ) -> tuple[Tensor, StateCache]:
+    ) -> tuple[Any, StateCache]:
         """Read tokens after those of a cache. A long prompt of which few outputs are wanted is read in chunks."""
         state, record = cache.state, cache.recorded
         if state is None and record is not None:  # what `crop` has left is read again
@@ -279,10 +281,14 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         after.recording = cache.recording
         return y, after
 
-    def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Tensor, States]:
+    def _read(self, x: Tensor, resets: Tensor | None, state: States | None) -> tuple[Any, States]:
         if x.shape[1] == 1 and state is not None:
             y, state = self.model.step(x[:, 0], state, resets=None if resets is None else resets[:, 0])
-            return self._output(y).unsqueeze(1), state
+            y = self._output(y)
+            if isinstance(y, Tensor):
+                return y.unsqueeze(1), state
+            with_tokens = self.model._token_outputs
+            return {name: each.unsqueeze(1) if name in with_tokens else each for name, each in y.items()}, state
         y, state = self.model(x, state=state, return_state=True, resets=resets)
         return self._output(y), state
 
@@ -464,6 +470,9 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         """Return a spec without its head."""
         return hub.without_head(spec)
 
+    def _output(self, y: Any) -> Any:
+        return y
+
     @can_return_tuple
     def forward(
         self,
@@ -476,8 +485,10 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | BaseModelOutputWithPooling:
+    ) -> ModelOutput:
         """Return features: last_hidden_state [batch, seq, features], or pooler_output [batch, features].
+
+        Where the spec names its outputs, they have those names.
 
         The input is input_ids, pixel_values or inputs_embeds (a sequence of features, or a vector), as the spec's is;
         the other arguments are those of the language model, but a cache is returned only with use_cache=True. RunError.
@@ -486,6 +497,8 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         x = _cast(own.pop(self.main_input_name), self.dtype)
         given = _without_packing(kwargs, position_ids, token_type_ids) | own
         y, cache = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
+        if isinstance(y, dict):
+            return ModelOutput(**y) if cache is None else ModelOutput(**y, past_key_values=cache)
         if y.ndim == 2:
             return BaseModelOutputWithPooling(pooler_output=y)
         return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache)
@@ -509,5 +522,6 @@ def wrap(model: SequenceModel, **config: Any) -> Any:
     kind = CLASSES[hub.architecture(model.spec)]
     if kind is SeqblocksModel and hub.head(model.spec):
         reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"
-        raise UsageError(f"no class of transformers fits {model.spec.name}. For language: {reasons}")
+        how = "Saved, AutoModel reads it, without its head"
+        raise UsageError(f"no class of transformers fits {model.spec.name}. For language: {reasons}. {how}")
     return kind(SeqblocksConfig.of(model.spec, **config), model=model)

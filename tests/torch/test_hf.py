@@ -366,6 +366,25 @@ model:
         model(inputs_embeds=x, use_cache=True)
 
 
+def test_named_outputs(tmp_path: Path) -> None:
+    """A value beside the logits: the language model has the logits, and AutoModel has all by their names."""
+    text = TIED.replace("{name: norm}", "{name: norm, as: torso}").replace(
+        "    - unembed: {", "    - linear: {features: 1, as: value}\n    - unembed: {from: torso, as: logits, "
+    )
+    seqblocks.save(built(text + "  outputs: [value, logits]\n"), tmp_path / "m")
+    model, both = AutoModelForCausalLM.from_pretrained(tmp_path / "m"), AutoModel.from_pretrained(tmp_path / "m")
+    x = ids(2, 5)
+    out = both(x, use_cache=True)
+    assert (out.value.shape, out["logits"].shape) == ((2, 5, 1), (2, 5, 16))
+    torch.testing.assert_close(model(x).logits, out.logits)
+    with torch.no_grad():
+        one = both(x[:, :1], past_key_values=out.past_key_values)
+    torch.testing.assert_close(one.value, both(torch.cat([x, x[:, :1]], 1)).value[:, 5:])
+    assert model.generate(x, max_new_tokens=2, do_sample=False, num_beams=2).shape == (2, 7)
+    with pytest.raises(RunError, match="needs its input, input_ids"):
+        both(inputs_embeds=torch.zeros(1, 2, 8))
+
+
 # --- calling ---------------------------------------------------------------------------------------------------------
 
 
