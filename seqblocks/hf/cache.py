@@ -57,12 +57,12 @@ class StateCache:
         """Remember, from the next call on, what `crop` needs: one more state, and the tokens since then."""
         self.recording = True
 
-    def crop(self, tokens_to_keep: int) -> None:
-        """Keep the first tokens, or with a number below 1 leave out as many of the last ones.
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens, or with a number below 1 leave out as many of the last ones.
 
         RunError for tokens from before the latest `crop`, or the prompt of a call that returns its last logits alone.
         """
-        count = self.seen - tokens_to_keep if tokens_to_keep > 0 else -tokens_to_keep
+        count = self.seen - length if length > 0 else -length
         if count <= 0:
             self.recorded = None
             return

@@ -211,7 +211,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             raise RunError(f"{self.model.spec.name} has no `repeat`, whose layers checkpointing would compute again")
         for module in outer:
             module.checkpointing = gradient_checkpointing_func if enable else None
-            module.checkpoint_every = every_n_layers
+            module.checkpoint_stride = every_n_layers
 
     @property
     def is_gradient_checkpointing(self) -> bool:
@@ -233,9 +233,9 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         return context
 
     def _run(
-        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, keep: Any, given: dict[str, Any]
+        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
     ) -> tuple[Any, StateCache | None]:
-        """Return the output, of the last `keep` tokens if that is a number above 0, and the cache if it is wanted."""
+        """Return the output, of the last `wanted` tokens if that is a number above 0, and the cache if it is wanted."""
         if cache is not None and not isinstance(cache, StateCache):
             raise RunError(f"past_key_values is the StateCache that a call returns, not {type(cache).__name__}")
         if x is None:
@@ -246,17 +246,17 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         if mask is not None or positions is not None:
             _check_tokens(x, self.model.spec)
             past = cache.get_seq_length() if cache else 0
-            one = isinstance(keep, int) and keep == 1
+            one = isinstance(wanted, int) and wanted == 1
             resets = resets_of(x, mask, positions, past, self._causal, streams or one)
         if streams:
-            y, cache = self._stream(x, resets, cache or StateCache(), keep, context)
+            y, cache = self._stream(x, resets, cache or StateCache(), wanted, context)
             return y, cache if use_cache is not False else None
         if len(self._inputs) > 1:
             return self._output(self.model(x, resets=resets, **context)), None
         return self._output(self.model(x, resets=resets)), None
 
     def _stream(
-        self, x: Tensor, resets: Tensor | None, cache: StateCache, keep: Any, context: dict[str, Tensor]
+        self, x: Tensor, resets: Tensor | None, cache: StateCache, wanted: Any, context: dict[str, Tensor]
     ) -> tuple[Any, StateCache]:
         """Read tokens after those of a cache. A long prompt of which few outputs are wanted is read in chunks."""
         state, record = cache.state, cache.recorded
@@ -267,7 +267,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             record = None
         if context and state is None:
             state = self.model.init_state(x.shape[0], None, None, **context)
-        lead = x.shape[1] - keep if isinstance(keep, int) and keep and not torch.is_grad_enabled() else 0
+        lead = x.shape[1] - wanted if isinstance(wanted, int) and wanted and not torch.is_grad_enabled() else 0
         if lead < CHUNK and not cache.recording:
             lead = 0
         for start in range(0, lead, CHUNK):
@@ -329,11 +329,11 @@ def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) ->
     return {name: value for name, value in given.items() if name not in known}
 
 
-def _kept(y: Tensor, keep: int | Tensor) -> Tensor:
-    """Return the outputs of the last `keep` tokens, of all for 0, or of those that a tensor names."""
-    if isinstance(keep, Tensor):
-        return y[:, keep]
-    return y[:, -keep:] if keep else y
+def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
+    """Return the outputs of the last `wanted` tokens, of all for 0, or of those that a tensor names."""
+    if isinstance(wanted, Tensor):
+        return y[:, wanted]
+    return y[:, -wanted:] if wanted else y
 
 
 class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
@@ -373,12 +373,12 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
         if use_cache is None:
             use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
-        keep = logits_to_keep if labels is None else 0
-        y, cache = self._run(input_ids, attention_mask, position_ids, past_key_values, use_cache, keep, given)
+        wanted = logits_to_keep if labels is None else 0
+        y, cache = self._run(input_ids, attention_mask, position_ids, past_key_values, use_cache, wanted, given)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
-        return CausalLMOutputWithPast(loss=loss, logits=_kept(y, logits_to_keep), past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=_last(y, logits_to_keep), past_key_values=cache)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Whether a call that does not ask for a cache returns one: not in training, nor after padding on the right."""
@@ -388,7 +388,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
             return True
         return not torch.compiler.is_compiling() and bool(mask[:, -1].all())
 
-    # --- what generate asks ---
+    # --- what generate calls ---
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RunError: continuous batching distributes the pages of a cache of keys and values."""

@@ -22,11 +22,11 @@ class Repeat(StepModule):
     """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`.
 
     checkpointing: a function such as torch.utils.checkpoint.checkpoint, by which layers are called while gradients are
-    recorded, so that activations are computed again in the backward pass; `checkpoint_every`: for every so many layers.
+    recorded, so that activations are computed again in the backward pass. checkpoint_stride: 2 is for each second one.
     """
 
     checkpointing: Callable[..., Any] | None = None
-    checkpoint_every = 1
+    checkpoint_stride = 1
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Repeat(StepModule):
         x, states = tensors[0], {}
         for at, (label, captures) in enumerate(self._captures.items()):
             inputs = [x, *(values[v] for v in captures)]
-            if self.checkpointing and at % self.checkpoint_every == 0 and torch.is_grad_enabled():
+            if self.checkpointing and at % self.checkpoint_stride == 0 and torch.is_grad_enabled():
                 x, state = self.checkpointing(self._call_layer, label, call, *inputs)
             else:
                 x, state = self._call_layer(label, call, *inputs)
