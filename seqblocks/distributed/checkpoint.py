@@ -50,12 +50,14 @@ class Pieces(Tensor):
         return next(each for each, at in self._pieces if torch.Size(at) == index.offset)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} of a tensor that is in pieces on several ranks")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Pieces({list(self.shape)}, at {[at for _, at in self._pieces]})"
 
 
@@ -120,7 +122,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     for name, gradient in found:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         is_cut = model._parts is not None and name in model._parts.cuts
-        squares[is_cut] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2  # type: ignore[operator]
+        squares[is_cut] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2
     if model._parts:
         device = local(found[0][1]).device
         cut = torch.tensor(squares[True], dtype=torch.float64, device=device)

@@ -57,8 +57,9 @@ def shard(
         for path in outermost(paths):
             _recompute(model.get_submodule(path))
     policies = _policies(model, dtype, offload)
-    alone = [path for path in paths if _is_alone(path, list(graph.parameters(model.graph, shared=True)))]
-    for module in (*(model.get_submodule(path) for path in alone), model):
+    parameters = list(graph.parameters(model.graph, shared=True))
+    modules: list[nn.Module] = [model.get_submodule(path) for path in paths if _is_alone(path, parameters)]
+    for module in (*modules, model):
         if any(p not in whole for p in module.parameters()):
             _fully_shard(module, mesh, whole, reshard_after_forward, reduce, policies)
     return model

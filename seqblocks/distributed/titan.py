@@ -75,7 +75,9 @@ def _model_class() -> Any:
             self.__dict__.update(built.__dict__)
             self._seed = config.seed
 
-        def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **inputs: Any) -> Any:
+        def forward(  # type: ignore[override]
+            self, x: torch.Tensor, positions: torch.Tensor | None = None, **inputs: Any
+        ) -> Any:
             """Run the model. positions [batch, seq]: within packed documents, each of which begins at 0."""
             if positions is not None and self._resets_obstacle is None:
                 inputs["resets"] = (positions == 0).expand(x.shape[:2])

@@ -148,7 +148,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Any, op: str) -> Tensor:
         ctx.mesh, ctx.placements, ctx.op = parameter.device_mesh, parameter.placements, op
-        return parameter.to_local().view_as(parameter.to_local())  # type: ignore[no-any-return]
+        return parameter.to_local().view_as(parameter.to_local())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:
@@ -160,4 +160,4 @@ class _Replicated(torch.autograd.Function):
 
 def replicated(parameter: Any, op: str) -> Tensor:
     """Return the local copy of a parameter that each rank has; `op` (avg or sum) reduces its gradient over them."""
-    return _Replicated.apply(parameter, op) if is_sharded(parameter) else parameter  # type: ignore[no-any-return]
+    return _Replicated.apply(parameter, op) if is_sharded(parameter) else parameter

@@ -308,6 +308,42 @@ def pipelined(rank: int, folder: Path) -> Any:
     return [float(loss.detach()) for loss in losses], _whole_gradients(stage)
 
 
+# Bundled models with small sizes: all of which a plan exists for, but for those with inputs by name.
+BUNDLED: dict[str, dict[str, Any]] = {
+    "mlstm_small": {}, "hybrid_small": {}, "mamba_small": {}, "transformer_small": {}, "vil_digits": {},
+    "samba_small": {}, "looped_small": {}, "zamba_small": {}, "mingru_small": {}, "minlstm_small": {},
+    "xlstm_deltanet_small": {},
+    "memoroid_agent": {}, "centaurus_mlstm": {}, "caduceus_small": {}, "jamba_small": {}, "kimi_linear_small": {},
+    "qwen3_next_small": {}, "vil2_tiny": {"depth": 2, "dim": 32}, "mamba3_130m": {"dim": 64, "depth": 2},
+    "rwkv7_0_4b": {"dim": 128, "depth": 2}, "gla_1_3b": {"dim": 64, "depth": 2}, "rwkv6_1_4b": {"dim": 128, "depth": 2},
+    "gated_deltanet_1_3b": {"dim": 256, "depth": 1}, "transformer_125m": {"dim": 48, "depth": 1, "heads": 4},
+}  # fmt: skip
+
+
+def bundled_models(rank: int, folder: Path) -> Any:
+    """Tensor parallelism of bundled models in float64: by name, how far outputs, gradients and streams are off."""
+    wrong: dict[str, float] = {}
+    for name, values in BUNDLED.items():
+        one = seqblocks.build(name, set=values, dtype="float64").eval()
+        model = tensor_parallel(one)
+        wire, generator = one.spec.input, torch.Generator().manual_seed(2)
+        axes = (2, wire.features, *wire.grid) if wire.kind == "image" else (2, 6, wire.features)
+        x = torch.randn(axes, dtype=torch.float64, generator=generator)
+        if wire.kind == "tokens":
+            x = torch.randint(0, wire.features, (2, 6), generator=generator)
+        expected, y = one(x), model(x)
+        weight = torch.randn(y.shape, dtype=torch.float64, generator=generator)
+        (expected * weight).sum().backward()
+        (y * weight).sum().backward()
+        wrong[name] = float(((y - expected).abs().max() / expected.abs().max()).detach())
+        largest = max(float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None)
+        for path, p in model.named_parameters():
+            whole = one.get_parameter(path).grad
+            if whole is not None:
+                wrong[f"{name}: {path}"] = float((p.grad - model._parts.take(path, whole)).abs().max()) / largest
+    return wrong
+
+
 def _through_one_rank(text: str, folder: Path, before: dict[str, torch.Tensor]) -> None:
     one = seqblocks.build_text(text, dtype="bfloat16", seed=1)
     optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)

@@ -124,6 +124,13 @@ def test_stages_of_a_pipeline_compute_what_the_model_does(results):
         torch.testing.assert_close(gradient, exact[name], rtol=0, atol=1e-12 * float(exact[name].abs().max()))
 
 
+@pytest.mark.long
+def test_bundled_models_are_split_exactly(tmp_path):
+    results = ranks.run_ranks(HERE / "on_ranks.py", ["bundled_models"], tmp_path)
+    wrong = _result(results, "bundled_models")
+    assert {name: error for name, error in wrong.items() if not error < 1e-11} == {}
+
+
 def test_layers_of_repeats_are_groups_inner_ones_first():
     model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
     assert list(layer_paths(model.graph)) == ["outer.0.inner.0", "outer.0.inner.1", "outer.0"]

@@ -1,0 +1,68 @@
+"""Stages of a pipeline, run one after the other in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import seqblocks
+from seqblocks.distributed import pipeline_stage
+
+STEPS = """
+seqblocks: 1
+use: [mamba]
+model:
+  input: {features: 8}
+  steps:
+    - linear: {features: 16, as: first}
+    - repeat:
+        name: layers
+        times: 3
+        steps:
+          - repeat: {name: inner, times: 2, steps: [{residual: [rms_norm, {linear: 16}]}]}
+          - add: {with: first, when: layer > 0}
+    - parallel: {merge: sum, branches: [{a: [{linear: 16}]}, {b: [{linear: {from: first, features: 16}}]}]}
+    - linear: {features: 4, name: out, as: y}
+    - linear: {from: first, features: 2, name: side, as: z}
+  outputs: [y, z]
+"""
+
+
+def in_stages(model, stages, *inputs):
+    for index in range(stages):
+        results = pipeline_stage(model, index, stages)(*inputs)
+        inputs = results if isinstance(results, tuple) else (results,)
+    return inputs
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+def test_stages_in_a_row_are_the_model(stages):
+    model = seqblocks.build_text(STEPS)
+    x = torch.randn(2, 5, 8)
+    expected = model(x)
+    for found, name in zip(in_stages(model, stages, x), ("y", "z"), strict=True):
+        torch.testing.assert_close(found, expected[name])
+    names = [name for at in range(stages) for name in pipeline_stage(model, at, stages).state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+def test_tokens_of_images_keep_their_grid():
+    model = seqblocks.build("vil_digits").eval()
+    x = torch.randn(2, model.spec.input.features, *model.spec.input.grid)
+    torch.testing.assert_close(in_stages(model, 2, x)[0], model(x))
+
+
+def test_stages_compute_about_as_much():
+    model = seqblocks.build("gla_1_3b", set={"dim": 64, "depth": 4, "vocabulary": 64}, device="meta")
+    layers = [len(pipeline_stage(model, at, 2).layers) for at in (0, 1)]
+    assert layers == [2, 2]
+
+
+def test_what_is_tied_across_stages_is_refused():
+    model = seqblocks.build("mamba_small", device="meta")
+    with pytest.raises(seqblocks.UsageError, match=r"unembed.weight is embed.weight, .* stages 0 and 1.*untie"):
+        pipeline_stage(model, 0, 2)
+    with pytest.raises(seqblocks.UsageError, match="8 steps and layers, which are not enough for 9 stages"):
+        pipeline_stage(model, 0, 9)
+    with pytest.raises(seqblocks.UsageError, match="of 2 stages there is no number 2"):
+        pipeline_stage(model, 2, 2)
