@@ -134,7 +134,7 @@ def test_the_gpu_benchmark_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
     assert results["page"].stem.endswith("cpu-conv-mlstm_step")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, tmp_path: Path) -> None:
     results = rehearse(root, tmp_path)
     assert {r["case"] for r in results["checks"]} == {r["case"] for r in results["times"]} == set(gpu.CASES)
