@@ -50,9 +50,9 @@ def convert(
     """Write the weights of a folder or file in another layout, into a new folder. Returns what was written.
 
     path: what `save` wrote, or weights of others (see `from_pretrained`, also for `spec` and `set`); a `config.json`
-    beside them is copied. to: a layout of the spec, such as official or hub, or seqblocks for a folder that `load`
-    reads. Values and dtypes stay, bit for bit. A tied parameter is written once. One shard and one parameter are in
-    memory.
+    that others wrote goes along, in a folder of ours as an entry of its own. to: a layout of the spec, such as official
+    or hub, or seqblocks for a folder that `load` reads. Values and dtypes stay, bit for bit. A tied parameter is
+    written once. One shard and one parameter are in memory.
 
     RunError where weights do not fit the spec, or a recipe cannot be written: it does not say the shape of an official
     tensor, or parameters leave gaps in one. UsageError where the arguments are at fault. OSError where the disk is.

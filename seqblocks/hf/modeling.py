@@ -35,7 +35,7 @@ from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.generate import CHUNK
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.repeat import Repeat
+from seqblocks.runtime.repeat import checkpoint_layers, has_checkpointed_layers
 from seqblocks.state import States
 
 # What may be passed besides the inputs: of the loss; what the cache knows, which transformers 5.0 passes; and bounds of
@@ -204,19 +204,14 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        repeats = [module for module in self.model.modules() if isinstance(module, Repeat)]
-        inner = {id(each) for module in repeats for each in module.modules() if each is not module}
-        outer = [module for module in repeats if id(module) not in inner]
-        if enable and not outer:
+        found = checkpoint_layers(self.model, gradient_checkpointing_func if enable else None, every_n_layers)
+        if enable and not found:
             raise RunError(f"{self.model.spec.name} has no `repeat`, whose layers checkpointing would compute again")
-        for module in outer:
-            module.checkpointing = gradient_checkpointing_func if enable else None
-            module.checkpoint_stride = every_n_layers
 
     @property
     def is_gradient_checkpointing(self) -> bool:
         """Whether activations are computed again in the backward pass."""
-        return any(isinstance(module, Repeat) and module.checkpointing for module in self.model.modules())
+        return has_checkpointed_layers(self.model)
 
     # --- running ---
 

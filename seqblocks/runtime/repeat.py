@@ -19,14 +19,10 @@ from seqblocks.state import States
 
 @makes("repeat")
 class Repeat(StepModule):
-    """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`.
+    """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`."""
 
-    checkpointing: a function such as torch.utils.checkpoint.checkpoint, by which layers are called while gradients are
-    recorded, so that activations are computed again in the backward pass. checkpoint_stride: 2 is for each second one.
-    """
-
-    checkpointing: Callable[..., Any] | None = None
-    checkpoint_stride = 1
+    _checkpointing: Callable[..., Any] | None = None  # by which layers are called while gradients are recorded
+    _checkpoint_stride = 1
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -42,8 +38,8 @@ class Repeat(StepModule):
         x, states = tensors[0], {}
         for at, (label, captures) in enumerate(self._captures.items()):
             inputs = [x, *(values[v] for v in captures)]
-            if self.checkpointing and at % self.checkpoint_stride == 0 and torch.is_grad_enabled():
-                x, state = self.checkpointing(self._call_layer, label, call, *inputs)
+            if self._checkpointing and at % self._checkpoint_stride == 0 and torch.is_grad_enabled():
+                x, state = self._checkpointing(self._call_layer, label, call, *inputs)
             else:
                 x, state = self._call_layer(label, call, *inputs)
             if state:
@@ -51,7 +47,7 @@ class Repeat(StepModule):
         return x, states
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
-        if self.checkpointing and torch.is_grad_enabled():
+        if self._checkpointing and torch.is_grad_enabled():
             return self.forward(added_up(inputs[0]), *inputs[1:], call=call)
         values, x, states = dict(zip(self._reads, inputs, strict=True)), inputs[0], {}
         last = next(reversed(self._captures), None)
@@ -94,3 +90,22 @@ class Repeat(StepModule):
 
 def _abridged(labels: list[str]) -> list[str]:
     return labels if len(labels) < 5 else [*labels[:2], "…", labels[-1]]
+
+
+def checkpoint_layers(model: nn.Module, function: Callable[..., Any] | None, stride: int = 1) -> int:
+    """Compute the activations of layers again in the backward pass. Returns how many repeats the model has.
+
+    function: such as torch.utils.checkpoint.checkpoint, which then calls each layer of the outermost repeats, or with a
+    stride of 2 each second one; None ends it. Names and copies of modules stay as they are.
+    """
+    repeats = [module for module in model.modules() if isinstance(module, Repeat)]
+    inner = {id(each) for module in repeats for each in module.modules() if each is not module}
+    outer = [module for module in repeats if id(module) not in inner]
+    for module in outer:
+        module._checkpointing, module._checkpoint_stride = function, stride
+    return len(outer)
+
+
+def has_checkpointed_layers(model: nn.Module) -> bool:
+    """Return whether `checkpoint_layers` is in force."""
+    return any(isinstance(module, Repeat) and module._checkpointing for module in model.modules())

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqblocks
 from seqblocks.kernels import same_backend, use_backend
+from seqblocks.runtime.repeat import checkpoint_layers
 from seqblocks.runtime.sums import Sum
 from tests.kernels.conformance import INTERPRETED, draw
 from tests.triton.launch_counts import counting
@@ -95,7 +96,7 @@ def test_what_observes_a_module_is_handed_tensors(kind: str) -> None:
         inner = model.layers[1]
         model.layers[1] = Wrapped(inner)
     else:
-        model.layers.checkpointing = partial(checkpoint, use_reentrant=False, context_fn=same_backend)
+        checkpoint_layers(model, partial(checkpoint, use_reentrant=False, context_fn=same_backend))
     found = results(model, "triton")
     for handle in handles:
         handle.remove()
