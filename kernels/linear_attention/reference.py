@@ -95,8 +95,8 @@ def scan(
         bonus = None if bonus is None else bonus.repeat_interleave(groups, 0)
 
         def token(state: States, x: list[Any]) -> tuple[Tensor, States]:
-            q, k, v, *others = x
-            y, new = step(q, k, v, *others, bonus, state[0])
+            q, k, v, decay, beta, a, b = x
+            y, new = step(q, k, v, decay, beta, a, b, bonus, state[0])
             return y, (new,)
 
         y, last = token_by_token(token, (state,), (q, k, v, *others), resets, reverse)

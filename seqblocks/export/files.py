@@ -55,7 +55,7 @@ def onnx(
     if check:
         _import("onnxruntime")
     exported = captured(_on_cpu(model), graph, batch, length)
-    if check and any(port.dtype == "bfloat16" for port in exported.contract.inputs):
+    if check and "bfloat16" in {port.dtype for port in (*exported.contract.outputs, *exported.contract.state)}:
         raise UsageError("onnxruntime takes no bfloat16 on a CPU: export a float32 model, or do not compare (check)")
     made = _as_onnx(model, exported)
 
