@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from seqblocks.errors import RunError, UnavailableError, UsageError
 from seqblocks.export.compare import Run, agree
 from seqblocks.export.contract import KEY, Contract
+from seqblocks.export.loops import pass_sizes
 from seqblocks.export.operators import translations
 from seqblocks.export.program import Exported, captured, example, quiet, trace
 from seqblocks.runtime.model import SequenceModel
@@ -105,6 +106,7 @@ def aoti(
 
     def work(file: Path) -> float | None:
         with _explained(model, "AOTInductor"):
+            pass_sizes(exported.program)
             aoti_compile_and_package(exported.program, package_path=str(file), inductor_configs=options)
         loaded = aoti_load_package(str(file))
         return agree(model, exported.contract, _as_run(model, exported, loaded), f"{path}") if check else None
