@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqblocks
 from seqblocks.kernels import attention, causal_conv, centaurus, mlstm, mlstm_memoroid, selective_scan, slstm
 
 LONG = 100_000
@@ -141,3 +142,25 @@ def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
     S = LONG // 10 if (name, kind) == ("slstm", "constant") else LONG  # a loop over time: minutes on two cores
     assert drift(name, torch.float32, kind, S) <= mixer.drift
     assert drift(name, torch.bfloat16, kind, S) <= mixer.drift + mixer.low * 2**-8
+
+
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+def test_gradients_of_rwkv7_in_float16_are_infinite_only_where_they_exceed_it(loss: str) -> None:
+    """Its first norm multiplies embeddings of 1e-4, and their gradients, by 316: sums over tokens may exceed 65,504."""
+    sizes = {"dim": 32, "depth": 2, "vocabulary": 11, "head": 16}
+    ids = torch.randint(11, (2, 64), generator=torch.Generator().manual_seed(0))
+    half = seqblocks.build("rwkv7_0_4b", set=sizes, dtype=torch.float16)
+    double = seqblocks.build("rwkv7_0_4b", set=sizes, dtype=torch.float64)
+    double.load_state_dict({name: weight.double() for name, weight in half.state_dict().items()})
+    gradients = []
+    for model in (half, double):
+        y = model(ids).double()
+        (y.sum() if loss == "sum" else y.mean()).backward()
+        gradients.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
+    for name, found in gradients[0].items():
+        exact = gradients[1][name]
+        finite = found.isfinite()
+        assert finite[exact.abs() < 0.99 * 65504].all(), name
+        assert not finite[exact.abs() > 1.01 * 65504].any(), name
+        assert (found - exact)[finite].abs().max() <= 0.02 * exact[finite].abs().max() + 1e-4, name
+    assert gradients[0]["embed.weight"].isfinite().all() == (loss == "mean")
