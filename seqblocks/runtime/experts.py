@@ -12,6 +12,7 @@ from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import exporting
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.step import Place, StepModule, call_child, make, makes
 from seqblocks.state import States
 
@@ -45,7 +46,7 @@ class Experts(StepModule):
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
         scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
-        weights, chosen = self._choose(scores)
+        weights, chosen = self._choose(scores, call)
         if self._arguments.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         if call.routed is not None:
@@ -56,12 +57,18 @@ class Experts(StepModule):
         y = run(flat, weights, chosen, inner, x.ndim)
         return y.unflatten(0, x.shape[:-1]), {}
 
-    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _router(self) -> Primitive:
+        router = self._modules["router"]
+        assert isinstance(router, Primitive)
+        return router
+
+    def _choose(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the scores [tokens, top] of the chosen experts, and which these are; of equal ones the first."""
         if not self._arguments.corrected:
             best = scores.sort(dim=-1, descending=True, stable=True)
             return best.values[:, : self._arguments.top], best.indices[:, : self._arguments.top]
-        correction = self._modules["router"].correction.to(scores.dtype)
+        correction: Tensor = self._router.parameters_by_name(call)["correction"].to(scores.dtype)
         ranked = (scores + correction).sort(dim=-1, descending=True, stable=True)
         chosen = ranked.indices[:, : self._arguments.top]
         return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # a gradient of 0, not none

@@ -55,7 +55,7 @@ def test_mamba_and_vision_mamba(name: str, overrides: dict[str, object], wanted:
 LAYERS = [  # of flash-linear-attention and mamba_ssm: file, step, width, parameters
     ("linear_attention", "linear_attention_mixer: {dim: 1024}", 1024, 4_260_480),
     ("linear_attention", "linear_attention_mixer: {dim: 64, heads: 4}", 64, 17_488),
-    ("deltanet", "gated_deltaproduct_mixer: {dim: 2048}", 2048, 34_683_404),
+    ("deltaproduct", "gated_deltaproduct_mixer: {dim: 2048}", 2048, 34_683_404),
     ("mamba2", "mamba2_mixer: {dim: 2048}", 2048, 25_847_232),
     # in_proj 2048 * (2 * 3072 + 2 * 1024 + 256 + 16), convolution 5 * 1280, 3 * 16 numbers, norm, out_proj 4096 * 2048
     ("mamba2", "mamba2_mixer: {dim: 2048, ssm: 1024}", 2048, 2048 * 8464 + 5 * 1280 + 48 + 1024 + 4096 * 2048),

@@ -339,3 +339,24 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     step, own = model.get_submodule("experts"), model.get_submodule("experts").forward
     step.forward = lambda *x, **more: checkpoint(own, *x, use_reentrant=False, **more)
     torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+
+
+def test_shared_experts_share_their_corrections() -> None:
+    text = """
+seqblocks: 1
+model:
+  input: {features: 4}
+  steps:
+    - experts: {count: 4, top: 1, corrected: true, steps: [{linear: 4}], name: a}
+    - experts: {count: 4, top: 1, corrected: true, steps: [{linear: 4}], name: b, share: a}
+"""
+    model = seqblocks.build_text(text, dtype=torch.float64)
+    assert [name for name, _ in model.named_parameters() if "correction" in name] == ["a.router.correction"]
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        model.a.router.correction.copy_(torch.tensor([-9.0, -9.0, 9.0, -9.0]))  # so that the third one is chosen
+        expected, weights = x, dict(model.named_parameters())
+        for _ in range(2):
+            share = (expected @ weights["a.router.weight"].T).softmax(-1)[..., 2:3]
+            expected = share * (expected @ weights["a.2.linear.weight"].T + weights["a.2.linear.bias"])
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-14)

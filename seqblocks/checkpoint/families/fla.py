@@ -110,7 +110,7 @@ def gated_deltaproduct(config: Config) -> str:
         "negative": flag(config, "allow_neg_eigval", False),
         "eps": _eps(config),
     }
-    return _model(config, "Gated DeltaProduct", "deltanet", "gated_deltaproduct_mixer", arguments)
+    return _model(config, "Gated DeltaProduct", "deltaproduct", "gated_deltaproduct_mixer", arguments)
 
 
 def kda(config: Config) -> str:

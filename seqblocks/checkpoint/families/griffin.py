@@ -52,7 +52,7 @@ def recurrent_gemma(config: Config) -> str:
     }
     found = words(config, "block_types", ("recurrent", "attention")) or ["recurrent"]
     depth = whole(config, "num_hidden_layers")
-    blocks = ["griffin", "transformer"]
+    blocks = ["griffin", "attention"]
     model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
         names=("model.embed_tokens", "model.final_norm"),
         before=f"- scale: {{by: {in_bfloat16(math.sqrt(dim))}, name: embedded}}",

@@ -44,7 +44,7 @@ def jamba(config: Config) -> str:
         kinds, NORMS, {"mamba_mixer": "mamba", "attention_mixer": "self_attn"},
         {"swiglu": "feed_forward", "experts": "feed_forward"},
     )  # fmt: skip
-    model = language(config, "Jamba language model", ["mamba", "transformer", "hybrids"], eps)
+    model = language(config, "Jamba language model", ["mamba", "attention", "hybrids"], eps)
     return model._replace(names=NAMES).text(layers, kinds, names)
 
 
@@ -87,7 +87,7 @@ def bamba(config: Config) -> str:
     )
     mixers = {"mamba2_mixer": "mamba", "attention_mixer": "self_attn"}
     names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
-    model = language(config, "Bamba language model", ["mamba2", "transformer", "hybrids"], eps)
+    model = language(config, "Bamba language model", ["mamba2", "attention", "hybrids"], eps)
     return model._replace(names=NAMES).text(layers, kinds, names)
 
 

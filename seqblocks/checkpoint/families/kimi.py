@@ -30,7 +30,7 @@ def kimi_linear(config: Config) -> str:
     if "mlp" in names:  # transformers writes all networks under the name of those with experts
         lines = swiglu("layers.{layer}.decoder_layer.channel.network.swiglu", "model.layers.{layer}.block_sparse_moe")
         names += "layouts:\n  transformers:\n" + "".join(f"    {line}\n" for line in lines.splitlines())
-    model = language(config, "Kimi Linear language model", ["kda", "transformer", "hybrids"], eps)
+    model = language(config, "Kimi Linear language model", ["kda", "attention", "hybrids"], eps)
     return model.text(layers, kinds, names)
 
 

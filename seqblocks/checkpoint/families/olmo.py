@@ -31,7 +31,7 @@ def olmo_hybrid(config: Config) -> str:
         kinds, ("attention_layer_norm", "feedforward_layer_norm"), {"gated_deltanet_mixer": "linear_attn"},
         {"swiglu": "mlp"},
     ) + layer_map(kinds, norms, {"attention_mixer": "self_attn"}, {"swiglu": "mlp"}, "postnorm_layer")  # fmt: skip
-    model = language(config, "OLMo hybrid language model", ["deltanet", "transformer", "hybrids"], eps)
+    model = language(config, "OLMo hybrid language model", ["deltanet", "attention", "hybrids"], eps)
     return model.text(layers, kinds, names + (LAYOUT if "attention" in kinds else ""))
 
 

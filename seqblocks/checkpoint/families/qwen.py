@@ -24,7 +24,7 @@ def qwen3_next(config: Config) -> str:
         {"gated_deltanet_mixer": "linear_attn", "gated_attention_mixer": "self_attn"},
         {"swiglu": "mlp", "sparse_network": "mlp"},
     )
-    model = language(config, "Qwen3-Next language model", ["deltanet", "transformer", "hybrids"], eps, gain="one_plus")
+    model = language(config, "Qwen3-Next language model", ["deltanet", "attention", "hybrids"], eps, gain="one_plus")
     return model.text(layers, kinds, names)
 
 
