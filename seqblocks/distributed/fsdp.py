@@ -33,7 +33,6 @@ def shard(
     checkpointing: bool = False,
     reduce: Reduction = "mean",
     reshard_after_forward: bool | int | None = None,
-    offload: bool = False,
 ) -> M:
     """Shard the parameters of a model over the ranks of a mesh, in place, and return it.
 
@@ -45,23 +44,25 @@ def shard(
     mesh: a DeviceMesh of one axis, or of two (copies, shards); by default all ranks. dtype: what layers compute in,
     with float32 master weights ("bf16" for a model built in float32); float32 parameters stay so. checkpointing: layers
     compute their activations again in the backward pass. reduce: whether gradients are averaged over ranks or added.
-    reshard_after_forward, offload: as FSDP2 has them. A model on "meta" is materialised after it is sharded, by
+    reshard_after_forward: as FSDP2 has it. A model on "meta" is materialised after it is sharded, by
     `model.to_empty(device=…)` and `model.reset_parameters(seed)`, with the numbers it would have on one device.
     Raises UsageError for arguments, UnavailableError without a process group.
     """
     _check(model, reduce)
-    mesh = whole_world() if mesh is None else mesh
+    mesh = checked_mesh(mesh)
     paths = list(layer_paths(model.graph))
+    if dtype is not None:
+        model.register_forward_pre_hook(partial(_cast_inputs, _dtype(dtype)), with_kwargs=True)
     whole = _keep_whole(model, mesh, "avg" if reduce == "mean" else "sum")
     if checkpointing:
         for path in outermost(paths):
             _recompute(model.get_submodule(path))
-    policies = _policies(model, dtype, offload)
+    policy = _policy(model, dtype)
     parameters = list(graph.parameters(model.graph, shared=True))
     modules: list[nn.Module] = [model.get_submodule(path) for path in paths if _is_alone(path, parameters)]
     for module in (*modules, model):
         if any(p not in whole for p in module.parameters()):
-            _fully_shard(module, mesh, whole, reshard_after_forward, reduce, policies)
+            _fully_shard(module, mesh, whole, reshard_after_forward, reduce, policy)
     return model
 
 
@@ -99,10 +100,16 @@ def check_group(what: str) -> None:
         raise UnavailableError(f"there is no process group to {what}: {how}")
 
 
-def whole_world() -> Any:
-    """Return a mesh of one axis with all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
+def checked_mesh(mesh: Any, axes: int = 2) -> Any:
+    """Return a mesh of at most so many axes; for None one of all ranks. Raises UsageError."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"a mesh is a DeviceMesh (init_device_mesh), not {type(mesh).__name__}")
+    if mesh is not None and mesh.ndim > axes:
+        raise UsageError(f'the mesh has {mesh.ndim} axes, and at most {axes} are used: pass some of them, mesh["data"]')
+    if mesh is not None:
+        return mesh
     kind = torch.accelerator.current_accelerator()
     name = "cpu" if kind is None or torch.distributed.get_backend() == "gloo" else kind.type
     return init_device_mesh(name, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
@@ -113,6 +120,8 @@ def _keep_whole(model: SequenceModel | Stage, mesh: Any, op: str) -> set[nn.Para
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     made: dict[int, nn.Parameter] = {}
+    if mesh.ndim > 1:
+        mesh._flatten()  # then torch reduces over all ranks at once, with the same rounding on each
     for item in graph.parameters(model.graph):
         if item.parameter.full_precision:
             path, _, leaf = item.name.rpartition(".")
@@ -149,23 +158,36 @@ def _is_alone(path: str, parameters: list[Named]) -> bool:
     return True
 
 
-def _policies(model: nn.Module, dtype: torch.dtype | str | None, offload: bool) -> dict[str, Any]:
-    """Return options of FSDP2. Gradients in 16 bits are reduced in float32, others in their own dtype."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype_named(str(name), "dtype"))
+    return found
 
-    kind = None if dtype is None else getattr(torch, dtype_named(str(dtype), "dtype"))
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Cast floating inputs. FSDP2 would cast the tensors of a state too, which are float32."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+
+
+def _policy(model: nn.Module, dtype: torch.dtype | str | None) -> Any:
+    """Return FSDP2's policy. Gradients in 16 bits are reduced in float32, others in their own dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    kind = None if dtype is None else _dtype(dtype)
     is_short = any((kind or p.dtype).itemsize < 4 for p in model.parameters())
     reduced = torch.float32 if is_short else None
-    precision = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=reduced, cast_forward_inputs=False)
-    return {"mp_policy": precision, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+    return MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
 def _fully_shard(
-    module: nn.Module, mesh: Any, whole: set[nn.Parameter], reshard: Any, reduce: str, policies: dict[str, Any]
+    module: nn.Module, mesh: Any, whole: set[nn.Parameter], reshard: Any, reduce: str, policy: Any
 ) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=reshard, **policies)
+    fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=reshard, mp_policy=policy)
     if reduce == "sum":
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqblocks.distributed.fsdp import check_group, whole_world
+from seqblocks.distributed.fsdp import check_group, checked_mesh
 from seqblocks.distributed.plan import Exchange, Plan, tensor_plan
 from seqblocks.errors import UsageError
 from seqblocks.runtime.call import Call
@@ -37,9 +37,7 @@ def tensor_parallel(model: SequenceModel, mesh: Any = None) -> SequenceModel:
     check_group("split over")
     if model._parts or any(is_sharded(p) for p in model.parameters()):
         raise UsageError("the model is split or sharded already; split it first, then shard it")
-    mesh = whole_world() if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise UsageError(f'tensor_parallel splits over a mesh of one axis, not {mesh.ndim}: pass mesh["tensor"]')
+    mesh = checked_mesh(mesh, axes=1)
     plan = tensor_plan(model.spec, mesh.size())
     with torch.device("meta"):
         local = SequenceModel(plan.part)

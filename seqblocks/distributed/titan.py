@@ -100,6 +100,8 @@ def parallelize(
     for name, what in UNSUPPORTED.items():
         if getattr(parallel_dims, name):
             raise UsageError(f"the plug-in for torchtitan has no {what}: set its degree to 1")
+    if training.enable_cpu_offload:
+        raise UsageError("the plug-in for torchtitan does not offload parameters (training.enable_cpu_offload)")
     if compile_config.enable and "model" in compile_config.components:
         for path in outermost(list(layer_paths(model.graph))):
             model.get_submodule(path).compile(backend=compile_config.backend)
@@ -108,6 +110,6 @@ def parallelize(
         names.insert(0, "dp_replicate")
     return shard(
         model, parallel_dims.get_mesh(names), dtype=training.mixed_precision_param, reduce="sum",
-        checkpointing=ac_config is not None, offload=training.enable_cpu_offload,
+        checkpointing=ac_config is not None,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
     )  # fmt: skip

@@ -110,6 +110,9 @@ model:
 }
 
 
+FEATURES = "seqblocks: 1\nmodel: {input: {features: 4}, steps: [{linear: 4}]}"
+
+
 def tokens(count: int = 4, length: int = 12) -> torch.Tensor:
     return torch.randint(0, WORDS, (count, length), generator=torch.Generator().manual_seed(1))
 
@@ -176,6 +179,8 @@ def master_weights(rank: int, folder: Path) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(_mean(loss))
+    features = shard(seqblocks.build_text(FEATURES), dtype="bf16")
+    seen["output"] = features(torch.ones(1, 2, 4)).dtype
     return losses, seen, {str(p.dtype) for p in model.parameters()}
 
 

@@ -83,7 +83,7 @@ def test_half_precision_is_as_exact_as_on_one_process(results):
 def test_master_weights_train_and_float32_parameters_stay_so(results):
     losses, seen, kinds = _result(results, "master_weights")
     assert losses[2] < losses[1] < losses[0]
-    assert seen == {"A_log": torch.float32, "x": torch.bfloat16}
+    assert seen == {"A_log": torch.float32, "x": torch.bfloat16, "output": torch.bfloat16}
     assert kinds == {"torch.float32"}
 
 
