@@ -61,6 +61,7 @@ def selective_scan(
         dtype=torch.float64 if double else u.dtype, states=A.shape[1], width=width, groups=groups,
         constant=(B.dim() == 2, C.dim() == 2), softplus=dt_softplus,
         complex=any(x.is_complex() for x in (A, B, C)), resets=resets is not None, reverse=reverse,
+        token=not torch.compiler.is_compiling() and u.shape[1] == 1,
     )
     y, last = run(u, dt, A, B, C, D, z, dt_bias, dt_softplus, state, resets, reverse)
     return (y, last) if return_state else y

@@ -319,3 +319,23 @@ def test_backward_in_several_launches(precision: Precision, monkeypatch: pytest.
     """A sequence each, of which all but the first begin where no wide word does."""
     monkeypatch.setattr(selective_scan_triton, "AT_ONCE", 1)
     check(GPU, GPU.inputs(batch=3, S=37, E=71, N=16), precision=precision, resets=reset_marks(3, 37))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("groups", "states", "rest"), [(1, 5, True), (3, 4, True), (1, 4, False)])
+def test_a_token_of_a_stream_in_triton(groups: int, states: int, rest: bool) -> None:
+    """Without gradients a token has a kernel of its own. A dozen roundings of float32, of the largest value."""
+    width = 3 * groups * 5
+    given = {"u": draw(2, 1, width), "dt": draw(2, 1, width, seed=1), "A": -draw(width, states, seed=2).exp()}
+    shape = (2, 1, groups, states) if groups > 1 else (2, 1, states)
+    given |= {"B": draw(*shape, seed=3), "C": draw(*shape, seed=4)}
+    if rest:
+        given |= {"D": draw(width, seed=5), "z": draw(2, 1, width, seed=6), "dt_bias": draw(width, seed=7)}
+        given |= {"state": draw(2, width, states, seed=8)}
+    expected = selective_scan(**given, return_state=True, dt_softplus=rest, backend="reference")
+    with torch.no_grad():
+        found = selective_scan(
+            **{name: x.float() for name, x in given.items()}, return_state=True, dt_softplus=rest, backend="triton"
+        )
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).abs().max() <= 12 * 2**-23 * b.abs().max()

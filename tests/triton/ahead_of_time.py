@@ -138,6 +138,13 @@ def selective_scan(states: int, dtype: torch.dtype, **change: Any) -> None:
     (y.sum() + last.sum()).backward()
 
 
+def selective_scan_token(states: int, dtype: torch.dtype) -> None:
+    u, dt, z = (torch.zeros(2, 1, 256, dtype=dtype) for _ in range(3))
+    B, C = (torch.zeros(2, 1, states, dtype=dtype) for _ in range(2))
+    A, D, bias = -torch.ones(256, states), torch.zeros(256), torch.zeros(256)
+    selective_scan_triton.run(u, dt, A, B, C, D, z, bias, True, torch.zeros(2, 256, states), None, False)
+
+
 def causal_conv(taps: int, dtype: torch.dtype, activation: str | None = "silu", **change: Any) -> None:
     x = torch.zeros(2, 256, 384, dtype=dtype, requires_grad=True)
     weight, bias = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((384, 1, taps), (384,)))
@@ -247,6 +254,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for states in (1, 16, 32, 64, 256):
         yield f"selective_scan N={states} bf16", lambda n=states: selective_scan(n, torch.bfloat16)
     yield "selective_scan N=16 fp32", lambda: selective_scan(16, torch.float32)
+    for states in (16, 128):
+        yield f"selective_scan token N={states} bf16", lambda n=states: selective_scan_token(n, torch.bfloat16)
     marks = torch.zeros(1, 1024, dtype=torch.bool)
     yield "selective_scan N=16 bf16 segments resets", lambda: selective_scan(
         16, torch.bfloat16, batch=1, seq=1024, resets=marks)

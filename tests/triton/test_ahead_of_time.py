@@ -64,7 +64,7 @@ OPS = (
     "residual_norm",
 )
 TYPICAL = {  # of each op the cases that each run compiles, which have all its kernels; with `long` all are
-    "selective_scan": ["selective_scan N=16 bf16 segments resets"],
+    "selective_scan": ["selective_scan N=16 bf16 segments resets", "selective_scan token N=16 bf16"],
     "causal_conv": ["causal_conv K=4 bf16 silu reverse resets"],
     "head_norm": ["head_norm D=192 bf16 skip gate"],
     "residual_norm": ["residual_norm D=768 bf16 layer one_plus"],

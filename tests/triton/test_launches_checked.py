@@ -154,6 +154,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         (1, 8, 256), (40, 2048), ((24, 4), (70, 17), (2048, 16), (256, 128)), PAIRS
     ):
         yield "selective_scan", of(scan, B, S, E, N, x, bc)
+    for B, (E, N), G, (x, bc) in itertools.product((1, 64), ((24, 4), (2048, 16), (256, 128)), (0, 4), PAIRS):
+        yield "selective_scan", of(scan, B, 1, E, N, x, bc, G=G)
     for B, S, (x, bc) in itertools.product((1, 64), (40, 2048), PAIRS):
         yield "selective_scan", of(scan, B, S, 256, 16, x, bc, G=4)
         yield "selective_scan", of(scan, B, S, 256, 16, x, bc, constant=True)

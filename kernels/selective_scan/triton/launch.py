@@ -15,6 +15,7 @@ from seqblocks.kernels.resets import backward_marks
 from seqblocks.kernels.selective_scan.reference import groups_of, per_token
 from seqblocks.kernels.selective_scan.triton.backward import scan_backward
 from seqblocks.kernels.selective_scan.triton.forward import carry_segments, scan, scan_ends
+from seqblocks.kernels.selective_scan.triton.token import of_token
 from seqblocks.kernels.triton_common import ceil_div
 
 CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
@@ -159,6 +160,8 @@ def _op(
     h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `for_backward`)."""
+    if u.shape[1] == 1 and not for_backward and resets is None and B.dim() == C.dim() == 4:
+        return *of_token(u, dt, A, B, C, D, z, bias, h0, softplus), A.new_empty(0)
     if u.shape[1] > 1:  # here, because in each program it would be three instructions for two numbers
         B, C = B.float(), C.float()
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
@@ -346,21 +349,21 @@ def _tiles(
 
 def _example(
     states: int, width: int, groups: int = 1, constant: tuple[bool, bool] = (False, False), softplus: bool = False,
-    resets: bool = False, reverse: bool = False, **facts: Any,
+    resets: bool = False, reverse: bool = False, token: bool = False, **facts: Any,
 ) -> Any:
     from seqblocks.kernels.selective_scan import selective_scan
 
     G = min(groups, 2)
-    E = G * few_of(width, 64)
-    per_token = (2, 70, G, states) if groups > 1 else (2, 70, states)
+    E, S = G * few_of(width, 64), 1 if token else 70
+    per_token = (2, S, G, states) if groups > 1 else (2, S, states)
     B, C = ((E, states) if of else per_token for of in constant)
-    shapes = {"u": (2, 70, E), "dt": (2, 70, E), "z": (2, 70, E), "B": B, "C": C, "D": (E,), "dt_bias": (E,)}
+    shapes = {"u": (2, S, E), "dt": (2, S, E), "z": (2, S, E), "B": B, "C": C, "D": (E,), "dt_bias": (E,)}
     shapes["state"] = (2, E, states)
     tensors = {name: normal(*shape, seed=at) for at, (name, shape) in enumerate(shapes.items())}
     tensors |= {"A": -normal(E, states, seed=7).exp(), "dt": tensors["dt"].abs(), "dt_bias": tensors["dt_bias"].abs()}
     options: dict[str, Any] = {"reverse": reverse, "return_state": True, "dt_softplus": softplus}
     if resets:
-        options["resets"] = (normal(2, 70) > 1.5).to(facts["device"])
+        options["resets"] = (normal(2, S) > 1.5).to(facts["device"])
     return selective_scan, tensors, options
 
 
