@@ -77,6 +77,17 @@ def requested(backend: str | None = None) -> str:
     return getattr(_local, "backend", None) or _check_name(_from_environment(), VARIABLE)
 
 
+def saves_launches(x: Tensor) -> bool:
+    """Whether a step that torch computes in several operations had better be fewer launches: x is on a device.
+
+    Also where Triton is requested by name, for tests. A compiler fuses operations by itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    name = requested()
+    return x.is_cuda if name == "auto" else name == "triton" and x.dtype != torch.float64
+
+
 @constant
 def _from_environment() -> str:
     return os.environ.get(VARIABLE) or "auto"

@@ -27,11 +27,12 @@ def head_norm(
     skip_weight: Tensor | None = None,
     gate: Tensor | None = None,
     activation: str = "silu",
+    one_plus: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """x [..., H * D] -> [..., H * D], channels of one head next to each other; weight, bias [H * D].
 
-    weight is the gain itself: a checkpoint that stores w for a gain of 1 + w passes 1 + w.
+    weight is the gain itself, or with one_plus the gain is 1 + weight.
     skip and gate as x, skip_weight [H * D]: both or neither of skip and its weight. activation: of the gate, one of
     ACTIVATIONS. Statistics are float32 at least; the result has the dtype that torch promotes x, skip and gate to.
     The Triton implementation has first derivatives only.
@@ -53,34 +54,36 @@ def head_norm(
     inputs = {"x": x, "weight": weight, "bias": bias, "skip": skip, "skip_weight": skip_weight, "gate": gate}
     run = dispatch.choose(
         "head_norm", backend, inputs, dtype=dtype, heads=heads, width=x.shape[-1],
-        skip=skip is not None, gate=None if gate is None else activation,
+        skip=skip is not None, gate=None if gate is None else activation, one_plus=one_plus,
     )
-    return run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
+    return run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation, one_plus)
 
 
 def _reference(
     x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+    one_plus: bool = False,
 ) -> Tensor:
     y = rearrange(x, "... (h d) -> ... h d", h=heads).to(torch.promote_types(x.dtype, torch.float32))
     y = y - y.mean(-1, keepdim=True)
     y = rearrange(y / (y.square().mean(-1, keepdim=True) + eps).sqrt(), "... h d -> ... (h d)")
-    return _with_skip_and_gate(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
+    return _with_skip_and_gate(_affine(y, weight, bias, one_plus).to(x.dtype), skip, skip_weight, gate, activation)
 
 
 def _native(
     x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+    one_plus: bool = False,
 ) -> Tensor:
     """torch's layer norm, whose statistics are float32 for lower dtypes."""
     D = x.shape[-1] // heads
     y = F.layer_norm(x.unflatten(-1, (heads, D)), (D,), eps=eps).flatten(-2)
-    return _with_skip_and_gate(_affine(y, weight, bias).to(x.dtype), skip, skip_weight, gate, activation)
+    return _with_skip_and_gate(_affine(y, weight, bias, one_plus).to(x.dtype), skip, skip_weight, gate, activation)
 
 
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, one_plus: bool) -> Tensor:
     if weight is not None:
-        y = y * weight
+        y = y * (1 + weight if one_plus else weight)
     return y if bias is None else y + bias
 
 

@@ -46,6 +46,15 @@ def _row(x, c, live):
 
 @jit
 @no_type_check
+def _gain(weight, c, live, ONE_PLUS: tl.constexpr):
+    gain = _row(weight, c, live)
+    if ONE_PLUS:
+        gain += 1.0
+    return gain
+
+
+@jit
+@no_type_check
 def _activated(x, ACTIVATION: tl.constexpr):
     """The activation, and its derivative."""
     if ACTIVATION == "none":
@@ -59,10 +68,10 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @jit
 @no_type_check
-def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, ss):
+def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, ss, ONE_PLUS: tl.constexpr):
     """What the gate multiplies, of normalised rows [BT, BD]."""
     if weight is not None:
-        out *= _row(weight, c, is_d)
+        out *= _gain(weight, c, is_d, ONE_PLUS)
     if bias is not None:
         out += _row(bias, c, is_d)
     if skip is not None:
@@ -75,7 +84,7 @@ def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, 
 @no_type_check
 def _norm(
     x, weight, bias, skip, skip_weight, gate, y, R, D, xs, ss, zs, eps,
-    ACTIVATION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    ACTIVATION: tl.constexpr, ONE_PLUS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)
@@ -83,7 +92,7 @@ def _norm(
     c = tl.program_id(1) * D + d
     value = tl.load(x + r[:, None] * xs + c[None, :], live, 0.0).to(tl.float32)
     out, _ = _normalised(value, live, D, eps)
-    out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, live, ss)
+    out = _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, d < D, live, ss, ONE_PLUS)
     if gate is not None:
         factor, _ = _activated(tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32), ACTIVATION)
         out *= factor
@@ -94,7 +103,8 @@ def _norm(
 @no_type_check
 def _norm_backward(
     dy, x, weight, bias, skip, skip_weight, gate, dx, dweight, dbias, dskip, dskip_weight, dgate,
-    R, D, gs, xs, ss, zs, eps, ACTIVATION: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    R, D, gs, xs, ss, zs, eps,
+    ACTIVATION: tl.constexpr, ONE_PLUS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Parts: dweight, dbias, dskip_weight [programs, H * D]."""
     d = tl.arange(0, BD)
@@ -113,7 +123,7 @@ def _norm_backward(
         if gate is not None:
             z = tl.load(gate + r[:, None] * zs + c[None, :], live, 0.0).to(tl.float32)
             factor, slope = _activated(z, ACTIVATION)
-            out = _with_gain_and_skip(unit, weight, bias, skip, skip_weight, r, c, d < D, live, ss)
+            out = _with_gain_and_skip(unit, weight, bias, skip, skip_weight, r, c, d < D, live, ss, ONE_PLUS)
             tl.store(dgate + to, (g * out * slope).to(dgate.dtype.element_ty), live)
             g *= factor
         if skip is not None:
@@ -123,7 +133,7 @@ def _norm_backward(
         dw_sum += tl.sum(g * unit, 0)
         db_sum += tl.sum(g, 0)
         if weight is not None:
-            g *= _row(weight, c, d < D)
+            g *= _gain(weight, c, d < D, ONE_PLUS)
         grad = (g - (tl.sum(g, 1) / D)[:, None] - unit * (tl.sum(g * unit, 1) / D)[:, None]) * scale[:, None]
         tl.store(dx + to, grad.to(dx.dtype.element_ty), live)
     part = tl.program_id(0).to(tl.int64) * width + c
@@ -159,21 +169,22 @@ def _apart(*rows: Tensor | None) -> list[int]:
 @common.custom_op("seqblocks::head_norm_triton")
 def _op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None,
-    gate: Tensor | None, heads: int, eps: float, activation: str,
+    gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,
 ) -> Tensor:
     R, D = x.shape[0], x.shape[1] // heads
-    y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
+    y = _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     given = _laid_out(x, weight, bias, skip, skip_weight, gate)
     tile = tiles(D, False, common.arch(x))
     with common.on(x):
         _norm[ceil_div(R, tile["BT"]), heads](
-            *given, y, R, D, *_apart(given[0], given[3], given[5]), eps, ACTIVATION=activation, **tile
+            *given, y, R, D, *_apart(given[0], given[3], given[5]), eps,
+            ACTIVATION=activation, ONE_PLUS=one_plus, **tile,
         )
     return y
 
 
 @_op.register_fake
-def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation):  # type: ignore[no-untyped-def]
+def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus):  # type: ignore[no-untyped-def]
     dtype = x.dtype
     for other in (skip, skip_weight, gate):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
@@ -183,11 +194,11 @@ def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation): 
 @common.custom_op("seqblocks::head_norm_triton_backward")
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
-    skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str,
+    skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,
 ) -> list[Tensor]:
     """Gradients of x, weight, bias, skip, skip_weight, gate; empty for those that are absent."""
     R, D = x.shape[0], x.shape[1] // heads
-    like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation)
+    like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     dx, _, _, dskip, _, dgate = like
     dy, *given = _laid_out(dy, x, weight, bias, skip, skip_weight, gate)
     tile = tiles(D, True, common.arch(x))
@@ -199,7 +210,8 @@ def _op_backward(
     with common.on(x):
         _norm_backward[programs, heads](
             dy, *given, dx, *parts[:2], dskip, parts[2], dgate,
-            R, D, *_apart(dy, given[0], given[3], given[5]), eps, ACTIVATION=activation, TILES=TILES, **tile,
+            R, D, *_apart(dy, given[0], given[3], given[5]), eps,
+            ACTIVATION=activation, ONE_PLUS=one_plus, TILES=TILES, **tile,
         )
     for at, p, part in zip((1, 2, 4), (weight, bias, skip_weight), parts, strict=True):
         if p is not None and part is not None:
@@ -208,7 +220,7 @@ def _op_backward(
 
 
 @_op_backward.register_fake
-def _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation):  # type: ignore[no-untyped-def]
+def _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus):  # type: ignore[no-untyped-def]
     given = (x, weight, bias, skip, skip_weight, gate)
     return [x.new_empty(0) if p is None else p.new_empty(p.shape) for p in given]
 
@@ -220,7 +232,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
     grads = _op_backward(dy, *ctx.saved_tensors, *ctx.options)
-    return *(None if p is None else g for p, g in zip(ctx.saved_tensors, grads, strict=True)), None, None, None
+    return *(None if p is None else g for p, g in zip(ctx.saved_tensors, grads, strict=True)), None, None, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
@@ -230,14 +242,15 @@ _op_backward.register_autograd(no_second_derivative("head_norm", "Triton"))
 def run(
     x: Tensor, heads: int, weight: Tensor | None, bias: Tensor | None, eps: float,
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
+    one_plus: bool = False,
 ) -> Tensor:
     """As `head_norm`."""
     if x.numel() == 0:
         torch_run = implementation("head_norm", "torch").run
-        return torch_run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation)
+        return torch_run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation, one_plus)
     rows, added, factor = (None if t is None else t.reshape(-1, t.shape[-1]) for t in (x, skip, gate))
     assert rows is not None
-    return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation).view(x.shape)
+    return _op(rows, weight, bias, added, skip_weight, factor, heads, eps, activation, one_plus).view(x.shape)
 
 
 @common.can_unless
@@ -256,7 +269,9 @@ def _tiles(arch: str, heads: int, width: int, **facts: Any) -> dict[str, dict[st
     return {way: tiles(width // heads, way == "backward", arch) for way in ("forward", "backward")}
 
 
-def _example(heads: int, width: int, skip: bool = False, gate: str | None = None, **facts: Any) -> Any:
+def _example(
+    heads: int, width: int, skip: bool = False, gate: str | None = None, one_plus: bool = False, **facts: Any
+) -> Any:
     from seqblocks.kernels.head_norm import head_norm
 
     tensors = {"x": normal(70, width), "weight": normal(width, seed=1), "bias": normal(width, seed=2)}
@@ -264,7 +279,7 @@ def _example(heads: int, width: int, skip: bool = False, gate: str | None = None
         tensors |= {"skip": normal(70, width, seed=3), "skip_weight": normal(width, seed=4)}
     if gate is not None:
         tensors["gate"] = normal(70, width, seed=5)
-    return head_norm, tensors, {"heads": heads, "activation": gate or "none"}
+    return head_norm, tensors, {"heads": heads, "activation": gate or "none", "one_plus": one_plus}
 
 
 register("head_norm", "triton", run, _can, _tiles, _example)

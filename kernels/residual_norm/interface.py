@@ -42,17 +42,6 @@ def residual_norm(
     return done
 
 
-def replaces_operations(x: Tensor) -> bool:
-    """Whether to call this for x instead of several operations of torch: on a device, or where Triton is requested.
-
-    A compiler fuses the operations with their neighbours, which it could not do with a kernel.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    name = dispatch.requested()
-    return x.is_cuda if name == "auto" else name == "triton" and x.dtype != torch.float64
-
-
 def _formula(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
     one_plus: bool,

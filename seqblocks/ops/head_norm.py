@@ -56,4 +56,9 @@ class HeadNorm(Norm):
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from seqblocks.kernels import head_norm
 
-        return head_norm(x, self.heads, self.effective_gain(p), self.effective_bias(p), self.eps)
+        return head_norm(x, **self.kernel_arguments(p))
+
+    def kernel_arguments(self, p: Any) -> dict[str, Any]:
+        gain, bias = self._of_all_heads(p.get("weight")), self.effective_bias(p)
+        one_plus = self.gain == "one_plus"
+        return {"heads": self.heads, "weight": gain, "bias": bias, "eps": self.eps, "one_plus": one_plus}

@@ -55,7 +55,7 @@ def _norm_skip_gate(parts: list[Part]) -> Tensor:
             more |= {"gate": inputs[1], "activation": op.activation}
         else:
             more |= {"skip": inputs[1], "skip_weight": own["weight"]}
-    return head_norm(x, norm.heads, norm.effective_gain(p), norm.effective_bias(p), norm.eps, **more)
+    return head_norm(x, **norm.kernel_arguments(p), **more)
 
 
 # The longest first: of two rules that apply, the first is taken.

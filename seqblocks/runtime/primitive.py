@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
-from seqblocks.kernels.residual_norm import replaces_operations
+from seqblocks.kernels.dispatch import saves_launches
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
@@ -103,7 +103,7 @@ class Primitive(StepModule, Holder):
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
         """Compute a norm of a sum that is not added yet."""
         x = inputs[0]
-        if isinstance(x, Sum) and isinstance(self.op, Norm) and replaces_operations(x.x):
+        if isinstance(x, Sum) and isinstance(self.op, Norm) and saves_launches(x.x):
             parameters = self.parameters_by_name(call)
             if self._converts_to is None or x.dtype.itemsize <= parameters[self._converts_to].dtype.itemsize:
                 return x.normed(self.op, parameters), {}

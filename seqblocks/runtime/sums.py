@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, Node, is_context
-from seqblocks.kernels.residual_norm import replaces_operations
+from seqblocks.kernels.dispatch import saves_launches
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.step import StepModule, call_child, is_hooked
@@ -54,7 +54,7 @@ def added_up(x: Any) -> Any:
 
 def wanted(values: dict[int, Any], call: Call) -> bool:
     """Whether a call runs where a kernel computes sum and norm."""
-    if call.phase or call.relay or not replaces_operations(next(iter(values.values()))):
+    if call.phase or call.relay or not saves_launches(next(iter(values.values()))):
         return False
     return not nn.modules.module._has_any_global_hook()
 

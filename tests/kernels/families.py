@@ -349,7 +349,7 @@ HEAD_NORM = Kernel(
         "all": Variant({"heads": 3}),
         "norm": Variant({"heads": 3}, without=PLAIN),
         "no gain": Variant({"heads": 3}, without=("weight", "bias", *PLAIN)),
-        "no bias": Variant({"heads": 3}, without=("bias", "gate")),
+        "no bias": Variant({"heads": 3, "one_plus": True}, without=("bias", "gate")),
         "no skip": Variant({"heads": 3}, without=("weight", "skip", "skip_weight")),
         "one head": Variant({"heads": 1}),
         **{f"{name} gate": Variant({"heads": 3, "activation": name}, without=("skip", "skip_weight"))
