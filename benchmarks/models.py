@@ -40,7 +40,7 @@ PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy")
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
 BUDGET = 5.0  # seconds that all runs of a candidate may take for one kind of work
 ROUNDS = 15
-TOLERANCE = 2e-4  # of logits in float32, of the largest
+TOLERANCE = 1e-3  # of logits in float32, of the largest: 24 layers sum in other orders, some token by token
 
 
 class Candidate(NamedTuple):

@@ -58,7 +58,7 @@ def of_token(
     h, A, D, bias = (None if x is None else x.contiguous() for x in (h, A, D, bias))  # type: ignore[assignment]
     y, last = u.new_empty(batch, 1, E), A.new_empty(batch, E, N)
     BN = common.power_of_two(N)
-    BE = min(common.power_of_two(E), max(1, 1024 // BN))
+    BE = min(64, common.power_of_two(W), max(1, 1024 // BN))
     with common.on(u):
         token[batch, ceil_div(E, BE)](
             u, dt, A, B, C, D, z, bias, h, y, last, E, N, W,
