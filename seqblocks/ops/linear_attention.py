@@ -155,9 +155,9 @@ class LinearAttention(Op):
         return "linear_attention", {"rule": self.rule, "widths": widths, "decay": kind, "bonus": self.bonus}
 
     def decays(self, v: Any, decay: Any) -> Any:
-        """Return the log decays [B, S, HV] or [B, S, HV, K] of values v [B, S, HV, V], or None."""
+        """Return the log decays [B, S, HV] or [B, S, HV, K] of values v [B, S, W * HV, V], or None."""
         if self.fixed_decay != "none":
-            return self.retention(v).expand(v.shape[:3])
+            return self.retention(v).expand(*v.shape[:2], -1)
         if decay is not None and decay.shape[-1] != self.of_values:
             return decay.unflatten(-1, (self.of_values, -1))
         return decay
@@ -185,7 +185,7 @@ class LinearAttention(Op):
         k = self.normed(k.unflatten(-1, (self.writes * self.heads, -1)))
         v = v.unflatten(-1, (self.writes * self.of_values, -1))
         a, b = (None if x is None else x.unflatten(-1, (self.of_values, -1)) for x in (a, b))
-        decay, resets = self.decays(v[:, :, : self.of_values], decay), call.resets
+        decay, resets = self.decays(v, decay), call.resets
         if self.writes > 1:
             q, k, v, decay, beta, resets = spread(self.writes, q, k, v, decay, beta, resets, call.reverse)
         out: Any = linear_attention(
@@ -194,7 +194,8 @@ class LinearAttention(Op):
             resets=resets, reverse=call.reverse,
         )  # fmt: skip
         o, last = out if call.return_state else (out, None)
-        o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
+        if self.writes > 1:
+            o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
         return o.flatten(-2), {} if last is None else {"S": last}
 
     def retention(self, like: Any) -> Any:

@@ -241,6 +241,8 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
         ({**QWEN, "attention_bias": True}, "attention_bias is True, and seqblocks writes specs for False alone"),
         ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
         ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, and seqblocks writes specs for 1 alone"),
+        ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False, and seqblocks writes specs for True alone"),
+        ({**JAMBA, "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, and seqblocks writes specs for"),
         ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
         ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, and mamba_expand \* hidden_size is 32"),

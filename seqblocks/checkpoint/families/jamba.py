@@ -25,7 +25,7 @@ NAMES = ("model.embed_tokens", "model.final_layernorm")
 
 def jamba(config: Config) -> str:
     """Write a Jamba language model: Mamba and attention, networks dense or of experts."""
-    require(config, use_mambapy=(False, True, None))
+    require(config, use_mambapy=(False, True, None), mamba_inner_layernorms=True)
     eps, count = number(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
     mixers = {"mamba": _mamba(config, eps), "attention": _attention(config)}
     layers = [

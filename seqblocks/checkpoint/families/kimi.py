@@ -14,7 +14,8 @@ NETWORKS = ("dense", "sparse")
 
 def kimi_linear(config: Config) -> str:
     """Write a Kimi Linear language model: Kimi Delta Attention and latent attention, networks dense or of experts."""
-    require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None))
+    require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None), mla_use_nope=True)
+    require(config, moe_router_activation_func="sigmoid", moe_layer_freq=1)
     eps, linear = number(config, "rms_norm_eps", 1e-5), _linear(config)
     layers = [
         ("memory" if kind == TYPES[0] else "attention") + ("_experts" if network == "sparse" else "")
