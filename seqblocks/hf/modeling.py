@@ -29,6 +29,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.hf import files
 from seqblocks.hf.cache import Recorded, StateCache
 from seqblocks.hf.config import SeqblocksConfig
+from seqblocks.hf.layers import noted_layers
 from seqblocks.hf.library import transformers
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.builder import build_model
@@ -229,8 +230,18 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     def _run(
         self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
+    ) -> tuple[Any, StateCache | None, tuple[Tensor, ...] | None]:
+        """Return the output of at least the last `wanted` tokens, and where asked for the cache and hidden states."""
+        observed = given.pop("output_hidden_states", None)
+        if not (self.config.output_hidden_states if observed is None else observed):
+            return *self._call(x, mask, positions, cache, use_cache, wanted, given), None
+        with noted_layers(self.model) as features:
+            y, cache = self._call(x, mask, positions, cache, use_cache, 0, given)
+        return y, cache, tuple(features[at] for at in sorted(features))
+
+    def _call(
+        self, x: Any, mask: Any, positions: Any, cache: Any, use_cache: bool | None, wanted: Any, given: dict[str, Any]
     ) -> tuple[Any, StateCache | None]:
-        """Return the output, of the last `wanted` tokens if that is a number above 0, and the cache if it is wanted."""
         if cache is not None and not isinstance(cache, StateCache):
             raise RunError(f"past_key_values is the StateCache that a call returns, not {type(cache).__name__}")
         if x is None:
@@ -306,7 +317,6 @@ def _reason(name: str) -> str:
     reasons = {
         "inputs_embeds": ": it reads token numbers, and its embedding is a step of the spec",
         "output_attentions": ": no step keeps the weights of its attention",
-        "output_hidden_states": ": AutoModel has the last ones, what the head reads",
     }
     return reasons.get(name, "")
 
@@ -360,7 +370,8 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
 
         attention_mask: padding comes before a sequence, where its state begins anew. position_ids: each 0 begins a
         sequence, for packed ones. past_key_values: what an earlier call returned; it is not changed. use_cache: by
-        default as the config says, except in training. kwargs: inputs that do not stream, by their names. RunError.
+        default as the config says, except in training. kwargs: inputs that do not stream, by their names; with
+        output_hidden_states=True the output has what enters the first layer and what each returns. RunError.
         """
         if isinstance(input_ids, Tensor) and not input_ids.shape[-1]:
             raise RunError("there are no tokens: a prompt has one or more, such as the one that begins a text")
@@ -369,11 +380,14 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = past_key_values is not None or self._may_cache(attention_mask, labels)
         wanted = logits_to_keep if labels is None else 0
-        y, cache = self._run(input_ids, attention_mask, position_ids, past_key_values, use_cache, wanted, given)
+        y, cache, features = self._run(
+            input_ids, attention_mask, position_ids, past_key_values, use_cache, wanted, given
+        )
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
-        return CausalLMOutputWithPast(loss=loss, logits=_last(y, logits_to_keep), past_key_values=cache)
+        logits = _last(y, logits_to_keep)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
 
     def _may_cache(self, mask: Any, labels: Any) -> bool:
         """Whether a call that does not ask for a cache returns one: not in training, nor after padding on the right."""
@@ -445,9 +459,9 @@ class SeqblocksForImageClassification(SeqblocksPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Return logits [batch, classes], and the loss where labels [batch] are given. RunError."""
         of_the_loss = {name: kwargs.pop(name) for name in OF_THE_LOSS & kwargs.keys()}
-        y, _ = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
+        y, _, features = self._run(_cast(pixel_values, self.dtype), None, None, None, None, 0, kwargs)
         loss = None if labels is None else self.loss_function(labels, y, self.config, **of_the_loss)
-        return ImageClassifierOutput(loss=loss, logits=y)
+        return ImageClassifierOutput(loss=loss, logits=y, hidden_states=features)
 
 
 class SeqblocksModel(SeqblocksPreTrainedModel):
@@ -491,12 +505,13 @@ class SeqblocksModel(SeqblocksPreTrainedModel):
         own = {"input_ids": input_ids, "pixel_values": pixel_values, "inputs_embeds": inputs_embeds}
         x = _cast(own.pop(self.main_input_name), self.dtype)
         given = _without_packing(kwargs, position_ids, token_type_ids) | own
-        y, cache = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
+        y, cache, features = self._run(x, attention_mask, position_ids, past_key_values, use_cache, 0, given)
         if isinstance(y, dict):
-            return ModelOutput(**y) if cache is None else ModelOutput(**y, past_key_values=cache)
+            more = {"past_key_values": cache, "hidden_states": features}
+            return ModelOutput(**y, **{name: value for name, value in more.items() if value is not None})
         if y.ndim == 2:
-            return BaseModelOutputWithPooling(pooler_output=y)
-        return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache)
+            return BaseModelOutputWithPooling(pooler_output=y, hidden_states=features)
+        return BaseModelOutputWithPast(last_hidden_state=y, past_key_values=cache, hidden_states=features)
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:

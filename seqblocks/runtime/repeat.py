@@ -98,12 +98,17 @@ def checkpoint_layers(model: nn.Module, function: Callable[..., Any] | None, str
     function: such as torch.utils.checkpoint.checkpoint, which then calls each layer of the outermost repeats, or with a
     stride of 2 each second one; None ends it. Names and copies of modules stay as they are.
     """
+    found = outer_repeats(model)
+    for module in found:
+        module._checkpointing, module._checkpoint_stride = function, stride
+    return len(found)
+
+
+def outer_repeats(model: nn.Module) -> list[Repeat]:
+    """Return the repeats of a model that are in no other one, in order."""
     repeats = [module for module in model.modules() if isinstance(module, Repeat)]
     inner = {id(each) for module in repeats for each in module.modules() if each is not module}
-    outer = [module for module in repeats if id(module) not in inner]
-    for module in outer:
-        module._checkpointing, module._checkpoint_stride = function, stride
-    return len(outer)
+    return [module for module in repeats if id(module) not in inner]
 
 
 def has_checkpointed_layers(model: nn.Module) -> bool:

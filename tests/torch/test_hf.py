@@ -366,6 +366,34 @@ model:
         model(inputs_embeds=x, use_cache=True)
 
 
+def test_features_between_layers(saved: Path, digits: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x = ids(2, 6)
+    with torch.no_grad():
+        states = model(x, output_hidden_states=True, logits_to_keep=1).hidden_states
+        assert [tuple(each.shape) for each in states] == [(2, 6, 8)] * 3
+        torch.testing.assert_close(states[0], model.model.embed.weight[x])
+        normed = torch.nn.functional.rms_norm(states[2], (8,), model.model.norm.weight, model.model.norm.op.eps)
+        torch.testing.assert_close(normed @ model.model.unembed.weight.T, model(x).logits)
+        cache = model(x[:, :5], use_cache=True).past_key_values
+        last = model(x[:, 5:], past_key_values=cache, output_hidden_states=True).hidden_states
+        for one, whole in zip(last, states, strict=True):
+            torch.testing.assert_close(one, whole[:, 5:])
+        out = model.generate(
+            x, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_hidden_states=True
+        )
+        assert [len(each) for each in out.hidden_states] == [3, 3, 3]
+        assert out.hidden_states[2][2].shape == (2, 1, 8)
+        assert model(x).hidden_states is None
+        classifier = hf.wrap(digits)
+        images = classifier(torch.randn(2, 1, 8, 8), output_hidden_states=True).hidden_states
+        assert [tuple(each.shape) for each in images] == [(2, 16, 16)] * 3
+        assert AutoModel.from_pretrained(saved)(x, output_hidden_states=True).hidden_states[1].shape == (2, 6, 8)
+    flat = hf.SeqblocksConfig(spec="seqblocks: 1\nmodel:\n  input: {tokens: 9}\n  steps: [embed: 4, unembed]\n")
+    with pytest.raises(RunError, match="has no `repeat`, whose layers would be between"):
+        AutoModelForCausalLM.from_config(flat)(ids(1, 2) % 9, output_hidden_states=True)
+
+
 def test_named_outputs(tmp_path: Path) -> None:
     """A value beside the logits: the language model has the logits, and AutoModel has all by their names."""
     text = TIED.replace("{name: norm}", "{name: norm, as: torso}").replace(
@@ -502,7 +530,6 @@ def test_going_back(saved: Path) -> None:
     [
         ({"inputs_embeds": torch.zeros(1, 2, 8)}, "takes no inputs_embeds: it reads token numbers"),
         ({"output_attentions": True}, "takes no output_attentions: no step keeps"),
-        ({"output_hidden_states": True}, "takes no output_hidden_states: AutoModel has"),
         ({"token_type_ids": torch.ones(1, 2, dtype=torch.long)}, "tokens of one type"),
         ({"input_ids": None}, "needs its input, input_ids"),
         ({"input_ids": torch.zeros(1, 2)}, "reads token numbers"),

@@ -1,0 +1,41 @@
+"""Features between the layers of a model, for those who ask for `output_hidden_states`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from seqblocks.errors import RunError
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.repeat import outer_repeats
+
+
+@contextlib.contextmanager
+def noted_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
+    """Yield what the latest call inside notes: at 0 what enters the first layer, then what each layer returns.
+
+    The layers are those of the outermost repeats. RunError where there are none.
+    """
+    layers = [layer for repeat in outer_repeats(model) for layer in repeat if layer is not None]
+    if not layers:
+        raise RunError(f"{model.spec.name} has no `repeat`, whose layers would be between hidden states")
+    noted: dict[int, Tensor] = {}
+    handles = [layers[0].register_forward_pre_hook(partial(_note_input, noted))]
+    handles += [layer.register_forward_hook(partial(_note_output, noted, at)) for at, layer in enumerate(layers, 1)]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note_input(noted: dict[int, Tensor], layer: Any, inputs: Any) -> None:
+    noted[0] = inputs[0]
+
+
+def _note_output(noted: dict[int, Tensor], at: int, layer: Any, inputs: Any, output: Any) -> None:
+    noted[at] = output[0] if isinstance(output, tuple) else output
