@@ -72,7 +72,8 @@ def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
             # a window looking right is a window looking left with its taps turned
             y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
-            return (F.silu(y) if activation == "silu" else y,)
+            # in place where no derivative reads y: fresh memory for a long sequence costs more than the function
+            return (F.silu(y, inplace=not torch.is_grad_enabled()) if activation == "silu" else y,)
 
         tensors, kinds = (x, state, weight, bias), (TOKENS, STATE, SHARED, SHARED)
         return contained(convolved, tensors, kinds, resets, reverse)[0]
@@ -161,8 +162,8 @@ def _fast(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
         return _taps(window, weight, bias, segment, reverse)
     if not _depthwise(window, weight):
         return _convolve(window, weight, bias, 0)
-    y = _Depthwise.apply(window, weight)
-    return y if bias is None else y + bias
+    y: Tensor = _Depthwise.apply(window, weight, bias)
+    return y
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
@@ -176,23 +177,24 @@ class _Depthwise(torch.autograd.Function):
     """Depthwise convolution whose weight gradient is summed in cache: half the time of the built-in one."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with numerics.without_autocast(x.device.type):  # the backward pass runs outside of it
-            return _convolve(x, weight, None, 0)
+            y = _convolve(x, weight, None, 0)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = _convolve(dy, weight.flip(-1), None, weight.shape[-1] - 1)
         if ctx.needs_input_grad[1]:
             dweight = _weight_gradient(x, dy, weight.shape[-1]).to(weight.dtype)
-        return dx, dweight
+        return dx, dweight, dy.sum((0, 1)) if ctx.needs_input_grad[2] else None
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, K: int) -> Tensor:

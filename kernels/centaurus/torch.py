@@ -124,8 +124,7 @@ def _enter(bank: Bank, x: Tensor) -> Tensor:
     if bank.B.dim() == 2:
         u = bank.B @ rows.t()
     else:
-        rows = rows.t().contiguous()
-        u = rows.repeat(bank.B.shape[0] // rows.shape[0], 1) * bank.B.unsqueeze(-1)
+        u = rows.t().contiguous() * bank.B.view(-1, rows.shape[1], 1)  # in mode full each feature enters many channels
     return u.view(-1, *x.shape[:2])
 
 
@@ -255,8 +254,13 @@ def _walked(
             reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
             given = given.masked_fill(reaches_state, torch.nan)
         before, now = _between(given, now, one.through, span.stays, reverse)
-        v = span.tokens @ one.within if span.piece is None else _Within.apply(span.tokens, one.within, span.piece)
-        if nonfinite is not None and nonfinite.piece is not None:
+        if span.piece is None:  # added in place: for a long sequence fresh memory costs as much as the sum
+            v = torch.baddbmm(span.tokens @ one.within, span.flat(before), one.out_of)
+            parts.append(v.view(*u.shape[:2], b - a))
+            continue
+        v = _Within.apply(span.tokens, one.within, span.piece)
+        if nonfinite is not None:
+            assert nonfinite.piece is not None
             order = torch.ones_like(one.within)
             order = order.tril() if reverse else order.triu()
             v = v.masked_fill(_within(nonfinite.tokens, order, nonfinite.piece) > 0, torch.nan)
@@ -314,11 +318,12 @@ def _between(
     turned = torch.cat([-im, im], 2)  # i (a + i b) = -b + i a
     befores: list[Tensor] = []
     chunks = given.shape[2]
+    parts = given.unbind(2)  # not one by one: each would have a gradient as large as all of them
     for c in reversed(range(chunks)) if reverse else range(chunks):
         befores.append(now)
         if stays is not None:
             now = now.masked_fill(~stays[:, c, None, None], 0.0)
-        now = torch.addcmul(torch.addcmul(given[:, :, c], re, now), turned, now.flip(2))
+        now = torch.addcmul(torch.addcmul(parts[c], re, now), turned, now.flip(2))
     before = torch.stack(befores[::-1] if reverse else befores, 2) if chunks > 1 else befores[0].unsqueeze(2)
     return before, now
 

@@ -59,9 +59,12 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         )
         y = y.flatten(2)
         if D is not None:
-            y = y + D.to(real) * u.to(real)
+            # in place where no derivative reads y: fresh memory for a long sequence costs more than the sum
+            skip = (D.to(real), u.to(real))
+            y = torch.addcmul(y, *skip) if torch.is_grad_enabled() else y.addcmul_(*skip)
         if z is not None:
-            y = y * F.silu(z.to(real))
+            gate = F.silu(z.to(real))
+            y = y * gate if torch.is_grad_enabled() else y.mul_(gate)
         return y.to(u.dtype), last.flatten(1, 2)
 
     return run
