@@ -28,7 +28,7 @@ from common import versions, write
 from torch import Tensor
 
 OURS = "seqblocks"
-PEERS = ("mlstm_kernels", "xlstm", "transformers", "mambapy", "flash-linear-attention")
+PEERS = ("mlstm_kernels", "xlstm", "transformers", "mambapy")
 LENGTHS = (256, 2048, 8192)
 ROUNDS = 11
 Run = Callable[[], Tensor]
@@ -181,71 +181,6 @@ def centaurus_fft(mode: str) -> Maker:
     return make
 
 
-# --- linear attention and delta rules --------------------------------------------------------------------------------
-
-
-def linear_inputs(rule: str, length: int) -> dict[str, Tensor]:
-    """4 heads of 64 by 64; keys of length 1; decays from -0.01 to -0.3 mostly. `rule`: "delta, key" and the like."""
-    x = {name: drawn(1, length, 4, 64, shift=at / 8) for at, name in enumerate("qkv")}
-    x["k"] = torch.nn.functional.normalize(x["k"].detach(), dim=-1).requires_grad_()
-    name, _, decay = rule.partition(", ")
-    if decay:
-        shape = (1, length, 4, 64) if decay == "key" else (1, length, 4)
-        x["decay"] = (-torch.exp(drawn(*shape, shift=-3).detach())).requires_grad_()
-    if name == "delta":
-        x["beta"] = drawn(1, length, 4).detach().sigmoid().requires_grad_()
-    if name == "dplr":
-        a = torch.nn.functional.normalize(drawn(1, length, 4, 64, shift=0.5).detach(), dim=-1)
-        x |= {"a": (-a).requires_grad_(), "b": (0.5 * a).requires_grad_()}
-    return x
-
-
-def linear_by(backend: str | None, rule: str) -> Maker:
-    def make(length: int) -> tuple[Run, list[Tensor]]:
-        from seqblocks.kernels import linear_attention
-
-        x = linear_inputs(rule, length)
-        return lambda: linear_attention(**x, backend=backend), [*x.values()]  # type: ignore[arg-type, return-value]
-
-    return make
-
-
-def linear_fla(rule: str) -> Maker:
-    """The naive functions of flash-linear-attention: the recurrence, and for delta rules chunks where it has them."""
-
-    def make(length: int) -> tuple[Run, list[Tensor]]:
-        x = linear_inputs(rule, length)
-        q, k, v, g, beta = (x.get(name) for name in ("q", "k", "v", "decay", "beta"))
-        if rule == "add, key":
-            from fla.ops.gla.naive import naive_recurrent_gla
-
-            return lambda: naive_recurrent_gla(q, k, v, g)[0], [*x.values()]
-        if rule == "delta, head":
-            from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
-
-            return lambda: naive_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0], [*x.values()]
-        from fla.ops.kda.naive import naive_chunk_kda
-
-        return lambda: naive_chunk_kda(q, k, v, g, beta)[0], [*x.values()]
-
-    return make
-
-
-def linear_transformers(length: int) -> tuple[Run, list[Tensor]]:
-    """The torch path of Qwen3-Next, by chunks."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-    x = linear_inputs("delta, head", length)
-    return lambda: torch_chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["decay"], x["beta"])[0], [*x.values()]
-
-
-LINEAR = ("add", "add, head", "add, key", "delta", "delta, head", "delta, key", "dplr, key")
-LINEAR_PEERS: dict[str, dict[str, Maker]] = {
-    **{rule: {"fla, naive": linear_fla(rule)} for rule in ("add, key", "delta, head", "delta, key")},
-}
-LINEAR_PEERS["delta, head"]["transformers"] = linear_transformers
-
-
 CASES = {
     "mlstm": Case(
         "mLSTM cell, batch 1, 4 heads of width 192",
@@ -266,13 +201,6 @@ CASES = {
             "dws": "256 features and channels of 8",
             "full": "16 features, 256 channels of 8",
         }.items()
-    },
-    **{
-        "linear_" + rule.replace(", ", "_"): Case(
-            f"linear attention, rule {rule}, batch 1, 4 heads of 64 by 64",
-            {OURS: linear_by(None, rule), "recurrent loop": linear_by("reference", rule), **LINEAR_PEERS.get(rule, {})},
-        )
-        for rule in LINEAR
     },
 }
 

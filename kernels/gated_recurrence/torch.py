@@ -22,6 +22,7 @@ from seqblocks.kernels.gated_recurrence import reference
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, reset_times
 
+NUMBERS = 1 << 19  # computed at a time on a CPU
 WIDE = 2048  # numbers of a token, in all sequences, that keep a CPU busy for longer than a call takes
 
 
@@ -30,51 +31,62 @@ def _block_length(x: Tensor) -> int:
     return S if x.device.type == "cpu" and B * E >= WIDE else max(1, math.isqrt(S))
 
 
-def _scan(factor: Tensor, x: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """h_t = factor_t h_(t-1) + x_t: all h [B, S, E], and the last. A factor is 0 where `resets` is true."""
-    S, L = x.shape[1], _block_length(x)
+def _spans(x: Tensor, reverse: bool) -> list[slice]:
+    """Tokens that are computed at a time, in the order of the scan: on a CPU as many as stay in its cache."""
+    B, S, E = x.shape
+    span = S if x.device.type != "cpu" else max(1, NUMBERS // (B * E))
+    spans = [slice(at, min(at + span, S)) for at in range(0, S, span)]
+    return [slice(S - x.stop, S - x.start) for x in spans] if reverse else spans
+
+
+def _scan(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
+    """Write h_t = factor_t h_(t-1) + x_t [B, S, E] to y, and return the last. A factor is 0 where `resets` is true."""
+    S, L = y.shape[1], _block_length(y)
     N = S // L
     rest = S - N * L
     blocks = slice(rest, S) if reverse else slice(0, N * L)
-    y = x.clone()
-    marks = None if resets is None else resets[:, blocks].unflatten(1, (N, L))
-    tokens = y[:, blocks].unflatten(1, (N, L))
+    parts = [z[:, blocks] for z in (factor, x, y)]
+    marks = None if resets is None else resets[:, blocks]
     if N == 1:
-        h = _one_by_one(tokens[:, 0], factor[:, blocks], h, None if marks is None else marks[:, 0], reverse)
+        h = _one_by_one(*parts, h, marks, reverse)
     else:
-        factors = factor[:, blocks].unflatten(1, (N, L))
-        products = factors.clone()
-        _inside(tokens, products, factors, marks, reverse)
-        h = _between(tokens, products, h, marks, reverse)
+        factors, inputs, outputs = (z.unflatten(1, (N, L)) for z in parts)
+        marks = None if marks is None else marks.unflatten(1, (N, L))
+        products = _inside(factors, inputs, outputs, marks, reverse)
+        h = _between(outputs, products, h, marks, reverse)
     if rest:
         left = slice(0, rest) if reverse else slice(N * L, S)
-        h = _one_by_one(y[:, left], factor[:, left], h, None if resets is None else resets[:, left], reverse)
-    return y, h.clone()
-
-
-def _one_by_one(y: Tensor, factor: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
-    """Turn inputs y [B, L, E] into states, in place. Returns the last."""
-    begins = reset_times(resets, y.shape[1])
-    steps = [*zip(y.unbind(1), factor.unbind(1), range(y.shape[1]), strict=True)]
-    for now, decay, t in reversed(steps) if reverse else steps:
-        if begins[t] and resets is not None:
-            h = h.masked_fill(along(resets[:, t], h), 0.0)
-        h = now.addcmul_(decay, h)
+        marks = None if resets is None else resets[:, left]
+        h = _one_by_one(factor[:, left], x[:, left], y[:, left], h, marks, reverse)
     return h
 
 
-def _inside(tokens: Tensor, products: Tensor, factor: Tensor, marks: Tensor | None, reverse: bool) -> None:
-    """Run all blocks [B, N, L, E] from zero, in place; products: of the factors from the start of a block on."""
-    L = tokens.shape[2]
-    steps = [*zip(tokens.unbind(2), products.unbind(2), factor.unbind(2), strict=True)]
+def _one_by_one(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
+    """Write states for inputs x [B, L, E] to y. Returns the last."""
+    begins = reset_times(resets, y.shape[1])
+    steps = [*zip(factor.unbind(1), x.unbind(1), y.unbind(1), range(y.shape[1]), strict=True)]
+    for decay, now, out, t in reversed(steps) if reverse else steps:
+        if begins[t] and resets is not None:
+            h = h.masked_fill(along(resets[:, t], h), 0.0)
+        h = torch.addcmul(now, decay, h, out=out)
+    return h
+
+
+def _inside(factor: Tensor, x: Tensor, y: Tensor, marks: Tensor | None, reverse: bool) -> Tensor:
+    """Run all blocks [B, N, L, E] from zero. Returns the products of the factors from the start of a block on."""
+    L, products = y.shape[2], torch.empty_like(factor)
+    steps = [*zip(factor.unbind(2), x.unbind(2), y.unbind(2), products.unbind(2), strict=True)]
     order = range(L - 1, -1, -1) if reverse else range(L)
     begins = reset_times(None if marks is None else marks.flatten(0, 1), L)
-    h, product, _ = steps[order[0]]
+    decay, now, out, into = steps[order[0]]
+    h, product = out.copy_(now), into.copy_(decay)
     for t in order[1:]:
         if begins[t] and marks is not None:
             h, product = (each.masked_fill(along(marks[:, :, t], each), 0.0) for each in (h, product))
-        h = steps[t][0].addcmul_(steps[t][2], h)
-        product = steps[t][1].mul_(product)
+        decay, now, out, into = steps[t]
+        h = torch.addcmul(now, decay, h, out=out)
+        product = torch.mul(decay, product, out=into)
+    return products
 
 
 def _between(tokens: Tensor, products: Tensor, h: Tensor, marks: Tensor | None, reverse: bool) -> Tensor:
@@ -104,7 +116,11 @@ def _later(x: Tensor, last: float, reverse: bool) -> Tensor:
 @torch.library.custom_op("seqblocks::gated_recurrence", mutates_args=())
 def _op(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     with without_autocast(x.device.type):
-        return _scan(_factors(decay, resets), x.contiguous(), state, resets, reverse)
+        y, h = x.new_empty(x.shape), state
+        for span in _spans(x, reverse):
+            marks = None if resets is None else resets[:, span]
+            h = _scan(_factors(decay[:, span], marks), x[:, span], y[:, span], h, marks, reverse)
+        return y, h.clone()
 
 
 @_op.register_fake
@@ -126,7 +142,8 @@ def _op_backward(
             factor = factor.masked_fill_(dead.unsqueeze(-1), 0.0)
             past = past.masked_fill_((dead | resets).unsqueeze(-1), 0.0)
             later = _later(resets, 0, reverse)
-        d, _ = _scan(_later(factor, 1.0, reverse), dy.contiguous(), dlast, later, not reverse)
+        d = dy.new_empty(dy.shape)
+        _scan(_later(factor, 1.0, reverse), dy, d, dlast, later, not reverse)
         first = -1 if reverse else 0
         return d, past.mul_(factor).mul_(d), factor[:, first] * d[:, first]
 

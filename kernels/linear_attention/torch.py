@@ -37,6 +37,7 @@ from seqblocks.kernels.linear_attention.decays import Decays, Operand, of_quarte
 from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
+from seqblocks.kernels.resets.tokens import is_plain
 
 BLOCK = 16  # tokens of a system that is solved by substitution
 SPAN = 512  # tokens computed at a time on a CPU
@@ -104,7 +105,8 @@ def _chunked(
     g = Decays(decay, v.shape[3], tracked)
     x = _Inputs(scale * q, k, v, beta, a, b, bonus, g, masks, tracked)
     out, last = _carried(_products(x), x, state.unflatten(1, (H, -1)))
-    y = out.movedim((1, 0, 4, 2, 3), (0, 1, 2, 3, 4)).flatten(1, 2)[:, :S].flatten(2, 3)
+    y = out.movedim((1, 0, 4, 2, 3), (0, 1, 2, 3, 4)).flatten(1, 2).flatten(2, 3)
+    y = y if y.shape[1] == S else y[:, :S]
     return y.flip(1) if reverse else y, last.flatten(1, 2)
 
 
@@ -188,9 +190,9 @@ def _carried(p: _Products, x: _Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     through = None if x.g.decay is None else each(x.g.end.transpose(-1, -2))
     values = each(x.v) if p.writes_v else None
     reads, last = scan(each(p.rows), each(p.seed), each(p.columns), values, through, state.flatten(0, 2), L, x)
-    out = reads[:, :, :L]
+    out, *solved = reads.split(L, 2)
     if p.weights is not None:
-        out = torch.baddbmm(*(z.flatten(0, 1) for z in (out, each(p.weights), reads[:, :, L:]))).unflatten(0, (N, -1))
+        out = torch.baddbmm(*(z.flatten(0, 1) for z in (out, each(p.weights), *solved))).unflatten(0, (N, -1))
     return out.unflatten(1, heads), last.unflatten(0, heads)
 
 
@@ -198,12 +200,55 @@ def _scan(
     rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, x: _Inputs
 ) -> tuple[Tensor, Tensor]:
     """What rows read [N, M, rows, V], and the last state [M, K, V]. Unless tracked, the seed becomes what is read."""
-    found = []
+    if x.tracked:
+        reads, last, _ = _Scan.apply(rows, seed, columns, v, through, state, L, x.g.split)
+        return reads, last
     for n, (row, read, column) in enumerate(zip(rows, seed, columns.transpose(-1, -2), strict=True)):
-        read = torch.baddbmm(read, row, state) if x.tracked else read.baddbmm_(row, state)
-        found.append(read)
+        read.baddbmm_(row, state)
         state = _next_state(state, column, _written(read, None if v is None else v[n], L), through, n, x.g.split)
-    return torch.stack(found) if x.tracked else seed, state
+    return seed, state
+
+
+class _Scan(torch.autograd.Function):
+    """`_scan` with its derivative: what need not go from chunk to chunk is one product for all."""
+
+    @staticmethod
+    def forward(
+        rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, split: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        reads, before = seed.clone(), state.new_empty(rows.shape[0], *state.shape)
+        for n, (row, read, column) in enumerate(zip(rows, reads, columns.transpose(-1, -2), strict=True)):
+            before[n] = state
+            read.baddbmm_(row, state)
+            state = _next_state(state, column, _written(read, None if v is None else v[n], L), through, n, split)
+        return reads, state, before
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        rows, _, columns, v, through, _, ctx.L, ctx.split = inputs
+        ctx.save_for_backward(rows, columns, v, through, *output)
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, dreads: Tensor, dstate: Tensor, _: Any) -> tuple[Any, ...]:
+        rows, columns, v, through, reads, last, before = ctx.saved_tensors
+        L, dreads, later = ctx.L, dreads.clone(), torch.empty_like(before)
+        dv = None if v is None else torch.empty_like(v)
+        for n in reversed(range(rows.shape[0])):
+            scaled = dstate if through is None else dstate * through[n]
+            later[n] = scaled if ctx.split else dstate
+            dwritten = torch.bmm(columns[n], later[n])
+            if dv is not None:
+                dv[n] = dwritten[:, :L]
+            if rows.shape[2] > L:
+                dreads[n, :, L:] += dwritten[:, -L:]
+            dstate = torch.baddbmm(scaled, rows[n].transpose(1, 2), dreads[n])
+        dcolumns = torch.cat([z for z in (v, reads[:, :, L:]) if z is not None], 2) @ later.transpose(-1, -2)
+        dthrough = None
+        if through is not None:
+            after = torch.cat([before[1:], last.unsqueeze(0)]) / through if ctx.split else before
+            dthrough = (after * (later / through if ctx.split else later)).sum_to_size(through.shape)
+        return dreads @ before.transpose(-1, -2), dreads, dcolumns, dv, dthrough, dstate, None, None
 
 
 def _written(read: Tensor, v: Maybe, L: int) -> Tensor:
@@ -341,6 +386,16 @@ def _op_backward(
     bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> list[Tensor]:
     """Gradients of the tensors that are given, in their order."""
+    options = resets, starts, reverse, scale, chunk_size, span
+    return _gradients(dy, dlast, (q, k, v, decay, beta, a, b, bonus, state), *options, pulled_back=_transformed)
+
+
+def _gradients(
+    dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
+    chunk_size: int, span: int, pulled_back: Callable[..., tuple[tuple[Tensor, Tensor], list[Maybe]]],
+) -> list[Tensor]:
+    """As `_op_backward`."""
+    q, k, v, decay, beta, a, b, bonus, state = tensors
     sequences = (q, k, v, decay, beta, a, b, state)
     undefined = separate.without_gradient(dy, dlast, sequences, resets, reverse)
     if undefined is not None:
@@ -349,10 +404,10 @@ def _op_backward(
             dy, dlast = found.clean_outputs(dy, dlast)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     with without_autocast(q.device.type):
-        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span)
+        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span, pulled_back)
         if grads is None:
             tokens = partial(reference.scan, resets=resets, reverse=reverse, scale=scale)
-            grads = _pulled_back(tokens, tensors, (dy, dlast))[1]
+            grads = pulled_back(tokens, tensors, (dy, dlast))[1]
     if undefined is not None:
         undefined.fill(grads[:3], [x for x in grads[3:7] if x is not None], grads[8], grads[7])
     return [x.contiguous() for x in grads if x is not None]
@@ -360,7 +415,7 @@ def _op_backward(
 
 def _by_spans(
     dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
-    chunk_size: int, span: int,
+    chunk_size: int, span: int, pulled_back: Callable[..., tuple[tuple[Tensor, Tensor], list[Maybe]]],
 ) -> list[Maybe] | None:
     """Gradients, None for absent tensors, from the last span to the first; None if chunks may not be used."""
     grads = [None if x is None else torch.zeros_like(x) if x is tensors[7] else torch.empty_like(x) for x in tensors]
@@ -374,7 +429,7 @@ def _by_spans(
                 chunk_size=chunk_size, tracked=True,
             )  # fmt: skip
             here = (*_of_tokens(parts, tokens), start[group.batch, group.values])
-            out, found = _pulled_back(chunks, here, (dy[group.batch, tokens, group.values], dstate))
+            out, found = pulled_back(chunks, here, (dy[group.batch, tokens, group.values], dstate))
             if resets is not None and not _usable(*out):
                 return None
             for into, x in zip(_of_tokens(of_parts, tokens)[:7], found[:7], strict=True):
@@ -387,11 +442,11 @@ def _by_spans(
     return grads
 
 
-def _pulled_back(
+def _transformed(
     function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
     given: tuple[Tensor, Tensor],
 ) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
-    """The function's values, and the gradients of the tensors, None for absent ones."""
+    """The function's values, and the gradients of the tensors, None for absent ones; for an op, without autograd."""
 
     def present(*found: Tensor) -> tuple[Tensor, Tensor]:
         rest = iter(found)
@@ -400,6 +455,21 @@ def _pulled_back(
     out, pullback, *_ = torch.func.vjp(present, *(x for x in tensors if x is not None))
     grads = iter(pullback(given))
     return out, [None if x is None else next(grads) for x in tensors]
+
+
+def _recorded(
+    function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
+    given: tuple[Tensor, Tensor],
+) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
+    """The same by autograd, which takes four fifths of the time."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    with torch.enable_grad():
+        out = function(tuple(leaves))
+    found = torch.autograd.grad(
+        out, [x for x in leaves if x is not None], given, allow_unused=True, materialize_grads=True
+    )
+    grads = iter(found)
+    return (out[0].detach(), out[1].detach()), [None if x is None else next(grads) for x in tensors]
 
 
 @_op_backward.register_fake
@@ -417,8 +487,11 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
-    found = _op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span)
-    grads = iter(found)
+    options = resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span
+    if is_plain() and not torch.is_grad_enabled():
+        grads = iter(_gradients(dy, dlast, tuple(tensors), *options, pulled_back=_recorded))
+    else:
+        grads = iter(_op_backward(dy, dlast, *tensors, *options))
     return *(None if x is None else next(grads) for x in tensors), None, None, None, None, None
 
 

@@ -72,6 +72,24 @@ def test_the_peers_compute_the_same_mlstm(cpu: ModuleType, peer: str) -> None:
     assert (ours - theirs).abs().max() <= 1e-4 * ours.abs().max()
 
 
+@pytest.mark.parametrize("case", ["delta_head", "delta_key", "mamba2", "channels_64"])
+def test_the_torch_paths_of_transformers_compute_the_same(root: Path, case: str) -> None:
+    """Where they are installed; the page of linear attention compares all before it times them."""
+    pytest.importorskip("transformers", reason="a peer, optional")
+    linear = imported(root, "linear_attention")
+    found, absent = linear.compared(linear.CASES[case], linear.CASES[case].draw(70))
+    assert len(found) >= 3
+    assert set(absent.values()) <= {"not installed"}
+
+
+def test_the_page_of_linear_attention(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = imported(root, "linear_attention")
+    monkeypatch.setattr(linear, "ROUNDS", 2)
+    text = linear.page(linear.measure("channels_64", [32, 64]))
+    assert "| gated recurrence of 64 channels | 32 | seqblocks |" in text
+    assert "- channels_64: " in text
+
+
 @pytest.mark.slow
 def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
