@@ -256,7 +256,7 @@ def _target(path: str | os.PathLike[str], ending: str = "") -> Path:
 def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> float | None:
     """Call `work` with the name of a new file, then rename that to the target; returns what `work` returns."""
     file = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{ending}")
-    data = _weights_of(file)
+    data, earlier = _weights_of(file), _weights_used(target)
     try:
         found = work(file)
         with open(file, "rb+") as handle:
@@ -269,7 +269,9 @@ def _write(target: Path, ending: str, work: Callable[[Path], float | None]) -> f
         raise
     finally:
         file.unlink(missing_ok=True)
-    _remove_older(target, data)
+    for other in earlier:
+        with contextlib.suppress(OSError):
+            other.unlink()
     return found
 
 
@@ -278,9 +280,16 @@ def _weights_of(file: Path) -> Path:
     return file.with_name(f"{file.stem.removeprefix('.')}.data")
 
 
-def _remove_older(target: Path, data: Path) -> None:
-    """Remove the weights of an earlier file of this name."""
-    for other in target.parent.glob(f"{target.stem}.*.data"):
-        if other != data and re.fullmatch(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data", other.name):
-            with contextlib.suppress(OSError):
-                other.unlink()
+def _weights_used(target: Path) -> set[Path]:
+    """The files beside an earlier ONNX file that hold its weights, as far as this module named them."""
+    named = re.compile(re.escape(target.stem) + r"\.[0-9a-f]{8}\.data")
+    beside = {path.name: path for path in target.parent.glob("*.data") if named.fullmatch(path.name)}
+    if not beside or not target.is_file():
+        return set()
+    import onnx_ir as ir
+
+    try:
+        tensors = [value.const_value for value in ir.load(target).graph.initializers.values()]
+    except Exception:  # it is no ONNX file
+        return set()
+    return {beside[x.location] for x in tensors if isinstance(x, ir.ExternalTensor) and x.location in beside}
