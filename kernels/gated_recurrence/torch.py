@@ -48,7 +48,7 @@ def _scan(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None
     parts = [z[:, blocks] for z in (factor, x, y)]
     marks = None if resets is None else resets[:, blocks]
     if N == 1:
-        h = _one_by_one(*parts, h, marks, reverse)
+        h = _one_by_one(parts[0], parts[1], parts[2], h, marks, reverse)
     else:
         factors, inputs, outputs = (z.unflatten(1, (N, L)) for z in parts)
         marks = None if marks is None else marks.unflatten(1, (N, L))

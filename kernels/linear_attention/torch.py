@@ -352,7 +352,7 @@ def _op(
     with without_autocast(q.device.type):
         for group in _groups(q, v, span):
             parts, marks = _parts(tensors, group), None if resets is None else resets[group.batch]
-            now = parts[-1]
+            now: Any = parts[-1]
             for start, tokens in zip(starts, spans, strict=False):
                 start[group.batch, group.values] = now
                 here, begin = (*_of_tokens(parts, tokens), now), None if marks is None else marks[:, tokens]
@@ -409,7 +409,8 @@ def _gradients(
             tokens = partial(reference.scan, resets=resets, reverse=reverse, scale=scale)
             grads = pulled_back(tokens, tensors, (dy, dlast))[1]
     if undefined is not None:
-        undefined.fill(grads[:3], [x for x in grads[3:7] if x is not None], grads[8], grads[7])
+        lines, others = ([x for x in part if x is not None] for part in (grads[:3], grads[3:7]))
+        undefined.fill(lines, others, grads[8], grads[7])
     return [x.contiguous() for x in grads if x is not None]
 
 
@@ -422,6 +423,7 @@ def _by_spans(
     spans = _spans(dy.shape[1], span, reverse)
     for group in _groups(tensors[0], tensors[2], span):
         parts, of_parts = _parts(tensors, group), _parts(grads, group)
+        dstate: Maybe
         marks, dstate = None if resets is None else resets[group.batch], dlast[group.batch, group.values]
         for start, tokens in [*zip(starts, spans, strict=False)][::-1]:
             chunks = partial(
@@ -435,16 +437,17 @@ def _by_spans(
             for into, x in zip(_of_tokens(of_parts, tokens)[:7], found[:7], strict=True):
                 if into is not None and x is not None:
                     into.copy_(x)
-            if found[7] is not None:
+            if of_parts[7] is not None and found[7] is not None:
                 of_parts[7] += found[7]
             dstate = found[8]
-        of_parts[8].copy_(dstate)
+        if of_parts[8] is not None and dstate is not None:
+            of_parts[8].copy_(dstate)
     return grads
 
 
 def _transformed(
     function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
-    given: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Maybe],
 ) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
     """The function's values, and the gradients of the tensors, None for absent ones; for an op, without autograd."""
 
@@ -459,7 +462,7 @@ def _transformed(
 
 def _recorded(
     function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
-    given: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Maybe],
 ) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
     """The same by autograd, which takes four fifths of the time."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]

@@ -96,6 +96,21 @@ class GatedRecurrence(Op):
             begun = {"begun": torch.ones(x.shape[0], dtype=torch.long, device=x.device)}
         return y.to(x.dtype), {"h": last, **begun}
 
+    def prepare_step(self, p: Any) -> Any:
+        import torch
+
+        def step(h: Any, *given: Any) -> Any:
+            *begun, x, decay = given
+            if self.factor != "full":
+                factor = self.share(decay)
+                if begun:
+                    factor = factor.masked_fill_((begun[0] == 0).unsqueeze(-1), 1.0)
+                x = factor * x
+            h = torch.addcmul(x, decay.exp(), h)
+            return h, h.clone(), *(torch.ones_like(z) for z in begun)
+
+        return step
+
     def share(self, decay: Any) -> Any:
         """Return how much of each input is taken in. The root has no gradient where nothing decays."""
         import torch

@@ -198,6 +198,18 @@ class LinearAttention(Op):
             o = o[:, 0 if call.reverse else self.writes - 1 :: self.writes]
         return o.flatten(-2), {} if last is None else {"S": last}
 
+    def prepare_step(self, p: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels.linear_attention.step import prepare
+
+        def prepared(dtype: Any) -> Any:
+            fixed = self.retention(torch.zeros(1, dtype=dtype)) if self.fixed_decay != "none" else None
+            return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
+
+        by_dtype = {dtype: prepared(dtype) for dtype in (torch.float32, torch.float64)}
+        return by_dtype[torch.float32] if self.fixed_decay == "none" else lambda S, *x: by_dtype[S.dtype](S, *x)
+
     def retention(self, like: Any) -> Any:
         """The log decay of each head of values, in float32 at least: in 16 bits slow decays would lose their digits."""
         import torch
