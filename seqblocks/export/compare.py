@@ -26,8 +26,7 @@ def agree(model: SequenceModel, contract: Contract, run: Run, what: str) -> floa
     RunError where it exceeds the tolerance of the dtype. what: the subject of the message.
     """
     names = contract.output_names
-    kinds = [port.dtype for port in contract.outputs] or [part.dtype for part in contract.state]
-    tolerance = max(TOLERANCES.get(kind, 0.0) for kind in kinds)
+    tolerance = max(TOLERANCES.get(kind, 0.0) for kind in contract.dtypes)
     worst = 0.0
     for sizes in SIZES:
         for name, found, expected in _calls(model, contract, run, sizes, names):

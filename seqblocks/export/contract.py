@@ -89,6 +89,11 @@ class Contract:
         own = [port.name for port in self.outputs]
         return own + [part.input if self.graph == "context" else part.output for part in self.state]
 
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes of all that comes out."""
+        return {port.dtype for port in self.outputs} | {part.dtype for part in self.state}
+
     def as_data(self) -> dict[str, Any]:
         """Return the contract as JSON has it."""
         data = asdict(self)
