@@ -1,6 +1,6 @@
 """Models on several devices, by torch's own engines: sharded parameters, and the work of one model shared out."""
 
-from seqblocks.distributed.checkpoint import clip_gradients, pieces
+from seqblocks.distributed.checkpoint import clip_gradients, load_weights, pieces
 from seqblocks.distributed.fsdp import shard
 from seqblocks.distributed.pipeline import pipeline_stage
 from seqblocks.distributed.plan import tensor_plan
@@ -10,6 +10,7 @@ from seqblocks.distributed.tensor import tensor_parallel
 __all__ = [
     "SequenceParallel",
     "clip_gradients",
+    "load_weights",
     "pieces",
     "pipeline_stage",
     "sequence_parallel",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from seqblocks.checkpoint.folder import read_model
+from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import Cut, Parts, is_sharded, local
 
@@ -68,6 +72,17 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
     tensors stay where they are. Of a model that is not split over ranks it is returned as it is.
     """
     return dict(state) if model._parts is None else _in_pieces(model._parts, state, _shapes(model), "")
+
+
+def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
+    """Fill a model from a folder that `seqblocks.save` wrote, each rank with its part.
+
+    Tensors are read one at a time. RunError where the weights are not this model's, and then nothing is filled;
+    UsageError where the folder is at fault.
+    """
+    _, weights = read_model(Path(os.path.realpath(path)), path)
+    check_fit(model._whole_spec, weights.headers)
+    fill(model, weights.headers, weights.read)
 
 
 def _shapes(model: SequenceModel) -> dict[str, torch.Size]:

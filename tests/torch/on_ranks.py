@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
 import seqblocks
-from seqblocks.distributed import clip_gradients, pieces, pipeline_stage, shard, tensor_parallel
+from seqblocks.distributed import clip_gradients, load_weights, pieces, pipeline_stage, shard, tensor_parallel
 
 WORDS = 32
 SPECS = {
@@ -259,6 +259,9 @@ def _split_checkpoint(model: Any, one: Any, folder: Path) -> list[str]:
     seqblocks.save(model, folder / "whole")
     other = seqblocks.build_text(SPECS["split"], dtype="float64", seed=1)
     again = tensor_parallel(other)
+    load_weights(again, folder / "whole")
+    wrong = [f"{name} of a folder" for name, p in again.state_dict().items() if not torch.equal(p, weights[name])]
+    again.reset_parameters(2)
     loaded = get_model_state_dict(again)
     dcp.load(pieces(again, loaded), checkpoint_id=folder / "pieces")
     set_model_state_dict(again, loaded)
@@ -267,7 +270,7 @@ def _split_checkpoint(model: Any, one: Any, folder: Path) -> list[str]:
     saved = seqblocks.load(folder / "whole")
     meta = tensor_parallel(seqblocks.build_text(SPECS["split"], dtype="float64", device="meta")).to_empty(device="cpu")
     meta.reset_parameters(0)
-    wrong = [
+    wrong += [
         name
         for name, p in one.state_dict().items()
         if not (torch.equal(p, whole[name]) and torch.equal(p, saved.state_dict()[name]))
