@@ -73,8 +73,18 @@ def rotary(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
 
     positions [B or 1, S], integers. D even. Angles are float64, so that a long stream is as exact as a short one.
     """
+    return turned(x, positions, rotary_rates(x.shape[-1], base, x.device))
+
+
+def rotary_rates(width: int, base: float, device: torch.device) -> Tensor:
+    """The angles of a head's pairs of features [D/2] at position 1."""
+    half = width // 2
+    return base ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+
+
+def turned(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
+    """`rotary` with given rates."""
     half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angle = (positions.unsqueeze(-1).double() * rates).unsqueeze(2)
     cos, sin = (t.to(torch.float64 if x.dtype == torch.float64 else torch.float32) for t in (angle.cos(), angle.sin()))
     a, b = x[..., :half], x[..., half:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from seqblocks.kernels.positions import rotary as turned
+from seqblocks.kernels.positions import rotary_rates, turned
 
 
 def prepare(heads: int, shared: int, rotary: float | None, scale: float | None) -> Callable[..., tuple[Tensor, ...]]:
@@ -21,15 +21,23 @@ def prepare(heads: int, shared: int, rotary: float | None, scale: float | None) 
     sees itself and the whole cache.
     """
 
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # what depends on sizes alone, by D and K
+
+    def constants(D: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if (D, K) not in made:
+            rates = rotary_rates(D, rotary or 1.0, device)
+            made[D, K] = rates, torch.arange(K, -1, -1, device=device)
+        return made[D, K]
+
     def step(
         keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
         B, K, _ = keys.shape
+        rates, age = constants(q.shape[1] // heads, K, keys.device)
         if rotary is not None:
             both = torch.cat([q, k], -1).view(B, 1, heads + shared, -1)
-            q, k = turned(both, length[:, None], rotary).flatten(1).split([q.shape[1], k.shape[1]], -1)
+            q, k = turned(both, length[:, None], rates).flatten(1).split([q.shape[1], k.shape[1]], -1)
         keys, values = torch.cat([keys, k[:, None]], 1), torch.cat([values, v[:, None]], 1)
-        age = torch.arange(K, -1, -1, device=keys.device)
         y = scaled_dot_product_attention(
             q.view(B, shared, heads // shared, -1),
             keys.view(B, K + 1, shared, -1).transpose(1, 2),

@@ -504,7 +504,7 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     tensors = ctx.saved_tensors  # a checkpoint lets them be read once
     saved, kept = tensors[:9], tensors[9:]
     if kept and not torch.is_grad_enabled() and not direct.is_seen((dh, dC, dn, dm)):
-        grads = _backward(dh, dC, dn, dm, *saved, *ctx.options, Kept.of(kept))
+        grads = _backward(dh, dC, dn, dm, *saved, *ctx.options, kept=Kept.of(kept))
     else:
         grads = direct.call_backward(_mlstm_backward, dh, dC, dn, dm, *saved, *ctx.options)
     state = [g if given is not None else None for g, given in zip(grads[5:], saved[5:8], strict=True)]

@@ -25,11 +25,11 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
         y: Tensor, c: Tensor, n: Tensor, m: Tensor, i: Tensor, f: Tensor, z: Tensor, o: Tensor
     ) -> tuple[Tensor, ...]:
         gates = torch.matmul(y[..., None, :], matrix).view(-1, H, 4, D).add_(bias)
-        gates += torch.stack([x.view(-1, H, D) for x in (i, f, z, o)], 2)
+        gates += torch.cat([i, f, z, o], 1).view(-1, 4, H, D).transpose(1, 2)
         i, f, z, o = gates.unbind(2)
         through = F.logsigmoid(f).add_(m)
         m = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
-        write, keep = (i - m).exp_().clamp_(max=1.0), (through - m).clamp_(max=0.0).exp_()
+        write, keep = (i - m).exp_(), (through - m).clamp_(max=0.0).exp_()
         c = torch.addcmul(write * z.tanh(), keep, c)
         n = torch.addcmul(write, keep, n)
         y = o.sigmoid().mul_(c).div_(n)

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from seqblocks.kernels import centaurus
 from seqblocks.kernels.centaurus import triton as centaurus_triton
@@ -310,3 +312,29 @@ def test_the_check_finds_wrong_whole_launches(monkeypatch: pytest.MonkeyPatch) -
 def test_what_never_forgets_and_what_forgets_at_once(decay: float) -> None:
     x: Tensors = BY_CHANNEL.inputs(S=20, state=False)
     check(BY_CHANNEL, {**x, "A_real": torch.full_like(x["A_real"], decay)})
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that ops return."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.numbers += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+        return out
+
+
+def test_the_derivative_by_chunks_takes_time_in_proportion_to_the_length() -> None:
+    """A gradient as large as all chunks for each of them would take four times as long for twice the length."""
+    found = []
+    for length in (64 * 40, 64 * 80):
+        x = torch.randn(1, length, 4, requires_grad=True)
+        A, E = -torch.rand(4, 2) - 0.1, torch.randn(4, 2)
+        y = centaurus(x, A, A, torch.full((4,), 0.1), torch.ones(4), torch.ones(4), E, mode="dws", plan="chunks")
+        assert isinstance(y, Tensor)
+        with Written() as written:
+            y.sum().backward()
+        found.append(written.numbers)
+    assert found[1] < 2.2 * found[0], found
