@@ -359,6 +359,7 @@ def growth(records: list[dict[str, Any]]) -> list[str]:
             change = [ours[key, b][f] / b / (ours[key, a][f] / a) for f in FIELDS[:2]]
             lines.append(f"- {key}: {change[0]:.2f}, {change[1]:.2f}")
         lines.append("")
+    lines += [distance_from_floor(key, ours[key, 2048]["forward_ms"]) for key in FLOORS if (key, 2048) in ours]
     if ("mlstm", 2048) in ours:
         products = 2048 * 4 * (2 * 64 * 192 + 2 * 192 * 192)  # within chunks of 64, and through the states
         floor = products / rate()
@@ -368,6 +369,33 @@ def growth(records: list[dict[str, Any]]) -> list[str]:
             f"at the speed of a large one here; forward takes {times:.1f} times that."
         )
     return lines
+
+
+# Of 2,048 tokens: multiply-accumulates, and numbers of inputs, weights and outputs, each moved once.
+FLOORS = {
+    "slstm": (2048 * 4 * 4 * 96 * 4 * 96, 2048 * 4 * 5 * 384 + 4 * 4 * 96 * 96),
+    "mamba": (
+        2048 * (768 * 3072 + 1536 * 80 + 48 * 1536 + 1536 * 768 + (4 + 4 * 16) * 1536),
+        2 * 2048 * 768 + 768 * 3072 + 1536 * (80 + 48 + 768 + 4 + 16),
+    ),
+}
+
+
+def distance_from_floor(key: str, forward_ms: float) -> str:
+    """How far the forward pass of a case at 2,048 tokens is from its arithmetic and from what it must move."""
+    products, numbers = FLOORS[key]
+    arithmetic, memory = 1e3 * products / rate(), 1e3 * 4 * numbers / reading_rate()
+    return (
+        f"{key} at 2,048 tokens: {arithmetic:.1f} ms of multiply-accumulates at the speed of a large matrix product, "
+        f"{memory:.1f} ms to read as much as it must move; forward takes {forward_ms / arithmetic:.1f} and "
+        f"{forward_ms / memory:.1f} times that."
+    )
+
+
+def reading_rate() -> float:
+    """Bytes a second of memory that is read once, by a sum."""
+    x = torch.ones(1 << 26)
+    return x.numel() * 4 / min(seconds(torch.sum, x) for _ in range(9))
 
 
 def rate() -> float:

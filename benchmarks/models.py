@@ -185,7 +185,7 @@ def xlstm_large() -> Any:
     torch.manual_seed(0)
     peer, generating = (
         transformers.xLSTMForCausalLM(transformers.xLSTMConfig(**size, num_blocks=None, mode=mode)).eval()
-        for mode in ("train", "inference")
+        for mode in ("train_with_padding", "inference")
     )
     with torch.no_grad():
         for parameter in peer.parameters():
@@ -199,6 +199,8 @@ def xlstm_language() -> Any:
     """xLSTM[1:0] of the paper's code, the `xlstm` package."""
     from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
 
+    from seqblocks.checkpoint.official import load_official
+
     layer = mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=4)
     size = {"embedding_dim": 256, "num_blocks": 6, "vocab_size": 1024, "context_length": 1024}
     torch.manual_seed(0)
@@ -208,7 +210,7 @@ def xlstm_language() -> Any:
             parameter += 0.02 * torch.randn_like(parameter)
     changes = {"dim": 256, "vocabulary": 1024, "model.blocks.pattern": "m*6"}
     model = seqblocks.build("xlstm_125m", set=changes).eval()
-    seqblocks.load_official(model, {name: x for name, x in peer.state_dict().items() if "causal_mask" not in name})
+    load_official(model, {name: x for name, x in peer.state_dict().items() if "causal_mask" not in name})
 
     def step(tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         logits, state = peer.step(tokens[:, None], state=state)

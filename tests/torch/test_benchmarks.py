@@ -115,6 +115,30 @@ def test_a_floor_says_what_the_case_costs(cpu: ModuleType) -> None:
     ours = {"case": "mlstm", "length": 2048, "candidate": "seqblocks", "forward_ms": 20.0, "both_ms": 60.0}
     lines = cpu.growth([ours])
     assert "matrix products of the mLSTM at 2,048 tokens" in lines[-1]
+    lines = cpu.growth([{**ours, "case": key} for key in cpu.FLOORS])
+    assert all(any(line.startswith(f"{key} at 2,048 tokens:") for line in lines) for key in cpu.FLOORS)
+
+
+def test_whole_models_are_compared_where_they_compute_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="a peer, optional")
+    models = imported(root, "models")
+
+    def make() -> Any:
+        model, made = models.mamba(8, 1, 16)()
+        other = made["transformers"]().model
+        torch.nn.init.normal_(other.lm_head.weight)
+        wrong = models.of_transformers(other)
+        return model, {models.OURS: made[models.OURS], "wrong": lambda: wrong}
+
+    monkeypatch.setattr(models, "CASES", {"small": models.Case("a small Mamba", make, (1, 8), 2)})
+    for name, value in {"ROUNDS": 1, "peak": lambda key, name: None, "reading_rate": lambda: 1.0}.items():
+        monkeypatch.setattr(models, name, value)
+    text = models.table(models.measure("small"))
+    assert "| wrong | other logits" in text
+    assert "| seqblocks | " in text
+    assert "| floor: weights read once | " in text
 
 
 def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str, Any]:
