@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import weakref
@@ -193,11 +194,24 @@ FLA = [{**GLA, "model_type": kind} for kind in KINDS]
 FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type": "rwkv7", "head_dim": 8}]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA],
-    ids=lambda config: config.get("model_type", "mamba_ssm"),
-)
+CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
+ODD = (0, -1, 10**7, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
+MORE = {  # entries that a config may have
+    "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
+    "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
+    "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
+def test_no_config_ends_in_a_traceback(config: dict[str, Any]) -> None:
+    for key in {*config, *MORE}:
+        for value in ODD:
+            with contextlib.suppress(seqblocks.UsageError):
+                assert families.spec_text({**config, key: value}).startswith("seqblocks: 1")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.get("model_type", "mamba_ssm"))
 def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)

@@ -40,8 +40,11 @@ def spec_text(config: Any) -> str:
     if not isinstance(config, dict):
         raise UsageError("config.json is not a mapping")
     kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
         raise UsageError(f"{what}, and seqblocks writes specs of {known}: give a spec of your own")
-    return FAMILIES[kind](config)
+    try:
+        return FAMILIES[kind](config)
+    except ZeroDivisionError:
+        raise UsageError(f"config.json: its numbers do not make a model of {kind}: heads have no features") from None

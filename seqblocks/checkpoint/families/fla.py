@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from seqblocks.checkpoint.families.text import Language, language, swiglu
 from seqblocks.checkpoint.families.values import (
     Config,
+    depth_of,
     flag,
     number,
+    numbers,
     require,
     scalar,
     whole,
@@ -143,7 +145,8 @@ def _eps(config: Config) -> float:
 
 def _hidden(config: Config, ratio: float, share: float = 2 / 3, multiple: int = 256) -> int:
     """Return the width of the networks; without one in the config, a share of the model's."""
-    of_dim = whole(config, "hidden_size") * (config.get("hidden_ratio") or ratio) * share
+    given = ratio if config.get("hidden_ratio") is None else number(config, "hidden_ratio")
+    of_dim = whole(config, "hidden_size") * given * share
     return whole_or(config, "intermediate_size", -(-int(of_dim) // multiple) * multiple)
 
 
@@ -165,14 +168,14 @@ def _text(config: Config, about: str, use: str, verb: str, mixer: str, ratio: fl
     more = f"hidden: {_hidden(config, ratio)}, eps: {scalar(_eps(config))}"
     layer = f"- fla_layer: {{dim: dim, {more}, mixer: [{{{mixer}}}]}}"
     names = f"layers.{{layer}}.fla_layer: {OFFICIAL}\nlayers.{{layer}}.fla_layer.token.mixer.{verb}: {OFFICIAL}.attn\n"
-    layers = ["layer"] * whole(config, "num_hidden_layers")
+    layers = ["layer"] * depth_of(config)
     return _language(config, about, ["fla", use]).text(layers, {"layer": layer}, names + more_names)
 
 
 def hgrn2(config: Config) -> str:
     """Write an HGRN2 language model, whose layers share the parameters of their lower decays."""
     require(config, hidden_act=("swish", "silu", None), use_short_conv=(False, None), elementwise_affine=True)
-    dim, depth = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
+    dim, depth = whole(config, "hidden_size"), depth_of(config)
     key = whole_or(config, "expand_ratio", 0) or dim // whole(config, "num_heads")
     norm = f"rms_norm: {{eps: {scalar(_eps(config))}, name: norm}}"
     bounded = flag(config, "use_lower_bound", True)
@@ -201,8 +204,8 @@ def hgrn2(config: Config) -> str:
 def rwkv7(config: Config) -> str:
     """Write an RWKV-7 language model; its first layer is written by itself, as later ones read its values."""
     require(config, hidden_act=("sqrelu", None), norm_first=True)
-    dim, depth = whole(config, "hidden_size"), whole(config, "num_hidden_layers")
-    if set(config.get("value_dim") or [dim]) != {dim}:
+    dim, depth = whole(config, "hidden_size"), depth_of(config)
+    if set(numbers(config, "value_dim") or [dim]) != {dim}:
         found = config["value_dim"]
         raise UsageError(f"config.json: value_dim is {found!r}, and seqblocks writes specs for {dim} alone")
     head = whole_or(config, "head_dim", 0) or dim // whole(config, "num_heads")

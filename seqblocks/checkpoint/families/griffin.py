@@ -8,6 +8,7 @@ import struct
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    depth_of,
     flag,
     number,
     require,
@@ -51,7 +52,7 @@ def recurrent_gemma(config: Config) -> str:
         "a": f"- {layer}[{{attention_mixer: {{dim: dim, {written(attention)}}}}}]}}",
     }
     found = words(config, "block_types", ("recurrent", "attention")) or ["recurrent"]
-    depth = whole(config, "num_hidden_layers")
+    depth = depth_of(config)
     blocks = ["griffin", "attention"]
     model = language(config, "RecurrentGemma language model", blocks, eps, gain="one_plus", tied=True)._replace(
         names=("model.embed_tokens", "model.final_norm"),

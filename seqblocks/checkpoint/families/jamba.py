@@ -7,8 +7,10 @@ from seqblocks.checkpoint.families.mamba import limits
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    depth_of,
     flag,
     number,
+    numbers,
     rank,
     require,
     rotary,
@@ -31,7 +33,7 @@ def jamba(config: Config) -> str:
     layers = [
         ("attention" if _is_in(config, "attn", at, 8, 4) else "mamba")
         + ("_experts" if count > 1 and _is_in(config, "expert", at, 2, 1) else "")
-        for at in range(whole(config, "num_hidden_layers"))
+        for at in range(depth_of(config))
     ]
     network = gated_network(config)
     top = whole(config, "num_experts_per_tok", 2)
@@ -49,7 +51,8 @@ def jamba(config: Config) -> str:
 
 
 def _is_in(config: Config, kind: str, layer: int, period: int, offset: int) -> bool:
-    return layer % whole(config, f"{kind}_layer_period", period) == whole(config, f"{kind}_layer_offset", offset)
+    first = whole(config, f"{kind}_layer_offset", offset, least=0)
+    return layer % whole(config, f"{kind}_layer_period", period) == first
 
 
 def _mamba(config: Config, eps: float) -> str:
@@ -78,8 +81,8 @@ def bamba(config: Config) -> str:
     bias, heads = flag(config, "attention_bias", False), whole(config, "num_attention_heads")
     turned = int(whole(config, "hidden_size") // heads * part)
     attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
-    listed = config.get("attn_layer_indices") or []
-    layers = ["attention" if at in listed else "mamba2" for at in range(whole(config, "num_hidden_layers"))]
+    listed = numbers(config, "attn_layer_indices")
+    layers = ["attention" if at in listed else "mamba2" for at in range(depth_of(config))]
     wide = flag(config, "mlp_bias", False)
     network = f"swiglu: {{hidden: {whole(config, 'intermediate_size')}, bias: {scalar(wide)}}}"
     kinds = used(

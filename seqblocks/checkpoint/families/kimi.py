@@ -6,7 +6,18 @@ from typing import Any
 
 from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types
 from seqblocks.checkpoint.families.text import language, swiglu
-from seqblocks.checkpoint.families.values import Config, flag, number, require, whole, whole_or, words, written
+from seqblocks.checkpoint.families.values import (
+    Config,
+    depth_of,
+    flag,
+    number,
+    numbers,
+    require,
+    whole,
+    whole_or,
+    words,
+    written,
+)
 from seqblocks.errors import UsageError
 
 NETWORKS = ("dense", "sparse")
@@ -47,21 +58,21 @@ def _linear(config: Config) -> dict[str, Any]:
 
 def _types(config: Config, linear: dict[str, Any]) -> list[str]:
     """Return the kind of each layer; the lists of releases count from 1."""
-    depth, full = whole(config, "num_hidden_layers"), linear["lists"].get("full_attn_layers")
+    depth, full = depth_of(config), numbers(linear["lists"], "full_attn_layers")
     usual = [TYPES[bool(at and at % 4 == 0)] for at in range(depth)]
-    if full is not None and config.get("layer_types") is None:
+    if full and config.get("layer_types") is None:
         usual = [TYPES[at + 1 in full] for at in range(depth)]
     return layer_types(config, usual)
 
 
 def _networks(config: Config) -> list[str]:
-    depth = whole(config, "num_hidden_layers")
+    depth = depth_of(config)
     if config.get("mlp_layer_types") is not None:
         found = words(config, "mlp_layer_types", NETWORKS)
         if len(found) != depth:
             raise UsageError(f"config.json: mlp_layer_types has {len(found)} entries, and num_hidden_layers is {depth}")
         return found
-    dense = whole(config, "first_k_dense_replace", 1)
+    dense = whole(config, "first_k_dense_replace", 1, least=0)
     return [NETWORKS[at >= dense] for at in range(depth)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from seqblocks.checkpoint.families.text import swiglu
-from seqblocks.checkpoint.families.values import Config, require, scalar, whole, words
+from seqblocks.checkpoint.families.values import Config, depth_of, require, scalar, whole, words
 from seqblocks.errors import UsageError
 
 TYPES = ("linear_attention", "full_attention")  # of layers, in configs of transformers
@@ -52,7 +52,7 @@ def layer_map(
 def layer_types(config: Config, usual: Sequence[str]) -> list[str]:
     """Return the kind of each layer, as the config lists them or, without a list, the usual ones."""
     found = list(usual) if config.get("layer_types") is None else words(config, "layer_types", TYPES)
-    depth = whole(config, "num_hidden_layers")
+    depth = depth_of(config)
     if len(found) != depth:
         raise UsageError(f"config.json: layer_types has {len(found)} entries, and num_hidden_layers is {depth}")
     return found

@@ -6,6 +6,7 @@ import math
 
 from seqblocks.checkpoint.families.values import (
     Config,
+    depth_of,
     expansion,
     flag,
     number,
@@ -25,7 +26,7 @@ def mamba(config: Config) -> str:
     return _mamba_text(
         "mamba",
         dim=whole(config, "hidden_size"),
-        depth=whole(config, "num_hidden_layers"),
+        depth=depth_of(config),
         vocabulary=whole(config, "vocab_size"),
         state=whole(config, "state_size", 16),
         expand=expansion(config),
@@ -86,7 +87,7 @@ def mamba2(config: Config) -> str:
     return _mamba_text(
         "mamba2",
         dim=whole(config, "hidden_size"),
-        depth=whole(config, "num_hidden_layers"),
+        depth=depth_of(config),
         vocabulary=whole(config, "vocab_size"),
         state=whole(config, "state_size", 128),
         expand=expand,
@@ -152,7 +153,7 @@ def falcon_mamba(config: Config) -> str:
     return f"""seqblocks: 1
 about: FalconMamba language model, as its config.json says
 
-let: {{dim: {dim}, depth: {whole(config, "num_hidden_layers")}, vocabulary: {whole(config, "vocab_size")}}}
+let: {{dim: {dim}, depth: {depth_of(config)}, vocabulary: {whole(config, "vocab_size")}}}
 
 blocks:
   falcon_mamba_block:

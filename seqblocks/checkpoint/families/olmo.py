@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types, used
 from seqblocks.checkpoint.families.text import language
-from seqblocks.checkpoint.families.values import Config, flag, number, rotary, whole, whole_or, written
+from seqblocks.checkpoint.families.values import Config, depth_of, flag, number, rotary, whole, whole_or, written
 
 # transformers writes another name for a norm of the layers with attention than the releases have
 LAYOUT = """layouts:
@@ -14,7 +14,7 @@ LAYOUT = """layouts:
 
 def olmo_hybrid(config: Config) -> str:
     """Write an OLMo hybrid language model: Gated DeltaNet, and attention whose norms come after it."""
-    eps, depth = number(config, "rms_norm_eps", 1e-6), whole(config, "num_hidden_layers")
+    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
     usual = [TYPES[at % 4 == 3] for at in range(depth)]
     types = layer_types(config, usual if TYPES[1] in usual else [*usual[:-1], TYPES[1]])
     layers = ["memory" if kind == TYPES[0] else "attention" for kind in types]
@@ -52,7 +52,8 @@ def _memory(config: Config) -> str:
 
 def _attention(config: Config, eps: float) -> str:
     heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
-    turns = (config.get("rope_parameters") or {}).get("rope_theta") is not None
+    found = config.get("rope_parameters") or {}
+    turns = not isinstance(found, dict) or found.get("rope_theta") is not None  # the first is an error
     arguments = {
         "heads": heads,
         "kv_heads": whole_or(config, "num_key_value_heads", heads),

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, layer_map, layer_types
 from seqblocks.checkpoint.families.text import language
-from seqblocks.checkpoint.families.values import Config, flag, number, require, rotary, whole, whole_or, written
+from seqblocks.checkpoint.families.values import (
+    Config,
+    depth_of,
+    flag,
+    number,
+    numbers,
+    require,
+    rotary,
+    whole,
+    whole_or,
+    written,
+)
 
 
 def qwen3_next(config: Config) -> str:
     """Write a Qwen3-Next language model: Gated DeltaNet and gated attention, networks dense or of experts."""
     require(config, attention_bias=False)
-    eps, depth = number(config, "rms_norm_eps", 1e-6), whole(config, "num_hidden_layers")
+    eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
     every = whole_or(config, "full_attention_interval", 4)
     types = layer_types(config, [TYPES[(at + 1) % every == 0] for at in range(depth)])
     layers = [
@@ -30,8 +41,8 @@ def qwen3_next(config: Config) -> str:
 
 def _is_sparse(config: Config, layer: int) -> bool:
     step = whole(config, "decoder_sparse_step", 1)
-    listed = layer in (config.get("mlp_only_layers") or [])
-    return not listed and whole(config, "num_experts", 512) > 0 and (layer + 1) % step == 0
+    listed = layer in numbers(config, "mlp_only_layers")
+    return not listed and whole(config, "num_experts", 512, least=0) > 0 and (layer + 1) % step == 0
 
 
 def _layer(config: Config, word: str, eps: float) -> str:

@@ -23,9 +23,7 @@ class Language(NamedTuple):
     names: tuple[str, str] = ("model.embed_tokens", "model.norm")
     before: str = ""  # steps after the embedding
     after: str = ""  # steps after the head
-    lets: str = ""
     share: str = ""  # what layers of one kind share
-    blocks: str = ""
 
     def text(self, layers: Sequence[str], kinds: Mapping[str, str], checkpoint: str) -> str:
         """Return the spec. layers: the kind of each; kinds: their steps, line by line; checkpoint: lines of the map."""
@@ -34,8 +32,8 @@ class Language(NamedTuple):
 about: {self.about}, as its config.json says
 use: [{", ".join(self.use)}]
 
-let: {{dim: {self.dim}, vocabulary: {self.vocabulary}, cache: {CACHE}{self.lets}}}
-{self.blocks}
+let: {{dim: {self.dim}, vocabulary: {self.vocabulary}, cache: {CACHE}}}
+
 model:
   input: {{tokens: vocabulary}}
   steps:

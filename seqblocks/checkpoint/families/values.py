@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from seqblocks.combinators import MAX_REPEATS
 from seqblocks.errors import UsageError, listing
 
 Config = Mapping[str, Any]
@@ -26,17 +28,40 @@ def _value(config: Config, key: str, kinds: tuple[type, ...], what: str, default
     return value
 
 
-def whole(config: Config, key: str, default: int | None = None) -> int:
-    return int(_value(config, key, (int,), "a whole number", default))
+def whole(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
+    """Return a whole number of at least `least`."""
+    found = int(_value(config, key, (int,), "a whole number", default))
+    if found < least:
+        raise UsageError(f"config.json: {key} must be at least {least}, not {found}")
+    return found
+
+
+def depth_of(config: Config, key: str = "num_hidden_layers") -> int:
+    """Return the number of layers, which are listed one by one."""
+    found = whole(config, key)
+    if found > MAX_REPEATS:
+        raise UsageError(f"config.json: {key} must be at most {MAX_REPEATS}, not {found}")
+    return found
+
+
+def numbers(config: Config, key: str) -> list[int]:
+    """Return a list of whole numbers, which may be null."""
+    found = config.get(key)
+    if found is not None and not (isinstance(found, list) and all(type(each) is int for each in found)):
+        raise UsageError(f"config.json: {key} must be a list of whole numbers, not {found!r}")
+    return list(found or [])
 
 
 def whole_or(config: Config, key: str, default: int) -> int:
     """Return a whole number; the default where the entry is null, too."""
-    return default if config.get(key) is None else whole(config, key)
+    return default if config.get(key) is None else whole(config, key, least=min(default, 1))
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
-    return float(_value(config, key, (int, float), "a number", default))
+    found = float(_value(config, key, (int, float), "a number", default))
+    if not math.isfinite(found):
+        raise UsageError(f"config.json: {key} must be a number, not {found}")
+    return found
 
 
 def flag(config: Config, key: str, default: bool) -> bool:

@@ -8,6 +8,7 @@ from seqblocks.checkpoint.families.layers import used
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import (
     Config,
+    depth_of,
     flag,
     number,
     require,
@@ -50,7 +51,7 @@ def zamba2(config: Config) -> str:
     eps = number(config, "rms_norm_eps", 1e-5)
     norm = f"rms_norm: {{eps: {scalar(eps)}, name: norm}}"
     kinds = {"mamba": f"- residual: {{name: mamba, steps: [{{{norm}}}, {{{mixer}}}]}}"}
-    for at in range(blocks):
+    for at in range(min(blocks, len(hybrids))):
         linear = "linear: {features: dim, bias: false, name: linear}"
         steps = f"{{identity: {{as: h}}}}, {{{block}}}, {{{linear}}}, {{add: {{with: h, name: sum}}}}"
         kinds[f"shared{at}"] = f"- residual: {{name: shared{at}, steps: [{steps}, {{{norm}}}, {{{mixer}}}]}}"
@@ -67,7 +68,7 @@ def zamba2(config: Config) -> str:
 def _types(config: Config) -> list[str]:
     """Return the kind of each layer."""
     found = words(config, "layers_block_type", ("linear_attention", "hybrid", *LEGACY))
-    if len(found) != (depth := whole(config, "num_hidden_layers")):
+    if len(found) != (depth := depth_of(config)):
         raise UsageError(f"config.json: layers_block_type has {len(found)} entries, and num_hidden_layers is {depth}")
     return [LEGACY.get(kind, kind) for kind in found]
 
