@@ -33,9 +33,9 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
         before, S = S, _decayed(S, fixed if decay is None else decay)
         if a is not None and b is not None:
             read = _read(a.view(B, HV, K), before)
-            S = torch.addcmul(S, b.view(B, HV, K, 1), read.unsqueeze(-2))
+            S = _with(S, b.view(B, HV, K), read, S is not before)
         write = v if beta is None else beta.unsqueeze(-1) * (v - _read(k, S))
-        S = torch.addcmul(S, k.unsqueeze(-1), write.unsqueeze(-2))
+        S = _with(S, k, write, S is not before)
         if bonus is None:
             o = _read(q, S)
         else:
@@ -58,6 +58,12 @@ def _decayed(S: Tensor, decay: Maybe) -> Tensor:
     if decay is None:
         return S
     return S * decay.exp().view(-1, S.shape[1], S.shape[2] if decay.shape[-1] != S.shape[1] else 1, 1)
+
+
+def _with(S: Tensor, x: Tensor, y: Tensor, own: bool) -> Tensor:
+    """S + x y^T, in place if S is our own."""
+    x, y = x.unsqueeze(-1), y.unsqueeze(-2)
+    return S.addcmul_(x, y) if own else torch.addcmul(S, x, y)
 
 
 def _read(x: Tensor, S: Tensor) -> Tensor:

@@ -203,9 +203,14 @@ def _scan(
     if x.tracked:
         reads, last, _ = _Scan.apply(rows, seed, columns, v, through, state, L, x.g.split)
         return reads, last
+    state, split = state.clone(), x.g.split
     for n, (row, read, column) in enumerate(zip(rows, seed, columns.transpose(-1, -2), strict=True)):
         read.baddbmm_(row, state)
-        state = _next_state(state, column, _written(read, None if v is None else v[n], L), through, n, x.g.split)
+        if through is not None and not split:
+            state *= through[n]
+        state.baddbmm_(column, _written(read, None if v is None else v[n], L))
+        if through is not None and split:
+            state *= through[n]
     return seed, state
 
 

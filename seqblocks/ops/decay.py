@@ -109,6 +109,19 @@ class LogDecay(Op):
     def macs(self, x: Wire, lower: Wire | None = None) -> int:
         return x.features
 
+    def prepare_step(self, p: Any) -> Any:
+        from torch.nn.functional import softplus
+
+        if self.kind != "softplus":
+            return None
+        rates, bias = -p["A_log"].exp(), p.get("dt_bias")
+
+        def step(x: Any, lower: Any = None) -> Any:
+            x = softplus(x if bias is None else x + bias)
+            return x * (rates if len(rates) == x.shape[-1] else rates.repeat_interleave(x.shape[-1] // len(rates)))
+
+        return step
+
     def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus
 

@@ -46,18 +46,25 @@ class RMSNorm(Norm):
         return super().macs(x) + (x.features if z else 0)
 
     def prepare_step(self, p: Any) -> Any:
-        if self.groups > 1:
-            return None
         from torch.nn.functional import rms_norm
 
-        gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
+        gain, bias, eps, groups, shared = self.effective_gain(p), p.get("bias"), self.eps, self.groups, self.shared
+
+        def normed(x: Any) -> Any:
+            if groups == 1:
+                return rms_norm(x, x.shape[-1:], gain, eps)
+            grouped = x.unflatten(-1, (groups, -1))
+            y = rms_norm(grouped, grouped.shape[-1:], gain if shared else None, eps)
+            if shared:
+                return (y if bias is None else y + bias).flatten(-2)
+            return y.flatten(-2) if gain is None else y.flatten(-2) * gain
 
         def step(x: Any, z: Any) -> Any:
             opening = None if z is None else activate(self.activation, z)
             if opening is not None and self.gate == "before":
                 x = x * opening
-            y = rms_norm(x, x.shape[-1:], gain, eps)
-            y = y if bias is None else y + bias
+            y = normed(x)
+            y = y if bias is None or (groups > 1 and shared) else y + bias
             return y if opening is None or self.gate == "before" else y * opening
 
         return step
