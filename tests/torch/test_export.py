@@ -28,7 +28,7 @@ from seqblocks.testing import random_input
 MIXERS = {  # the exporters take seconds for each
     "mamba": ["{mamba_mixer: {dim: 8, state: 4}}"],
     "mlstm": ["{mlstm_layer: {dim: 8, heads: 2}}"],
-    "slstm": ["{slstm_layer: {dim: 8, heads: 2}}"],
+    "slstm": ["{slstm_block: {dim: 8, heads: 2}}"],
     "centaurus": ["{centaurus: {features: 8, state: 4}}"],
     "memoroid": ["{memoroid_layer: {dim: 8, heads: 2}}"],
     "retnet": ["{retention_mixer: {dim: 8, heads: 2}}"],
@@ -95,7 +95,8 @@ def test_a_stream_goes_on_from_a_prompt_in_onnxruntime(mixer: str, tmp_path: Pat
     read, run = Session(tmp_path / "chunk.onnx"), Session(tmp_path / "step.onnx")
     assert run.contract["state"] == read.contract["state"]
     assert run.contract["inputs"] == [{"name": "input", "shape": ["batch"], "dtype": "int64"}]
-    assert [each.shape for each in read.session.get_inputs()[:2]] == [["batch", "seq"], ["batch", 8]]
+    sizes = [each.shape for each in read.session.get_inputs()]
+    assert sizes == [["batch", "seq"], *(part["shape"] for part in read.contract["state"])]
     x, state, parts = random_input(model, 2, 19), read.initial(2), []
     for start, end in ((0, 1), (1, 16)):
         y, state = read(state, input=x[:, start:end])
