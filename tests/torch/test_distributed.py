@@ -14,6 +14,7 @@ from seqblocks.distributed import shard
 from seqblocks.distributed.fsdp import layer_paths
 
 HERE = Path(__file__).parent
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # one pair of processes serves all tests
 
 
 def _module(name: str) -> Any:
