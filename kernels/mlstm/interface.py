@@ -47,7 +47,7 @@ def mlstm(
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; the state is
     all zeros, m included, before that token.
     reverse: scan from right to left; the given state enters at the right end and the returned one leaves at the left.
-    chunk_size: tokens per chunk of the torch implementation (default: equal chunks of up to 128); it changes
+    chunk_size: tokens per chunk of the torch implementation (default: equal chunks of up to 64, or one); it changes
     rounding and speed only.
     input_gate: "exp", or "sigmoid" (m stays 0); normalize=False, for the sigmoid gate alone, leaves h undivided.
 

@@ -96,13 +96,14 @@ def _chunk_gates(gates: Gates, group: tuple[int, int], chunk: Chunk, reverse: bo
 
 
 def _advance(
-    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates
+    C: Tensor | None, n: Tensor | None, k: Tensor, v: Tensor, g: ChunkGates, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The state after a chunk; None is the empty state."""
+    """The state after a chunk; None is the empty state. in_place: in the memory of C and n."""
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
         return torch.bmm(written, v), written.sum(2, keepdim=True)
-    return (C * g.keep).baddbmm_(written, v), n * g.keep + written.sum(2, keepdim=True)
+    C, n = (C.mul_(g.keep), n.mul_(g.keep)) if in_place else (C * g.keep, n * g.keep)
+    return C.baddbmm_(written, v), n.add_(written.sum(2, keepdim=True))
 
 
 class Kept(NamedTuple):
@@ -177,7 +178,7 @@ def _forward(
                 for part in _blocks_forward(qc, kc, vc, C, n, g, weights, reverse, eps, normalize):
                     _put(h, group, chunk.first + part.first, part.h)
                 if return_state or chunk is not plan.chunks[-1]:
-                    C, n = _advance(C, n, kc, vc, g)
+                    C, n = _advance(C, n, kc, vc, g, in_place=chunk is not plan.chunks[0])
             if return_state and C is not None and n is not None:
                 C_out[rows] = C.view(-1, H, DK, DV)
                 n_out[rows] = n.view(-1, H, DK)
