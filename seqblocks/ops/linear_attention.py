@@ -203,6 +203,9 @@ class LinearAttention(Op):
 
         from seqblocks.kernels.linear_attention.step import prepare
 
+        if self.writes > 1:  # a token of several corrections is a short sequence
+            return None
+
         def prepared(dtype: Any) -> Any:
             fixed = self.retention(torch.zeros(1, dtype=dtype)) if self.fixed_decay != "none" else None
             return prepare(self.heads, self.scale or None, self.qk_norm == "l2", fixed, p.get("u"), self.normalize)
