@@ -17,8 +17,8 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
 
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
-    *earlier, now = weight[:, 0].t().contiguous()
-    before = torch.stack(earlier)
+    taps = weight[:, 0].t().contiguous()
+    before, now = taps[:-1], taps[-1]
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y = (window * before).sum(1).addcmul_(x, now)

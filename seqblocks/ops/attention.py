@@ -136,6 +136,8 @@ class Attention(_Heads):
         return move
 
     def prepare_step(self, p: Any) -> Any:
+        import torch
+
         from seqblocks.kernels.attention.step import prepare
 
         run = prepare(self.heads, self.shared, self.rotary or None, self.scale or None)
@@ -144,7 +146,7 @@ class Attention(_Heads):
 
         def step(*inputs: Any) -> Any:
             y, k, v, length = run(*inputs)
-            self.must_hold(length, compiling=False)
+            self.must_hold(length, torch.compiler.is_compiling())
             return y, k, v, length
 
         return step

@@ -22,6 +22,8 @@ from seqblocks.runtime.step import Place, StepModule, broadcast, grid_of, joinin
 from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States, compact
 
+PLANNED = {torch.float32, torch.float64}  # dtypes that the functions for one token compute in
+
 
 @makes("op")
 class Primitive(StepModule, Holder):
@@ -39,6 +41,12 @@ class Primitive(StepModule, Holder):
         self._vectors = vectors_of(node)
         rate = node.wires[0].rate if node.wires and node.wires[0] else 1
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
+        self._states = len(node.state)
+        wires = [wire for wire in (*node.wires, node.type) if wire]
+        kind = type(node.op)
+        has_step = kind.prepare_step is not Op.prepare_step and kind.matrix is Op.matrix
+        sequences = not node.whole_inputs and all(wire.kind == "sequence" and not wire.context for wire in wires)
+        self._has_step = has_step and sequences  # a function for one token, and not for weights in another layout alone
         self._grid = grid_of(node, place)
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
@@ -77,6 +85,8 @@ class Primitive(StepModule, Holder):
         inputs = self._at_ports(tensors)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}
+        if self._has_step and call.compiling and (done := self._one_token(parameters, call, inputs)):
+            return done
         out = self.op.forward(parameters, call, *inputs)
         if not self._stateful:
             return out, {}
@@ -87,6 +97,27 @@ class Primitive(StepModule, Holder):
         if call.return_state and isinstance(state, dict):
             state = {name: compact(x) for name, x in state.items()}
         return y, state
+
+    def _one_token(self, p: dict[str, Any], call: Call, inputs: list[Any]) -> tuple[Tensor, States] | None:
+        """Compute a token of a compiled stream by the function that the op has for it, or return None.
+
+        A compiler fuses those few operations, also with what is derived of the parameters.
+        """
+        given = [x for x in inputs if x is not None]
+        if not call.streaming or call.resets is not None or call.reverse or torch.is_grad_enabled():
+            return None
+        if call.training or torch.compiler.is_exporting() or any(x.shape[1] != 1 for x in given):
+            return None
+        states = list(call.state.values()) if call.state else []
+        dtypes = {x.dtype for x in (*given, *states, *p.values()) if x.is_floating_point()}
+        if len(dtypes) != 1 or not dtypes <= PLANNED or given[0].device.type != "cpu" or len(states) != self._states:
+            return None
+        run = self.op.prepare_step(p)
+        if run is None:
+            return None
+        out = run(*states, *(x if x is None else x.squeeze(1) for x in inputs))
+        y, *after = out if states else (out,)
+        return y.unsqueeze(1), {name: compact(x) for name, x in zip(call.state or {}, after, strict=True)}
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """The inputs by port: joined where a port reads several wires, None where it reads none."""

@@ -66,10 +66,13 @@ def test_a_stream_is_compiled_once(name: str, batch: int) -> None:
     counters.clear()
     model = made(name)
     step, state = torch.compile(model.step, backend="eager"), model.init_state(batch)
+    expected = state
     x = random_input(model, batch, 3).detach()
     with torch.no_grad():
         for t in range(3):
-            _, state = step(x[:, t], state)
+            found, state = step(x[:, t], state)
+            y, expected = model.step(x[:, t], expected)
+            torch.testing.assert_close((found, state), (y, expected), rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
 
 
