@@ -120,6 +120,7 @@ def test_a_context_begins_the_state() -> None:
     assert (heard.shape, heard.initial) == (("batch", "sound", 16), None)
     assert memory == export.Part("state.h.window", "next_state.h.window", ("batch", 2, 8), "float32", 0.0)
     begin, step = first.module(), following.module()
+    assert "seqblocks" not in f"{begin.code}{step.code}"
     x, context = random_input(model, 3, 4).detach(), {"sound": torch.randn(3, 9, 4)}
     expected = model(text=x, **context)
     state = begin(context)
@@ -140,6 +141,7 @@ assert not [name for name in sys.modules if name.startswith("seqblocks")]
 """
 
 
+@pytest.mark.long
 def test_a_program_needs_no_seqblocks(tmp_path: Path) -> None:
     model = recurrent()
     export.pt2(model, tmp_path / "m.pt2", "chunk", batch=2, check=False)
@@ -268,6 +270,7 @@ def test_an_earlier_file_stays_where_a_new_one_fails(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.long
 def test_large_weights_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an earlier export is removed, and no other."""
     monkeypatch.setattr(files, "LARGEST", 8)  # bytes
