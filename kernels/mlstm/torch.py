@@ -504,10 +504,11 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
         return (None,) * 15
     tensors = ctx.saved_tensors  # a checkpoint lets them be read once
     saved, kept = tensors[:9], tensors[9:]
+    arguments: list[Any] = [dh, dC, dn, dm, *saved, *ctx.options]
     if kept and not torch.is_grad_enabled() and not direct.is_seen((dh, dC, dn, dm)):
-        grads = _backward(dh, dC, dn, dm, *saved, *ctx.options, kept=Kept.of(kept))
+        grads = _backward(*[*arguments, Kept.of(kept)])
     else:
-        grads = direct.call_backward(_mlstm_backward, dh, dC, dn, dm, *saved, *ctx.options)
+        grads = direct.call_backward(_mlstm_backward, *arguments)
     state = [g if given is not None else None for g, given in zip(grads[5:], saved[5:8], strict=True)]
     return *grads[:5], *state, *(None,) * 7
 
