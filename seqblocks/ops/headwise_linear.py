@@ -44,7 +44,7 @@ class HeadwiseLinear(Op):
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:
         groups, out, _ = self.sizes(x)
-        if groups % ranks:
+        if groups % ranks or self.shared:  # a shared matrix has no part for a rank
             return []
         features = self.features and groups * out // ranks
         return [Split(self.model_copy(update={"features": features}), ("x",), {"weight": 0, "bias": 0})]

@@ -87,7 +87,7 @@ class LinearAttention(Op):
         return v.with_features(v.features // self.writes)
 
     def splits(self, ranks: int, *wires: Wire | None) -> list[Split]:
-        if self.fixed_decay != "none":  # each head has its own, by its number
+        if self.fixed_decay != "none" or self.writes > 1:  # decays by a head's number; corrections before heads
             return []
         found = evenly(self, ranks, "heads", wires)
         values = self.value_heads // ranks

@@ -97,3 +97,20 @@ def test_arguments_that_count_what_is_independent_exist():
     load_builtin()
     for verb, op in PRIMITIVES.items():
         assert op.independent in ("", "features") or op.independent in op.model_fields, verb
+
+
+def test_what_is_not_ordered_by_heads_stays_whole():
+    """Corrections of a token come before heads, and a matrix of all heads has no part for a rank."""
+    plan = plan_of("""
+- swiglu: {hidden: 8}
+- headwise_linear: {block: 4, shared: true, as: q}
+- linear: {features: 32, name: keys}
+- l2_norm: {heads: 8, as: k}
+- linear: {from: q, features: 32, as: v}
+- linear: {from: q, features: 8, name: shares}
+- sigmoid: {as: b}
+- linear_attention: {q: q, k: k, v: v, beta: b, heads: 4, rule: delta, writes: 2}
+""")
+    split = {path for path, what in plan.steps if what in ("heads", "features")}
+    assert not split & {"q", "headwise_linear", "linear_attention"}
+    assert not {name for name in plan.cuts if name.startswith("q.")}
