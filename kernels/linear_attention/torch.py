@@ -148,7 +148,7 @@ def _products(x: _Inputs) -> _Products:
     if x.beta is not None:
         c = x.g.reading(-x.k)
         inverse = _inverse(x.beta.unsqueeze(-1) * x.pairs(c, k, False)) * x.beta.unsqueeze(-2)
-        rows = torch.cat([q.weighted.expand(*c.weighted.shape), inverse @ c.weighted], -2)
+        rows = _rows(q.weighted, inverse @ c.weighted)
         seed = pad(inverse @ x.v, (0, 0, x.v.shape[4], 0))
         return _Products(rows, seed, k.weighted, False, x.pairs(q, k, True))
     seed = x.pairs(q, k, x.bonus is None) @ x.v
@@ -158,9 +158,14 @@ def _products(x: _Inputs) -> _Products:
         return _Products(q.weighted, seed, k.weighted, True, None)
     c, b = x.g.reading(x.a, True), x.g.writing(x.b)
     inverse = _inverse(x.pairs(c, b, False))
-    rows, columns = torch.cat([q.weighted, inverse @ c.weighted], -2), torch.cat([k.weighted, b.weighted], -2)
-    seed = torch.cat([seed, inverse @ (x.pairs(c, k, False) @ x.v)], -2)
+    rows, columns = _rows(q.weighted, inverse @ c.weighted), _rows(k.weighted, b.weighted)
+    seed = _rows(seed, inverse @ (x.pairs(c, k, False) @ x.v))
     return _Products(rows, seed, columns, True, x.pairs(q, b, True))
+
+
+def _rows(*parts: Tensor) -> Tensor:
+    """Join rows of as many tokens each; what several heads of values share is there once, and is repeated."""
+    return torch.cat(torch.broadcast_tensors(*parts), -2)
 
 
 def _inverse(system: Tensor) -> Tensor:

@@ -229,3 +229,31 @@ def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
     exact = gradients(torch.float64, "reference")
     for name, found, wanted in zip(x, gradients(torch.float32, "torch"), exact, strict=True):
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("decay", [None, "head", "key"])
+@pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
+def test_heads_of_values_may_share_keys(rule: str, decay: str | None) -> None:
+    """Under each rule and decay, as the same keys given to each head of values."""
+    generator = torch.Generator().manual_seed(0)
+    B, S, H, groups, K, V = 2, 37, 2, 3, 4, 5
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(B, S, *shape, dtype=torch.float64, generator=generator)
+
+    q, k, v, more = drawn(H, K), drawn(H, K), drawn(H * groups, V), dict[str, Tensor]()
+    if decay:
+        more["decay"] = -drawn(H * groups, *([K] if decay == "key" else [])).exp()
+    if rule == "delta":
+        more["beta"] = drawn(H * groups).sigmoid()
+    if rule == "dplr":
+        more |= {"a": -drawn(H * groups, K) / 4, "b": drawn(H * groups, K) / 4}
+    inputs = [x.requires_grad_() for x in (q, k, v, *more.values())]
+    dy = drawn(H * groups, V)
+
+    def results(backend: str, times: int) -> list[Tensor]:
+        y = linear_attention(*(x.repeat_interleave(times, 2) for x in (q, k)), v, **more, backend=backend)
+        return [y, *torch.autograd.grad((y * dy).sum(), inputs)]
+
+    for found, expected in zip(results("torch", 1), results("reference", groups), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())

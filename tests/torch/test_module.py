@@ -487,14 +487,15 @@ def test_parameter_groups_part_weights_from_gains_and_biases() -> None:
 
 def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
     scans = [scan_text("[forward, reverse]", f", own: {own}") for own in ("all", "[causal_conv.weight]")]
+    added = {"smart_apply"}  # by transformers, to every module, when it makes a model in the same process
     made = [built(text) for text in (STREAM, *scans)]
     for instance in made:
         for part in instance.modules():
             if isinstance(part, Primitive) or part._parameters:
                 continue  # a leaf: no step is below it
-            public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules)
+            public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules) - added
             assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
-    assert {n for n in dir(nn.Module) if not n.startswith("_")} <= RESERVED_NAMES
+    assert {n for n in dir(nn.Module) if not n.startswith("_")} - added <= RESERVED_NAMES
 
 
 def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
