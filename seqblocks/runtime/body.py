@@ -119,7 +119,9 @@ class Body(StepModule):
 
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Any, States]:
         """Run the body of an input that may be a sum; with `leaves` the result may be one."""
-        return self._run(dict(zip(self._reads, inputs, strict=True)), call, ends=self._ends, leaves=leaves)
+        first, *others = inputs
+        values = dict(zip(self._reads, [first if self._ends.input else sums.added_up(first), *others], strict=True))
+        return self._run(values, call, ends=self._ends, leaves=leaves)
 
     def _forward_with(self, tensors: list[Tensor], call: Call, following: Following) -> tuple[Tensor, States]:
         """Run the body, its last step together with the steps that follow the body."""

@@ -64,6 +64,7 @@ class Ends:
 
     leaves: by the name of a step whether its result is read by one step alone, which begins with a norm. Steps that
     only take a sum are there too, with False. last: the step that makes the body's result, if that may be a sum.
+    input: whether the body's first input may be a sum.
     """
 
     def __init__(self, body: Graph, fused: set[str]) -> None:
@@ -73,6 +74,7 @@ class Ends:
         makers = {node.outputs[0]: node for node in nodes if _makes(node)}
         self.leaves = {node.name: False for node in takers.values()}
         self.leaves |= {node.name: value in takers for value, node in makers.items()}
+        self.input = body.input in takers
         final = makers.get(body.result) if readers[body.result] == 1 and not body.outputs else None
         self.last = final.name if final else None
 

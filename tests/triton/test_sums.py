@@ -105,6 +105,26 @@ def test_what_observes_a_module_is_handed_tensors(kind: str) -> None:
     close(sorted(found, key=torch.Tensor.numel), sorted(expected, key=torch.Tensor.numel))
 
 
+SPLIT = """
+seqblocks: 1
+blocks:
+  layer:
+    args: {dim: int}
+    steps: [{rms_norm: {as: [a, b]}}, {linear: {from: [b, a], features: dim}}]
+model:
+  input: {features: 6}
+  steps:
+    - residual: [{linear: 6}]
+    - layer: {dim: 6}
+"""
+
+
+@INTERPRETED
+def test_a_norm_whose_output_is_split_is_handed_the_sum() -> None:
+    model = seqblocks.build_text(SPLIT, seed=1)
+    close(*(results(model, backend) for backend in ("triton", "torch")))
+
+
 class Wrapped(torch.nn.Module):
     """A wrapper that passes on its arguments."""
 
