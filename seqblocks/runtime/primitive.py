@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
-from seqblocks.kernels.dispatch import saves_launches
+from seqblocks.kernels import dispatch
+from seqblocks.kernels.numerics import autocast_dtype
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
@@ -41,7 +42,7 @@ class Primitive(StepModule, Holder):
         self._vectors = vectors_of(node)
         rate = node.wires[0].rate if node.wires and node.wires[0] else 1
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
-        self._states = len(node.state)
+        self._states = [*node.state]
         wires = [wire for wire in (*node.wires, node.type) if wire]
         kind = type(node.op)
         has_step = kind.prepare_step is not Op.prepare_step and kind.matrix is Op.matrix
@@ -104,20 +105,20 @@ class Primitive(StepModule, Holder):
         A compiler fuses those few operations, also with what is derived of the parameters.
         """
         given = [x for x in inputs if x is not None]
-        if not call.streaming or call.resets is not None or call.reverse or torch.is_grad_enabled():
+        if not _is_plain_step(call) or any(x.shape[1] != 1 for x in given):
             return None
-        if call.training or torch.compiler.is_exporting() or any(x.shape[1] != 1 for x in given):
-            return None
-        states = list(call.state.values()) if call.state else []
+        states = [call.state[name] for name in self._states] if call.state else []
         dtypes = {x.dtype for x in (*given, *states, *p.values()) if x.is_floating_point()}
-        if len(dtypes) != 1 or not dtypes <= PLANNED or given[0].device.type != "cpu" or len(states) != self._states:
+        if len(dtypes) != 1 or not dtypes <= PLANNED or len(states) != len(self._states):
+            return None
+        if given[0].device.type != "cpu" or autocast_dtype("cpu"):  # what autocast narrows, `forward` sorts out
             return None
         run = self.op.prepare_step(p)
         if run is None:
             return None
         out = run(*states, *(x if x is None else x.squeeze(1) for x in inputs))
         y, *after = out if states else (out,)
-        return y.unsqueeze(1), {name: compact(x) for name, x in zip(call.state or {}, after, strict=True)}
+        return y.unsqueeze(1), {name: compact(x) for name, x in zip(self._states, after, strict=True)}
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """The inputs by port: joined where a port reads several wires, None where it reads none."""
@@ -134,7 +135,7 @@ class Primitive(StepModule, Holder):
     def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
         """Compute a norm of a sum that is not added yet."""
         x = inputs[0]
-        if isinstance(x, Sum) and isinstance(self.op, Norm) and saves_launches(x.x):
+        if isinstance(x, Sum) and isinstance(self.op, Norm) and dispatch.saves_launches(x.x):
             parameters = self.parameters_by_name(call)
             if self._converts_to is None or x.dtype.itemsize <= parameters[self._converts_to].dtype.itemsize:
                 return x.normed(self.op, parameters), {}
@@ -151,6 +152,13 @@ class Primitive(StepModule, Holder):
     def extra_repr(self) -> str:
         given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
         return ", ".join([*given, f"out={self._type}"])
+
+
+def _is_plain_step(call: Call) -> bool:
+    """Whether a call that is compiled may use what ops have for one token of a stream without gradients."""
+    if not call.streaming or call.resets is not None or call.reverse or call.training or torch.is_grad_enabled():
+        return False
+    return dispatch.requested() in ("auto", "torch") and not torch.compiler.is_exporting()
 
 
 def _plain_parameter(node: Node) -> str | None:

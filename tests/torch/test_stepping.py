@@ -15,7 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import seqblocks
 from seqblocks.errors import RunError
+from seqblocks.kernels import use_backend
+from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.stepping import Stepper
 
 SPEC = """
@@ -353,3 +356,28 @@ def test_transforms_of_functions_take_the_other_way() -> None:
         state = model.init_state(1)
         found = torch.func.vmap(lambda token: model.step(token[None], state)[0][0])(x)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def compiled_token(backend: str = "auto") -> tuple[Any, Any]:
+    """What a cell computes for a token of a compiled stream whose state has its parts in another order, and forward."""
+    model = build(dtype=torch.float32)
+    cell = next(x for x in model.modules() if isinstance(x, Primitive) and x.op.verb == "slstm")
+    draw = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(2, 1, 16, generator=draw) for _ in "ifzo"]
+    state = {name: torch.rand(2, 2, 8, generator=draw) for name in "ycnm"}
+    expected = cell(*inputs, call=Call(False, state, True, streaming=True))
+    call = Call(False, dict(reversed(state.items())), True, streaming=True)
+    with torch.no_grad(), use_backend(backend):
+        return cell._one_token(cell.parameters_by_name(call), call, inputs), expected
+
+
+def test_a_compiled_token_finds_its_state_by_name() -> None:
+    found, expected = compiled_token()
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_compiled_token_leaves_autocast_and_other_backends_to_forward() -> None:
+    """It multiplies states as matrices, which autocast would round."""
+    assert compiled_token("reference")[0] is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled_token()[0] is None
