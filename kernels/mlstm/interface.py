@@ -8,7 +8,7 @@ Per head and token, with ls = log sigmoid and q~ = q / sqrt(DK):
     C' = a C + b k v^T              n' = a n + b k
     h  = q~ C' / (max(|q~ . n'|, exp(-m')) + eps)
 
-Forms: `mlstm_reference.py` (this, token by token), `mlstm_torch.py` (chunkwise). Gradients are those of this
+Implementations: `reference.py` (this, token by token), `torch.py` (chunkwise), `triton`. Gradients are those of this
 definition: the derivative of the normaliser is in them, and gradients flow into and out of states.
 """
 

@@ -53,7 +53,7 @@ from seqblocks.kernels.mlstm.gates import (
 )  # fmt: skip
 from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
-from seqblocks.kernels.resets import nonfinite
+from seqblocks.kernels.resets import along, nonfinite
 
 
 def _rows(x: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -184,7 +184,7 @@ def _forward(
                 n_out[rows] = n.view(-1, H, DK)
         if return_state:
             m_out.copy_(m)
-            _rescale(C_out, n_out, m)
+            _rescale(m, C_out, n_out)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
     return (h, C_out, n_out, m_out), kept.tensors() if save else ()
@@ -224,12 +224,11 @@ def _blocks_forward(
         yield Block(rows.start, num)
 
 
-def _rescale(C: Tensor, n: Tensor, m: Tensor) -> None:
+def _rescale(m: Tensor, *parts: Tensor | None) -> None:
     """C and n of the float64 stabiliser m, in place to those of m as the state holds it: rounded to their dtype."""
-    if C.dtype != m.dtype:
-        by = torch.exp(m - m.to(C.dtype)).to(C.dtype)
-        C.mul_(by[..., None, None])
-        n.mul_(by[..., None])
+    for x in parts:
+        if x is not None and x.dtype != m.dtype:
+            x.mul_(along(torch.exp(m - m.to(x.dtype)).to(x.dtype), x))
 
 
 def _empty_state(q: Tensor, v: Tensor, f: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -438,9 +437,8 @@ def _backward(
         plan = make_plan(q, v, chunk_size, reverse)
         kept = kept or Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate), [])
         gates, scan, m = kept[:3]
-        if dC_out is not None and dn_out is not None:
-            dC_out, dn_out = dC_out.clone(), dn_out.clone()
-            _rescale(dC_out, dn_out, m)
+        dC_out, dn_out = (None if x is None else x.clone() for x in (dC_out, dn_out))
+        _rescale(m, dC_out, dn_out)
         weights = list(kept.weights)
         exponential = input_gate == "exp"
         de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
