@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, register, transformed
 from seqblocks.kernels.numerics import nothing, without_autocast
 from seqblocks.kernels.recurrence import States, token_by_token
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
@@ -58,13 +58,14 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
             reverse,
         )
         y = y.flatten(2)
+        # where no derivative and no transform reads y: fresh memory for a long sequence costs more than the sum
+        in_place = not torch.is_grad_enabled() and not transformed()
         if D is not None:
-            # in place where no derivative reads y: fresh memory for a long sequence costs more than the sum
             skip = (D.to(real), u.to(real))
-            y = torch.addcmul(y, *skip) if torch.is_grad_enabled() else y.addcmul_(*skip)
+            y = y.addcmul_(*skip) if in_place else torch.addcmul(y, *skip)
         if z is not None:
             gate = F.silu(z.to(real))
-            y = y * gate if torch.is_grad_enabled() else y.mul_(gate)
+            y = y.mul_(gate) if in_place else y * gate
         return y.to(u.dtype), last.flatten(1, 2)
 
     return run

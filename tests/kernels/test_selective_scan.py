@@ -339,3 +339,15 @@ def test_a_token_of_a_stream_in_triton(groups: int, states: int, rest: bool) -> 
         )
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b).abs().max() <= 12 * 2**-23 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", ["D", "z"])
+def test_vmap_over_what_follows_the_scan(name: str) -> None:
+    """Without gradients too, where the skip and the gate are otherwise applied in place."""
+    x = {"u": draw(2, 5, 6), "dt": draw(2, 5, 6, seed=1), "A": -draw(6, 4, seed=2).exp(), "B": draw(2, 5, 4, seed=3)}
+    x |= {"C": draw(2, 5, 4, seed=4), "D": draw(6, seed=5), "z": draw(2, 5, 6, seed=6)}
+    several = torch.stack([x[name], 2 * x[name]])
+    with torch.no_grad():
+        found = torch.vmap(lambda each: selective_scan(**(x | {name: each})))(several)
+        expected = [selective_scan(**(x | {name: each})) for each in several]
+    torch.testing.assert_close(found, torch.stack(expected))
