@@ -43,7 +43,7 @@ def call_backward(op: Any, *args: Any) -> Any:
 
 
 def is_seen(args: tuple[Any, ...]) -> bool:
-    """Whether anything traces, transforms or watches ops, or an argument is a subclass that does."""
+    """Whether anything traces, transforms or watches ops, or an argument has no numbers or is a subclass."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -51,7 +51,7 @@ def is_seen(args: tuple[Any, ...]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or any(isinstance(x, Tensor) and type(x) not in PLAIN for x in args)
+        or any(isinstance(x, Tensor) and (type(x) not in PLAIN or x.is_meta) for x in args)
     )
 
 

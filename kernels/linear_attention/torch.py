@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch import always, direct, register
 from seqblocks.kernels.dispatch.compiled import unknown
 from seqblocks.kernels.linear_attention import reference, separate
 from seqblocks.kernels.linear_attention.decays import Decays, Operand, of_quarters
 from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
-from seqblocks.kernels.resets.tokens import is_plain
 
 BLOCK = 16  # tokens of a system that is solved by substitution
 SPAN = 512  # tokens computed at a time on a CPU
@@ -501,7 +500,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
     options = resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span
-    if is_plain() and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not direct.is_seen((dy, dlast, *tensors)):
         grads = iter(_gradients(dy, dlast, tuple(tensors), *options, pulled_back=_recorded))
     else:
         grads = iter(_op_backward(dy, dlast, *tensors, *options))

@@ -94,7 +94,7 @@ def _of(tensors: Sequence[Tensor | None], kinds: Sequence[str], wanted: str) -> 
 
 def _poisoned(dead: Tensor, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
     """Whether anything of a dead token is not finite."""
-    if dead.is_cuda and torch.cuda.is_current_stream_capturing():
+    if dead.is_meta or (dead.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     if not dead.any():
         return False

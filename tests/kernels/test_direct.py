@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from seqblocks.kernels import mlstm, selective_scan, slstm
+from seqblocks.kernels import linear_attention, mlstm, selective_scan, slstm
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -23,11 +24,16 @@ def an_mlstm() -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 def a_scan() -> tuple[Callable[..., Tensor], list[Tensor]]:
     x = [drawn(2, 20, 6), drawn(2, 20, 6, seed=1), drawn(6, 4), drawn(2, 20, 4), drawn(2, 20, 4, seed=1)]
-    return lambda u, dt, A, B, C: selective_scan(u, dt, -A.exp(), B, C), x
+    return lambda u, dt, A, B, C, **options: selective_scan(u, dt, -A.exp(), B, C, **options), x
 
 
 def an_slstm() -> tuple[Callable[..., Tensor], list[Tensor]]:
     return slstm, [*(drawn(2, 9, 8, seed=at) for at in range(4)), drawn(2, 4, 4, 4), drawn(4, 2, 4)]
+
+
+def a_delta_rule() -> tuple[Callable[..., Tensor], list[Tensor]]:
+    x = [*(drawn(2, 9, 2, 4, seed=at) for at in range(3)), drawn(2, 9, 2), drawn(2, 9, 2, seed=1)]
+    return lambda q, k, v, g, beta, **options: linear_attention(q, k, v, decay=-g.abs(), beta=beta, **options), x
 
 
 KERNELS = {"mlstm": an_mlstm, "selective_scan": a_scan, "slstm": an_slstm}
@@ -88,6 +94,14 @@ def test_a_graph_may_be_kept_and_checkpointed(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y.sum(), x), strict=True))
     again = torch.autograd.grad(checkpoint(run, *x, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("make", [*KERNELS.values(), a_delta_rule])
+def test_tensors_without_numbers_have_shapes_and_gradients(make: Callable[[], Any]) -> None:
+    run, tensors = make()
+    x = [each.detach().to("meta").requires_grad_() for each in tensors]
+    y = run(*x, resets=torch.zeros(x[0].shape[:2], dtype=torch.bool, device="meta"))
+    assert [g.shape for g in torch.autograd.grad(y.sum(), x)] == [each.shape for each in x]
 
 
 def test_chunks_do_not_show_in_long_sequences() -> None:
