@@ -231,7 +231,7 @@ def test_gradients_after_a_strong_decay_per_key(rule: str) -> None:
         assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
 
 
-@pytest.mark.parametrize("decay", [None, "head", "key"])
+@pytest.mark.parametrize("decay", [None, "head", "key", "strong, of a key"])
 @pytest.mark.parametrize("rule", ["add", "delta", "dplr"])
 def test_heads_of_values_may_share_keys(rule: str, decay: str | None) -> None:
     """Under each rule and decay, as the same keys given to each head of values."""
@@ -243,7 +243,8 @@ def test_heads_of_values_may_share_keys(rule: str, decay: str | None) -> None:
 
     q, k, v, more = drawn(H, K), drawn(H, K), drawn(H * groups, V), dict[str, Tensor]()
     if decay:
-        more["decay"] = -drawn(H * groups, *([K] if decay == "key" else [])).exp()
+        strength = 40 if decay.startswith("strong") else 1
+        more["decay"] = -strength * drawn(H * groups, *([K] if decay.endswith("key") else [])).exp()
     if rule == "delta":
         more["beta"] = drawn(H * groups).sigmoid()
     if rule == "dplr":
