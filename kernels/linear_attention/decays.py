@@ -99,7 +99,8 @@ class Decays:
         size, early, late = self.levels[0]
         x_blocks, y_blocks = (z.unflatten(-2, (-1, size)) for z in (x, y))
         if size == 1:
-            found = (x_blocks * y_blocks).sum(-1, keepdim=True).expand(*early.shape[:-1], 1, 1)  # keys may be shared
+            found = (x_blocks * y_blocks).sum(-1, keepdim=True)
+            found = found.expand(*early.shape[:-1], 1, 1).contiguous()  # keys may be shared
         else:
             weights = early.unflatten(-2, (-1, size))
             reads = x_blocks * (_one_later(weights) if before else weights)

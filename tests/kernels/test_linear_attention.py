@@ -252,9 +252,11 @@ def test_heads_of_values_may_share_keys(rule: str, decay: str | None) -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, *more.values())]
     dy = drawn(H * groups, V)
 
-    def results(backend: str, times: int) -> list[Tensor]:
-        y = linear_attention(*(x.repeat_interleave(times, 2) for x in (q, k)), v, **more, backend=backend)
+    def results(backend: str, times: int, **options: Any) -> list[Tensor]:
+        y = linear_attention(*(x.repeat_interleave(times, 2) for x in (q, k)), v, **more, backend=backend, **options)
         return [y, *torch.autograd.grad((y * dy).sum(), inputs)]
 
-    for found, expected in zip(results("torch", 1), results("reference", groups), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
+    exact = results("reference", groups)
+    for chunk_size in (None, 1):
+        for found, expected in zip(results("torch", 1, chunk_size=chunk_size), exact, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
