@@ -104,13 +104,22 @@ def _between(tokens: Tensor, products: Tensor, h: Tensor, marks: Tensor | None, 
 
 
 def _factors(decay: Tensor, resets: Tensor | None) -> Tensor:
-    return decay.exp() if resets is None else decay.exp().masked_fill_(resets.unsqueeze(-1), 0.0)
+    factor = torch.mul(decay, math.log2(math.e)).exp2_()  # a quarter of the time of exp on processors without MKL's
+    return factor if resets is None else factor.masked_fill_(resets.unsqueeze(-1), 0.0)
 
 
-def _later(x: Tensor, last: float, reverse: bool) -> Tensor:
-    """What the next token of the scan has, and `last` for the last one."""
-    end = torch.full_like(x[:, :1], last)
+def _later(x: Tensor, end: Tensor, reverse: bool) -> Tensor:
+    """What the next token of the scan has, and `end` for the last one."""
     return torch.cat([end, x[:, :-1]] if reverse else [x[:, 1:], end], 1)
+
+
+def _earlier(y: Tensor, span: slice, state: Tensor, reverse: bool) -> Tensor:
+    """The states before the tokens of a span."""
+    if reverse:
+        end = y[:, span.stop : span.stop + 1] if span.stop < y.shape[1] else state.unsqueeze(1)
+        return torch.cat([y[:, span.start + 1 : span.stop], end], 1)
+    first = y[:, span.start - 1 : span.start] if span.start else state.unsqueeze(1)
+    return torch.cat([first, y[:, span.start : span.stop - 1]], 1)
 
 
 @torch.library.custom_op("seqblocks::gated_recurrence", mutates_args=())
@@ -133,19 +142,27 @@ def _op_backward(
     dy: Tensor, dlast: Tensor, y: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, decay and the initial state."""
+    dead = begins = later = None
+    if resets is not None:
+        dead = dead_tokens([dy], [dlast], resets, reverse)
+        begins, later = dead | resets, _later(resets, torch.zeros_like(resets[:, :1]), reverse)
+
+    def part(marks: Tensor | None, span: slice) -> Tensor | None:
+        return None if marks is None else marks[:, span]
+
     with without_autocast(y.device.type):
-        before = state.unsqueeze(1)
-        past = torch.cat([y[:, 1:], before] if reverse else [before, y[:, :-1]], 1)
-        factor, later = _factors(decay, resets), None
-        if resets is not None:
-            dead = dead_tokens([dy], [dlast], resets, reverse)
-            factor = factor.masked_fill_(dead.unsqueeze(-1), 0.0)
-            past = past.masked_fill_((dead | resets).unsqueeze(-1), 0.0)
-            later = _later(resets, 0, reverse)
-        d = dy.new_empty(dy.shape)
-        _scan(_later(factor, 1.0, reverse), dy, d, dlast, later, not reverse)
-        first = -1 if reverse else 0
-        return d, past.mul_(factor).mul_(d), factor[:, first] * d[:, first]
+        d, ddecay = dy.new_empty(dy.shape), decay.new_empty(decay.shape)
+        carry, end = dlast, torch.ones_like(decay[:, :1])
+        for span in _spans(y, not reverse):
+            factor, past = _factors(decay[:, span], part(resets, span)), _earlier(y, span, state, reverse)
+            if dead is not None and begins is not None:
+                factor.masked_fill_(dead[:, span].unsqueeze(-1), 0.0)
+                past.masked_fill_(begins[:, span].unsqueeze(-1), 0.0)
+            next_factor = _later(factor, end, reverse)
+            carry = _scan(next_factor, dy[:, span], d[:, span], carry, part(later, span), not reverse)
+            torch.mul(past.mul_(factor), d[:, span], out=ddecay[:, span])
+            end = factor[:, -1:] if reverse else factor[:, :1]
+        return d, ddecay, end[:, 0] * d[:, -1 if reverse else 0]
 
 
 @_op_backward.register_fake

@@ -49,16 +49,20 @@ def test_the_naive_function(case: str, backend: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("wide", [0, 10**9])
-def test_blocks_of_every_remainder(wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block and several, with resets at their edges, give the definition's numbers."""
+@pytest.mark.parametrize("numbers", [30, 10**9])
+def test_blocks_of_every_remainder(numbers: int, wide: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block and several, all tokens at a time or five, with resets at their edges, are the definition."""
     monkeypatch.setattr(blockwise, "WIDE", wide)
+    monkeypatch.setattr(blockwise, "NUMBERS", numbers)
     generator = torch.Generator().manual_seed(0)
     for length in range(2, 27):
         x, decay = (torch.randn(2, length, 3, generator=generator, dtype=torch.float64) for _ in range(2))
-        resets = torch.rand(2, length, generator=generator) < 0.3
-        results = [
-            with_state(x, -decay.abs(), resets=resets, reverse=reverse, backend=backend)
-            for backend in ("reference", "torch")
-        ]
-        for wanted, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+        inputs = [x.requires_grad_(), (-decay.abs()).requires_grad_()]
+        for resets in (None, torch.rand(2, length, generator=generator) < 0.3):
+            results = []
+            for backend in ("reference", "torch"):
+                y, last = with_state(*inputs, resets=resets, reverse=reverse, backend=backend)
+                loss = (y * y.detach()).sum() + last.sum()
+                results.append([y, last, *torch.autograd.grad(loss, inputs)])
+            for wanted, found in zip(*results, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
