@@ -37,8 +37,9 @@ class CapturedStep:
         self._y, state = self._step(self._x, self.state, resets=self._resets)
         overwrite(self.state, state)
 
-    def fits(self, x: Tensor) -> bool:
-        return x.shape == self._x.shape and x.dtype == self._x.dtype and x.device == self._x.device
+    def fits(self, x: Tensor, resets: Tensor | None) -> bool:
+        """Return whether it was recorded for such inputs."""
+        return all(_is_like(*each) for each in ((x, self._x), (resets, self._resets)))
 
     def run(self, x: Tensor, resets: Tensor | None) -> Any:
         """Return the output for one token of each sequence."""
@@ -47,6 +48,12 @@ class CapturedStep:
             self._resets.copy_(resets)
         self._replay()
         return tree_map(torch.clone, self._y)
+
+
+def _is_like(x: Tensor | None, recorded: Tensor | None) -> bool:
+    if x is None or recorded is None:
+        return x is recorded
+    return x.shape == recorded.shape and x.dtype == recorded.dtype and x.device == recorded.device
 
 
 def overwrite(state: States, by: States) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from seqblocks.errors import UnavailableError
-from seqblocks.runtime.captured import RECORDERS, CapturedStep, overwrite
+from seqblocks.runtime.captured import RECORDERS, CapturedStep, Recorder, overwrite
 from seqblocks.state import States, index_select
 
 
@@ -32,7 +32,7 @@ class Stream:
 
     def __init__(self, model: Streams, state: States) -> None:
         self._model, self._state = model, state
-        self._captures = False
+        self._record: Recorder | None = None  # by which steps are captured
         self._captured: dict[bool, CapturedStep] = {}  # by whether it takes resets; all write to `_state`
 
     @property
@@ -50,17 +50,16 @@ class Stream:
     @torch.inference_mode()
     def step(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
         """Return the output for one token of each sequence; arguments as `model.step`."""
-        if self._captures:
-            return self._step_captured(x, resets)
+        if self._record:
+            return self._step_captured(x, resets, self._record)
         y, self._state = self._model.step(x, self._state, resets=resets)
         return y
 
-    def _step_captured(self, x: Tensor, resets: Tensor | None) -> Any:
+    def _step_captured(self, x: Tensor, resets: Tensor | None, record: Recorder) -> Any:
         marked = resets is not None
-        if marked not in self._captured or not self._captured[marked].fits(x):
+        if marked not in self._captured or not self._captured[marked].fits(x, resets):
             if not self._captured:
                 self._state = tree_map(torch.clone, self._state)  # the caller may hold what it was set to
-            record = RECORDERS[x.device.type]
             self._captured[marked] = CapturedStep(self._model.step, self._state, x, resets, record)
         return self._captured[marked].run(x, resets)
 
@@ -87,5 +86,5 @@ class Stream:
         kind = next(iter(tree_leaves(self._state)), torch.empty(0)).device.type
         if kind not in RECORDERS:
             raise UnavailableError(f"a stream is captured in a CUDA graph, and this one is on {kind}")
-        self._captures = True
+        self._record = RECORDERS[kind]
         self._captured.clear()

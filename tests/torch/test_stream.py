@@ -90,6 +90,15 @@ def test_a_state_of_others_is_refused(recorded: None) -> None:
     near(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither left a trace
 
 
+def test_marks_of_other_shapes_are_refused(recorded: None) -> None:
+    """They are not broadcast to all sequences."""
+    stream = seqblocks.build("mlstm_small", seed=0).eval().stream(3)
+    stream.capture()
+    stream.step(TOKENS[:, 0], resets=torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(seqblocks.RunError, match="resets"):
+        stream.step(TOKENS[:, 1], resets=torch.ones(1, dtype=torch.bool))
+
+
 def test_without_a_cuda_device_it_is_refused(model: SequenceModel) -> None:
     with pytest.raises(seqblocks.UnavailableError, match="CUDA graph, and this one is on cpu"):
         model.stream(1).capture()
