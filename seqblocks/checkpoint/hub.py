@@ -79,6 +79,12 @@ def is_causal(spec: ModelSpec) -> bool:
     return ahead is None or not ahead.tokens
 
 
+def has_vectors(spec: ModelSpec) -> bool:
+    """Whether an output is a vector for the whole sequence."""
+    wires = [spec.types[value] for value in spec.graph.results]
+    return any(wire is not None and wire.kind == "vector" and not wire.context for wire in wires)
+
+
 def image_classification_obstacle(spec: ModelSpec) -> str | None:
     """Return why a spec does not classify images, or None if it does."""
     wire = logits(spec)

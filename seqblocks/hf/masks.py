@@ -19,8 +19,9 @@ def resets_of(
 
     mask: attention_mask [batch, past + seq] or [batch, seq], 1 for a token and 0 for padding. Padding before the first
     token is another sequence, which ends there, and so is padding after the last one, where the model reads both ways.
-    positions: position_ids [batch, seq]; each 0 begins a sequence. continues: the state, or the last output, is wanted,
-    so padding may not come last. RunError for anything else, such as padding in the middle.
+    positions: position_ids [batch, seq]; each 0 begins a sequence. continues: the state, the last output or a vector
+    for the whole sequence is wanted, so padding may not come last. RunError for anything else, such as padding in the
+    middle.
     """
     found = None if mask is None else _from_mask(x, mask, past, causal, continues)
     if positions is None:
@@ -34,7 +35,8 @@ def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -
     length = x.shape[1]
     known = mask.shape[1] > length  # else it is the mask of the new tokens alone, or there are no others
     if torch.compiler.is_compiling():
-        return _edges(mask[:, -length:].bool(), mask[:, :-length].bool() if known else None)[0]
+        first, after, _ = _edges(mask[:, -length:].bool(), mask[:, :-length].bool() if known else None)
+        return first if causal else first | _begins(after)
     if bool((mask[:, -length - known :] == 1).all()):  # the usual token of a stream ends here
         return None
     if not bool(((mask == 0) | (mask == 1)).all()):
@@ -47,7 +49,8 @@ def _from_mask(x: Tensor, mask: Any, past: int, causal: bool, continues: bool) -
         what = "attention_mask has padding between tokens, which a state cannot skip"
         raise RunError(f"{what}: {LEFT}. Where none is passed, generate takes pad_token_id for padding: pass one")
     if continues and bool(after.any()):
-        raise RunError(f"attention_mask has padding after the last token, which the state would have read: {LEFT}")
+        what = "attention_mask has padding after the last token, which the state or the output would have read"
+        raise RunError(f"{what}: {LEFT}")
     return _unless_empty(first if causal else first | _begins(after))
 
 

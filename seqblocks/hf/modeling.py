@@ -79,6 +79,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self.register_load_state_dict_pre_hook(files.adapt_names)
         self._inputs = list(self.model.spec.inputs) or [""]
         self._causal = hub.is_causal(self.model.spec)
+        self._has_vectors = hub.has_vectors(self.model.spec)
         self.post_init()
 
     @classmethod
@@ -253,7 +254,8 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
             _check_tokens(x, self.model.spec)
             past = cache.get_seq_length() if cache else 0
             one = isinstance(wanted, int) and wanted == 1
-            resets = resets_of(x, mask, positions, past, self._causal, streams or one)
+            reads_last = streams or one or self._has_vectors
+            resets = resets_of(x, mask, positions, past, self._causal, reads_last)
         if streams:
             y, cache = self._stream(x, resets, cache or StateCache(), wanted, context)
             return y, cache if use_cache is not False else None
@@ -529,6 +531,8 @@ def wrap(model: SequenceModel, **config: Any) -> Any:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"wrap takes what build made, not {type(model).__name__}")
+    if model._parts:
+        raise UsageError("the model is a rank's part of one: wrap what seqblocks.load makes of a saved folder")
     kind = CLASSES[hub.architecture(model.spec)]
     if kind is SeqblocksModel and hub.head(model.spec):
         reasons = f"{hub.causal_lm_obstacle(model.spec)}. For images: {hub.image_classification_obstacle(model.spec)}"

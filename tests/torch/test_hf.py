@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 import seqblocks
 import seqblocks.hf as hf
 from seqblocks.errors import RunError, UsageError
+from seqblocks.hf.masks import resets_of
+from seqblocks.runtime.shards import Parts
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -366,6 +368,39 @@ model:
         model(inputs_embeds=x, use_cache=True)
 
 
+def test_a_part_of_a_split_model_is_not_wrapped() -> None:
+    model = built()
+    model._parts = Parts(None, 0, 2, {}, model.spec)
+    with pytest.raises(UsageError, match=r"a rank's part of one: wrap what seqblocks\.load makes"):
+        hf.wrap(model)
+
+
+@pytest.mark.parametrize("order", ["forward", "[forward, reverse]"])
+def test_padding_on_the_right_is_not_pooled(order: str) -> None:
+    text = f"""
+seqblocks: 1
+use: [mingru]
+model:
+  input: {{tokens: 16}}
+  steps:
+    - embed: 8
+    - scan: {{order: {order}, merge: sum, steps: [mingru_mixer: {{dim: 8}}]}}
+    - pool: {{mode: last}}
+"""
+    model, x = hf.wrap(built(text)), ids(1, 6)
+    y = model(x, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]])).pooler_output
+    torch.testing.assert_close(y, model(x[:, 2:]).pooler_output)
+    with pytest.raises(RunError, match="padding after the last token, which the state or the output would have read"):
+        model(x, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
+
+
+def test_a_compiled_model_that_reads_both_ways_separates_padding_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = ids(1, 5), torch.tensor([[0, 1, 1, 0, 0]])
+    expected = resets_of(x, mask, None, 0, causal=False, continues=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(resets_of(x, mask, None, 0, causal=False, continues=False), expected)
+
+
 def test_features_between_layers(saved: Path, digits: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
     x = ids(2, 6)
@@ -483,7 +518,7 @@ def test_masks(saved: Path) -> None:
     ]:
         with pytest.raises(RunError, match=message):
             model(x, attention_mask=wrong)
-    with pytest.raises(RunError, match=r"padding after the last token, which the state would have read: pad on"):
+    with pytest.raises(RunError, match="padding after the last token, which the state or the output would have read: "):
         model(x, attention_mask=mask, use_cache=True)
 
 
