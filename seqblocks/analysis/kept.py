@@ -11,7 +11,7 @@ def mark_kept(model: ModelSpec) -> None:
     """Mark the steps, and the inputs, whose values a stream keeps, and declare them as state."""
     read = _Reads().of_body(model.graph)
     kept = {name: value for name, value in model.graph.ports.items() if value in read}
-    model.graph.kept = {name: _state(wire) for name, value in kept.items() if (wire := model.types[value])}
+    model.graph.kept = {name: kept_state(wire) for name, value in kept.items() if (wire := model.types[value])}
 
 
 class _Reads:
@@ -30,7 +30,7 @@ class _Reads:
             for node in body.nodes:
                 if is_context(node) and not read.isdisjoint(node.outputs):
                     assert node.type
-                    node.kept, node.state = True, {"output": _state(node.type)}
+                    node.kept, node.state = True, {"output": kept_state(node.type)}
             self._known[id(body)] = read
         return self._known[id(body)]
 
@@ -48,7 +48,7 @@ class _Reads:
         return inside | (at_ports if node.kind == "residual" else set())
 
 
-def _state(wire: Wire) -> State:
+def kept_state(wire: Wire) -> State:
     """Return the declaration of a value that is kept: of a sequence in any length, as images may differ in size."""
     dtype = "int64" if wire.kind == "tokens" else "model"
     sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])

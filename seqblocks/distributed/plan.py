@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from seqblocks import graph
+from seqblocks.analysis.kept import kept_state
 from seqblocks.errors import Fault, UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
-from seqblocks.op import Split
-from seqblocks.parameters import Parameter
+from seqblocks.op import Op, Split
+from seqblocks.parameters import Parameter, State
 from seqblocks.runtime.shards import Cut
 from seqblocks.types import Wire
 
@@ -55,6 +56,8 @@ def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
     what would only be gathered again. Raises UsageError that names the mixers whose heads or groups cannot be dealt out
     evenly, or says that no step can be split.
     """
+    if type(ranks) is not int or ranks < 1:
+        raise UsageError(f"a model is split over a whole number of ranks, at least 1, not {ranks!r}")
     planner = _Planner(spec, ranks)
     while planner.changed:
         plan = planner.run()
@@ -115,6 +118,8 @@ class _Planner:
     def _pass(self, outer: int, inner: int) -> None:
         """Give a body's input the layout of the value that it is called with."""
         is_part = self.parts[outer]
+        if inner in self.whole:  # a step of the body needs it whole
+            self._need_whole(outer)
         if self.parts.setdefault(inner, is_part) != is_part:  # the same body is called twice, with others
             self._need_whole(outer, inner)
             self.parts[inner] = self.parts[inner] and is_part
@@ -187,12 +192,21 @@ class _Planner:
         self.exchanges[id(op)] = self._exchange(node, split, "sum" if split.sums else "gather" if gathers else "")
         self.steps[path] = _words(node, split, gathers)
         made = replace(
-            node, op=op, wires=tuple(wires), type=self._local(node.type, is_part), state=op.state(*wires),
+            node, op=op, wires=tuple(wires), type=self._local(node.type, is_part),
+            state=self._state(node, op, wires, is_part),
             split=tuple(width // self.ranks for width in node.split) if is_part else node.split,
             parameters=self._cut(node, split),
         )  # fmt: skip
         self.cuts[id(made)] = self._cuts(node, split)
         return made
+
+    def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
+        """Return the state that a rank has of a step: of its part of the op, or its part of a context's value."""
+        if not node.kept:
+            return op.state(*wires)
+        wire = self._local(node.type, is_part)
+        assert wire
+        return {"output": kept_state(wire)}
 
     def _undivided(self, node: Node, path: str) -> Node:
         """Return a step that each rank computes whole, from whole inputs."""

@@ -5,7 +5,7 @@ docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.shards import Parts, assign, is_sharded
+from seqblocks.runtime.sums import added_up
 from seqblocks.state import States
 
 
@@ -84,6 +85,9 @@ class Exchanging(Primitive):
         if exchange.leave:
             y = LEAVE[exchange.leave](y, self._group, exchange.axis)
         return y, states
+
+    def _forward_open(self, inputs: Sequence[Any], call: Call, leaves: bool) -> tuple[Tensor, States]:
+        return self.forward(added_up(inputs[0]), *inputs[1:], call=call)
 
     def parameters_by_name(self, call: Call) -> dict[str, Any]:
         found = super().parameters_by_name(call)

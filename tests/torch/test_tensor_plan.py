@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import seqblocks
-from seqblocks.distributed import tensor_plan
+from seqblocks.distributed import tensor, tensor_plan
+from seqblocks.distributed.plan import Exchange
 from seqblocks.op import PRIMITIVES, Op, Split, load_builtin, primitive
+from seqblocks.runtime.call import Call
+from seqblocks.runtime.sums import Sum
+from seqblocks.state import declared
 
 TEXT = """
 seqblocks: 1
@@ -73,6 +78,53 @@ def test_parameters_of_a_shared_step_are_cut_alike():
     plan = plan_of(steps)
     assert sorted({name.partition(".")[0] for name in plan.cuts}) == ["first"]
     assert [path for path, _ in plan.steps] == ["first", "second"]
+
+
+def test_what_a_step_inside_a_block_needs_whole_is_whole_outside_too():
+    text = TEXT.format(steps="""    - swiglu: {hidden: 8}
+    - linear: {features: 16, as: a}
+    - both: {as: b}
+    - linear: {from: [b, a], features: 8}""")
+    blocks = "blocks: {both: {steps: [{parallel: {merge: sum, branches: [{l: [silu]}, {r: [tanh]}]}}]}}\nmodel:"
+    plan = tensor_plan(seqblocks.load_text(text.replace("model:", blocks))[1], 2)
+    assert [path for path, _ in plan.steps] == ["swiglu"]
+
+
+def test_a_rank_keeps_its_part_of_the_context():
+    """A stream reads it at each token."""
+    _, spec = seqblocks.load_text("""
+seqblocks: 1
+model:
+  inputs: {x: {features: 8}, c: {vector: 6}}
+  steps:
+    - linear: {from: c, features: 8, as: w}
+    - linear: {from: x, features: 8}
+    - add: {with: w}
+    - linear: {features: 8, name: out}
+""")
+    plan = tensor_plan(spec, 2)
+    assert plan.cuts["w.weight"].axis == 0
+    assert declared(spec.graph)["w"]["output"].shape == (8,)
+    assert declared(plan.part.graph)["w"]["output"].shape == (4,)
+
+
+def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypatch):
+    """On a device a norm adds the residual before it: the parts are added and gathered first."""
+    norm = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [layer_norm]}").layer_norm
+    expected = norm(torch.ones(1, 2, 4).cumsum(2), call=Call(False))[0]
+    norm.__class__ = tensor.Exchanging
+    norm._exchange, norm._group = Exchange((("gather",),), "", -1), None
+    monkeypatch.setitem(tensor.ENTER, "gather", lambda x, group, axis: torch.cat([x, x + 2], axis))
+    monkeypatch.setattr("seqblocks.runtime.primitive.saves_launches", lambda x: True)
+    part = torch.ones(1, 2, 2)
+    y, _ = norm._forward_open([Sum(part, part.cumsum(2) - part)], Call(False), False)
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
+def test_ranks_that_are_no_number(ranks):
+    with pytest.raises(seqblocks.UsageError, match="over a whole number of ranks, at least 1, not"):
+        plan_of("- swiglu: {hidden: 8}", ranks)
 
 
 def test_a_declaration_that_does_not_fit_is_reported():
