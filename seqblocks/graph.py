@@ -395,6 +395,11 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
     return None
 
 
+def is_exact(body: Graph) -> bool:
+    """Whether some steps return float32 where the model has 16 bits."""
+    return any(node.op and node.op.exact for node in walk(body))
+
+
 def frame_size(graph: Graph) -> int:
     """Return how many tokens of the input a stream takes at once: the least common multiple of all rates."""
     return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))

@@ -31,7 +31,8 @@ class Stage(Body):
 
     def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any]) -> None:
         shared = [item for item in graph.parameters(part, shared=True) if item.shared]
-        super().__init__(part, Place(types, "", frozenset(item.name for item in shared)), spec.name)
+        place = Place(types, "", frozenset(item.name for item in shared), exact=graph.is_exact(spec.graph))
+        super().__init__(part, place, spec.name)
         connect(self, shared)
         self.graph = part
         self._grid = next((types[value].grid for value in part.reads if types[value] and types[value].grid), None)
@@ -67,6 +68,8 @@ def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"a stage is one of what build made, not of {type(model).__name__}")
+    if type(index) is not int or type(stages) is not int:
+        raise UsageError(f"stages are counted by whole numbers, not {index!r} of {stages!r}")
     if not 0 <= index < stages:
         raise UsageError(f"of {stages} stages there is no number {index}")
     parts, types = stage_graphs(model.spec, stages)

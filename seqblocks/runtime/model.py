@@ -44,7 +44,7 @@ class SequenceModel(Body):
 
     def __init__(self, spec: ModelSpec) -> None:
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
-        self._exact = any(node.op and node.op.exact for node in graph.walk(spec.graph))
+        self._exact = graph.is_exact(spec.graph)
         names = frozenset(item.name for item in shared)
         place = Place(spec.types, "", names, streams=bool(spec.graph.ports), exact=self._exact)
         super().__init__(spec.graph, place, spec.name)

@@ -66,3 +66,12 @@ def test_what_is_tied_across_stages_is_refused():
         pipeline_stage(model, 0, 9)
     with pytest.raises(seqblocks.UsageError, match="of 2 stages there is no number 2"):
         pipeline_stage(model, 2, 2)
+    with pytest.raises(seqblocks.UsageError, match=r"counted by whole numbers, not 0 of 2\.0"):
+        pipeline_stage(model, 0, 2.0)
+
+
+def test_stages_of_16_bits_read_what_decays_compute_in_float32():
+    steps = "[{linear: 8}, {log_decay: {kind: logsigmoid}}, {linear: {features: 8, name: after}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: {steps}}}", dtype="bf16")
+    x = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    assert torch.equal(in_stages(model, 2, x)[0], model(x))
