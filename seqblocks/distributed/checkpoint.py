@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from seqblocks.checkpoint.folder import read_model
 from seqblocks.checkpoint.weights import check_fit, fill
+from seqblocks.errors import UsageError
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import Cut, Parts, is_sharded, local
 
@@ -71,6 +72,7 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
     state: that of the model or of its optimizer, as `get_model_state_dict` and `get_optimizer_state_dict` return it;
     tensors stay where they are. Of a model that is not split over ranks it is returned as it is.
     """
+    _check(model)
     return dict(state) if model._parts is None else _in_pieces(model._parts, state, _shapes(model), "")
 
 
@@ -80,9 +82,15 @@ def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     Tensors are read one at a time. RunError where the weights are not this model's, and then nothing is filled;
     UsageError where the folder is at fault.
     """
+    _check(model)
     _, weights = read_model(Path(os.path.realpath(path)), path)
     check_fit(model._whole_spec, weights.headers)
     fill(model, weights.headers, weights.read)
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, SequenceModel):
+        raise UsageError(f"this takes what build made, or its part on a rank, not {type(model).__name__}")
 
 
 def _shapes(model: SequenceModel) -> dict[str, torch.Size]:
@@ -132,6 +140,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
 
     Returns the norm before that, the same on all ranks; all must call it.
     """
+    _check(model)
     squares = {True: 0.0, False: 0.0}
     found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in found:
@@ -139,7 +148,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
         is_cut = model._parts is not None and name in model._parts.cuts
         squares[is_cut] += float(norm.full_tensor() if is_sharded(norm) else norm) ** 2
     if model._parts:
-        device = local(found[0][1]).device
+        device = model._some_tensor().device
         cut = torch.tensor(squares[True], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(cut, group=model._parts.group)
         squares[True] = float(cut)

@@ -77,11 +77,11 @@ class SequenceParallel:
             x, inputs = arguments.named_input(spec.inputs, x, inputs)
         arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
         self._check(x)
+        arguments.check_marks(x, resets, cu_seqlens, ["batch", "seq"])
         part = self._agree(x, cu_seqlens is not None or resets is not None)
         if cu_seqlens is not None:
-            if resets is not None:
-                raise RunError("resets and cu_seqlens say the same: pass one of them")
-            whole = packed_resets(cu_seqlens, int(cu_seqlens[-1]), x.device)
+            tokens = int(cu_seqlens[-1]) if cu_seqlens.ndim and len(cu_seqlens) else 0
+            whole = packed_resets(cu_seqlens, tokens, x.device)
             resets = whole[:, part.before : part.before + x.shape[1]]
         if self._turns:
             part = self._look_ahead(part, x.shape[1], resets)
@@ -110,13 +110,14 @@ class SequenceParallel:
         losses: of this rank's tokens, any shape. weights: of the losses, the same shape; 0 where one does not count.
         Its gradient is that of this rank's losses; `sum_gradients` adds those of all ranks.
         """
+        dtype = torch.promote_types(losses.dtype, torch.float32)  # 16 bits count no further than 2048 tokens
         weighted = losses if weights is None else losses * weights
-        count = losses.numel() if weights is None else weights.sum()
-        own = weighted.sum()
+        count = losses.numel() if weights is None else weights.sum(dtype=dtype)
+        own = weighted.sum(dtype=dtype)
         total = torch.stack([own.detach(), torch.as_tensor(count, dtype=own.dtype, device=own.device)])
         self._all_reduce(total)
         mean = own / total[1]
-        return mean + (total[0] / total[1] - mean).detach()
+        return (mean + (total[0] / total[1] - mean).detach()).to(losses.dtype)
 
     def last(self, y: Tensor) -> Tensor:
         """Return the last rank's value on all ranks: a vector for the whole sequence.

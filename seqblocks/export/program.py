@@ -23,6 +23,7 @@ from seqblocks.errors import RunError, SeqblocksError, UsageError
 from seqblocks.export.contract import BATCH, Contract, Port, interface
 from seqblocks.kernels import dispatch
 from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.shards import is_sharded
 from seqblocks.state import States, declared
 from seqblocks.testing import random_context, random_input
 from seqblocks.types import Size
@@ -155,6 +156,8 @@ def example(model: SequenceModel, contract: Contract, batch: int = 0, frames: in
 def _checked(model: Any) -> SequenceModel:
     if not isinstance(model, SequenceModel):
         raise UsageError(f"what is exported is a model that build made, not {type(model).__name__}")
+    if model._parts or any(is_sharded(p) for p in model.parameters()):
+        raise UsageError("the model is spread over several ranks: export what seqblocks.load makes of a saved folder")
     if model._some_tensor().is_meta:
         raise UsageError("the model is on meta, where no weights are: build it on the CPU")
     return model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import seqblocks
-from seqblocks.distributed import sequence_parallel, shard
+from seqblocks.distributed import clip_gradients, pipeline_stage, sequence_parallel, shard, tensor_parallel
 from seqblocks.runtime.model import SequenceModel
 from tests.compose import compose
 from tests.torch import judge, test_context_models, test_law
@@ -345,6 +346,27 @@ def test_misuse(alone: None) -> None:
     with pytest.raises(seqblocks.RunError, match=r"the model reads \[batch, seq, 4\]"):
         parallel(torch.ones(1, 4, 5))
     assert parallel(torch.ones(1, 4, 4)).shape == (1, 2, 4)
+    with pytest.raises(seqblocks.RunError, match="cu_seqlens is a tensor, not list"):
+        sequence_parallel(spec("causal_conv"))(torch.ones(1, 5, 4), cu_seqlens=[0, 2, 5])
+
+
+def test_a_mean_in_16_bits_is_taken_in_float32(alone: None) -> None:
+    parallel = sequence_parallel(spec("linear: 4"))
+    losses = torch.full((1, 70_000), 11.0, dtype=torch.float16, requires_grad=True)
+    mean = parallel.mean(losses)
+    assert mean == losses.mean() == 11
+    assert mean.dtype == torch.float16
+
+
+def test_parts_of_a_model_are_no_whole_models(alone: None, tmp_path: Path) -> None:
+    whole = spec("swiglu: {hidden: 4}")
+    part = tensor_parallel(whole)
+    assert clip_gradients(part, 1.0) == 0, "there are no gradients"
+    with pytest.raises(seqblocks.UsageError, match=r"spread over several ranks: export what seqblocks\.load makes"):
+        seqblocks.export.pt2(part, tmp_path / "m.pt2")
+    stage = pipeline_stage(whole, 0, 1)
+    with pytest.raises(seqblocks.UsageError, match="takes what build made, or its part on a rank, not Stage"):
+        clip_gradients(stage, 1.0)
 
 
 def test_a_replaced_step_carries_no_state(alone: None) -> None:
