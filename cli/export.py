@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     import_torch("exporting needs torch")
     from seqblocks import export
 
-    kind, path = next((k, getattr(options, k)) for k in ("onnx", "pt2", "aoti") if getattr(options, k))
+    kind, path = next((k, getattr(options, k)) for k in ("onnx", "pt2", "aoti") if getattr(options, k) is not None)
     more = {"batch": _size(options.batch, "--batch"), "length": _size(options.length, "--length")}
     model = _model(options)
     check = {"check": options.check} if kind == "onnx" or options.check is not None else {}

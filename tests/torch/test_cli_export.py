@@ -61,6 +61,7 @@ def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.Ca
         (["{spec}", "--onnx", "a", "--step", "--chunk"], 2, "--chunk: not allowed with argument --step"),
         (["{spec}", "--onnx", "a", "--length", "many"], 2, "--length takes a whole number from 1 on, or dynamic"),
         (["{spec}", "--onnx", "a", "--batch", "0"], 2, "--batch takes a whole number from 1 on, or dynamic"),
+        (["{spec}", "--onnx", ""], 2, "is a folder, and a file is written"),
         (["{spec}", "--pt2", "a"], 2, "the file's name ends in .pt2"),
         (["{spec}", "--onnx", "{folder}/no/a"], 2, "there is no folder"),
         (["{spec}", "--onnx", "a", "--context"], 2, "m has no inputs that do not stream"),
