@@ -497,3 +497,14 @@ def test_the_folder_of_a_bundled_model(tmp_path: Path) -> None:
     spec = check.load_model("mamba_130m", changes)
     assert seqblocks.from_pretrained(tmp_path / "w", spec).spec is spec
     assert folder.WHOLE == "model.safetensors"
+
+
+def test_rotary_positions_of_olmo_as_transformers_reads_them():
+    for entries, base in [
+        ({}, "10000.0"),
+        ({"rope_theta": 5e5}, "500000.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}, "500000.0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "0"),
+        ({"rope_parameters": None}, "0"),
+    ]:
+        assert f"rotary: {base}," in families.spec_text({**OLMO, **entries}), entries

@@ -52,15 +52,22 @@ def _memory(config: Config) -> str:
 
 def _attention(config: Config, eps: float) -> str:
     heads, bias = whole(config, "num_attention_heads"), flag(config, "attention_bias", False)
-    found = config.get("rope_parameters") or {}
-    turns = not isinstance(found, dict) or found.get("rope_theta") is not None  # the first is an error
     arguments = {
         "heads": heads,
         "kv_heads": whole_or(config, "num_key_value_heads", heads),
-        "rotary": rotary(config)[0] if turns else 0,
+        "rotary": _rotary(config),
         "normed": True,
         "bias": bias,
         "bias_out": bias,
         "eps": eps,
     }
     return f"attention_mixer: {{dim: dim, cache: cache, {written(arguments)}}}"
+
+
+def _rotary(config: Config) -> float:
+    """Return the base of rotary positions; 0 where the config has null for it, or for `rope_parameters`."""
+    found = config.get("rope_parameters", {})
+    if not isinstance(found, dict | None):
+        return rotary(config)[0]  # an error
+    base = {"rope_theta": None if found is None else 10000.0, **config, **(found or {})}["rope_theta"]
+    return 0 if base is None else rotary(config)[0]
