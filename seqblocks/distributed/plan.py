@@ -203,7 +203,7 @@ class _Planner:
     def _state(self, node: Node, op: Op, wires: list[Wire | None], is_part: bool) -> dict[str, State]:
         """Return the state that a rank has of a step: of its part of the op, or its part of a context's value."""
         if not node.kept:
-            return op.state(*wires)
+            return op.state(*wires) if node.state else {}  # a context is read at once, and has no state
         wire = self._local(node.type, is_part)
         assert wire
         return {"output": kept_state(wire)}

@@ -95,17 +95,25 @@ def test_a_rank_keeps_its_part_of_the_context():
     _, spec = seqblocks.load_text("""
 seqblocks: 1
 model:
-  inputs: {x: {features: 8}, c: {vector: 6}}
+  inputs: {x: {features: 8}, c: {vector: 6}, d: {features: 6, length: 5}}
   steps:
+    - linear: {from: d, features: 8, as: known}
+    - scan: {from: known, order: forward, steps: [{causal_conv: {kernel: 2}}], as: memory}
+    - linear: {from: x, features: 8, as: q}
+    - cross_attention: {q: q, k: memory, v: known, heads: 2}
+    - linear: {features: 8, as: seen}
     - linear: {from: c, features: 8, as: w}
-    - linear: {from: x, features: 8}
+    - linear: {from: seen, features: 8}
     - add: {with: w}
     - linear: {features: 8, name: out}
 """)
     plan = tensor_plan(spec, 2)
     assert plan.cuts["w.weight"].axis == 0
     assert declared(spec.graph)["w"]["output"].shape == (8,)
-    assert declared(plan.part.graph)["w"]["output"].shape == (4,)
+    part = declared(plan.part.graph)
+    assert part["w"]["output"].shape == (4,)
+    assert part["known"]["output"].shape == (5, 4)
+    assert list(part["memory"]) == ["output"], "steps that read the context have no state"
 
 
 def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypatch):
@@ -115,7 +123,7 @@ def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypat
     norm.__class__ = tensor.Exchanging
     norm._exchange, norm._group = Exchange((("gather",),), "", -1), None
     monkeypatch.setitem(tensor.ENTER, "gather", lambda x, group, axis: torch.cat([x, x + 2], axis))
-    monkeypatch.setattr("seqblocks.runtime.primitive.saves_launches", lambda x: True)
+    monkeypatch.setattr("seqblocks.kernels.dispatch.saves_launches", lambda x: True)
     part = torch.ones(1, 2, 2)
     y, _ = norm._forward_open([Sum(part, part.cumsum(2) - part)], Call(False), False)
     torch.testing.assert_close(y, expected)
