@@ -119,8 +119,11 @@ def _as_run(model: SequenceModel, exported: Exported, loaded: Any) -> Run:
     spec = pytree.tree_structure(example(model, exported.contract))
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            return pytree.tree_leaves(loaded(*pytree.tree_unflatten(tensors, spec)))
+        try:
+            with torch.no_grad():
+                return pytree.tree_leaves(loaded(*pytree.tree_unflatten(tensors, spec)))
+        except Exception as error:  # such as the guard of a size
+            raise RunError(f"torch does not run what was exported: {_first_line(error)}") from error
 
     return run
 

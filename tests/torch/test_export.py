@@ -241,6 +241,17 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_program_that_refuses_a_size_is_not_written() -> None:
+    model = made("{linear: 3}")
+    exported = export.trace(model)
+
+    def refuse(x: torch.Tensor) -> None:
+        raise AssertionError("Guard failed: 8 == x.size()[1]\nand more")
+
+    with pytest.raises(RunError, match=r"torch does not run what was exported: Guard failed: 8 == x\.size\(\)\[1\]$"):
+        compare.agree(model, exported.contract, files._as_run(model, exported, refuse), "m.pt2")
+
+
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         with monkeypatch.context() as absent:
