@@ -61,7 +61,7 @@ def _tiled(x: Tensor, weight: Tensor) -> Tensor:
 
 def _blocks_per_tile(G: int, width: int) -> int:
     """The largest divisor of G with which a tile is not wider than TILE."""
-    return max([n for n in range(1, min(G, TILE // max(width, 1)) + 1) if G % n == 0], default=1)
+    return max([1, *[n for n in range(2, min(G, TILE // max(width, 1)) + 1) if G % n == 0]])
 
 
 dispatch.register("headwise_linear", "reference", _reference, dispatch.always("one einsum"))
