@@ -499,12 +499,63 @@ def test_the_folder_of_a_bundled_model(tmp_path: Path) -> None:
     assert folder.WHOLE == "model.safetensors"
 
 
-def test_rotary_positions_of_olmo_as_transformers_reads_them():
-    for entries, base in [
-        ({}, "10000.0"),
-        ({"rope_theta": 5e5}, "500000.0"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}, "500000.0"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "0"),
-        ({"rope_parameters": None}, "0"),
-    ]:
-        assert f"rotary: {base}," in families.spec_text({**OLMO, **entries}), entries
+ROPE = [
+    {**top, **below}
+    for top in ({}, {"rope_theta": 5e5}, {"rope_theta": None})
+    for below in (
+        {}, {"rope_parameters": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}, {"rope_parameters": {"rope_theta": None}},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rotary_positions_of_olmo_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    library = transformers()
+    for entries in ROPE:
+        config = {**OLMO, **entries}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        theirs = (library.AutoConfig.from_pretrained(tmp_path).rope_parameters or {}).get("rope_theta")
+        assert f"rotary: {theirs or 0}," in families.spec_text(config), entries
+
+
+def test_the_share_that_turns_of_bamba_is_read_below_rope_parameters_alone() -> None:
+    """As transformers reads it."""
+    usual = families.spec_text({**BAMBA, "num_attention_heads": 1})
+    assert "turned: 8," in usual
+    assert families.spec_text({**BAMBA, "num_attention_heads": 1, "partial_rotary_factor": 1.0}) == usual
+    below = {"rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert "turned: 16," in families.spec_text({**BAMBA, "num_attention_heads": 1, **below})
+
+
+@pytest.mark.parametrize(
+    ("config", "alias", "name", "value"),
+    [
+        (KIMI, "norm_topk_prob", "moe_renormalize", False),
+        (KIMI, "n_shared_experts", "num_shared_experts", 2),
+        (KIMI, "num_local_experts", "num_experts", 3),
+        (KIMI, "num_experts_per_tok", "num_experts_per_token", 1),
+        (JAMBA, "num_local_experts", "num_experts", 5),
+        (GRIFFIN, "sliding_window", "attention_window_size", 4),
+        (ZAMBA, "layer_types", "layers_block_type", ["hybrid", "mamba"]),
+    ],
+)  # fmt: skip
+def test_second_names_of_entries_are_read(config: dict[str, Any], alias: str, name: str, value: Any) -> None:
+    without = {key: entry for key, entry in config.items() if key != name}
+    expected = families.spec_text({**without, name: value})
+    assert families.spec_text({**without, alias: value}) == expected
+    assert families.spec_text({**without, alias: value, name: value}) == expected
+    other = [*value, "mamba"] if isinstance(value, list) else value + 1
+    with pytest.raises(seqblocks.UsageError, match=f"{alias} is .* and {name} is .*: these are two names of one entry"):
+        families.spec_text({**without, alias: value, name: other})
+
+
+def test_groups_of_experts_are_refused_by_either_name() -> None:
+    with pytest.raises(seqblocks.UsageError, match="num_expert_group is 8, and seqblocks writes specs for 1 alone"):
+        families.spec_text({**KIMI, "n_group": 8})
+
+
+def test_second_names_are_those_of_transformers() -> None:
+    mapping = transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    for family, names in families.ALIASES.items():
+        assert names.items() <= mapping[family].attribute_map.items()

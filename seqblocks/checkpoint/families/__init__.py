@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from seqblocks.checkpoint.families import fla, griffin, jamba, kimi, mamba, olmo, qwen, zamba
-from seqblocks.checkpoint.families.values import Config
+from seqblocks.checkpoint.families.values import Config, renamed
 from seqblocks.checkpoint.families.xlstm import xlstm
 from seqblocks.errors import UsageError, listing
 
@@ -34,6 +34,20 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "rwkv7": fla.rwkv7,
 }
 
+# Second names of entries, which transformers reads as the first: `attribute_map` of its configs.
+ALIASES: dict[str, dict[str, str]] = {
+    "recurrent_gemma": {"sliding_window": "attention_window_size"},
+    "kimi_linear": {
+        "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+    },
+    "jamba": {"num_local_experts": "num_experts"},
+    "zamba2": {"layer_types": "layers_block_type"},
+}
+
 
 def spec_text(config: Any) -> str:
     """Return a spec, as YAML, of the model that a config.json describes. Raise UsageError where that is not known."""
@@ -45,6 +59,6 @@ def spec_text(config: Any) -> str:
         known = listing(FAMILIES, len(FAMILIES))
         raise UsageError(f"{what}, and seqblocks writes specs of {known}: give a spec of your own")
     try:
-        return FAMILIES[kind](config)
+        return FAMILIES[kind](renamed(config, ALIASES.get(kind, {})))
     except ZeroDivisionError:
         raise UsageError(f"config.json: its numbers do not make a model of {kind}: heads have no features") from None

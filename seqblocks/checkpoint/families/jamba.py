@@ -77,7 +77,7 @@ def _attention(config: Config, **more: float) -> str:
 
 def bamba(config: Config) -> str:
     """Write a Bamba language model: Mamba-2 and attention, a dense network after each."""
-    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), rotary(config, 0.5)
+    eps, (base, part) = number(config, "rms_norm_eps", 1e-5), _rotary(config)
     bias, heads = flag(config, "attention_bias", False), whole(config, "num_attention_heads")
     turned = int(whole(config, "hidden_size") // heads * part)
     attention = _attention(config, rotary=base, turned=turned, bias=bias, bias_out=bias)
@@ -92,6 +92,11 @@ def bamba(config: Config) -> str:
     names = layer_map(kinds, NORMS, mixers, {"swiglu": "feed_forward"}, bias=wide)
     model = language(config, "Bamba language model", ["mamba2", "attention", "hybrids"], eps)
     return model._replace(names=NAMES).text(layers, kinds, names)
+
+
+def _rotary(config: Config) -> tuple[float, float]:
+    """Return the base of rotary positions and the share of a head that turns, read below `rope_parameters` alone."""
+    return rotary({key: value for key, value in config.items() if key != "partial_rotary_factor"}, 0.5)
 
 
 def _mamba2(config: Config, eps: float) -> str:

@@ -107,10 +107,9 @@ def _attention(config: Config) -> str:
 
 def _experts(config: Config) -> str:
     each, count = whole(config, "moe_intermediate_size", 1024), whole_or(config, "num_shared_experts", 1)
-    top = config.get("num_experts_per_token", config.get("num_experts_per_tok"))
     arguments = {
         "experts": whole(config, "num_experts", 256),
-        "top": whole({"num_experts_per_token": top}, "num_experts_per_token"),
+        "top": whole(config, "num_experts_per_token"),
         "hidden": each,
         "shared": each * count,
         "normalize": flag(config, "moe_renormalize", True),

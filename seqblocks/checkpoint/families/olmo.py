@@ -65,9 +65,8 @@ def _attention(config: Config, eps: float) -> str:
 
 
 def _rotary(config: Config) -> float:
-    """Return the base of rotary positions; 0 where the config has null for it, or for `rope_parameters`."""
-    found = config.get("rope_parameters", {})
-    if not isinstance(found, dict | None):
-        return rotary(config)[0]  # an error
-    base = {"rope_theta": None if found is None else 10000.0, **config, **(found or {})}["rope_theta"]
-    return 0 if base is None else rotary(config)[0]
+    """Return the base of rotary positions; 0 where the config has null for it."""
+    found = config.get("rope_parameters") or {}
+    if isinstance(found, dict) and {"rope_theta": 10000.0, **config, **found}["rope_theta"] is None:
+        return 0
+    return rotary(config)[0]

@@ -12,6 +12,19 @@ from seqblocks.errors import UsageError, listing
 Config = Mapping[str, Any]
 
 
+def renamed(config: Config, aliases: Mapping[str, str]) -> Config:
+    """Return a config with one name for each entry. UsageError where two names of one entry have other values."""
+    found = dict(config)
+    for alias, name in aliases.items():
+        value = found.pop(alias, None)
+        if value is not None and found.get(name) is None:
+            found[name] = value
+        if value is not None and found[name] != value:
+            what = f"{alias} is {value!r} and {name} is {found[name]!r}"
+            raise UsageError(f"config.json: {what}: these are two names of one entry, leave one out")
+    return found
+
+
 def require(config: Config, **values: Any) -> None:
     """Raise UsageError unless entries that are there have one of these values: others would be another model."""
     for key, allowed in values.items():
