@@ -20,13 +20,18 @@ from seqblocks.checkpoint.record import RECORD, checksum, safetensors
 from seqblocks.checkpoint.weights import are_equal, check_fit, unusable
 from seqblocks.errors import RunError, UsageError, listing
 from seqblocks.graph import ModelSpec
+from seqblocks.runtime.shards import is_sharded
 
 PREFIX = "model."
 ADAPTER = "adapter_config.json"  # of PEFT: the weights are elsewhere
 
 
 def own_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the names of the spec, each tied one once. RunError where a tie is broken."""
+    """Return weights by the names of the spec, each tied one once. RunError for sharded ones or a broken tie."""
+    if any(is_sharded(tensor) for tensor in tensors.values()):
+        what = "the weights are sharded over ranks, and save_pretrained writes whole ones"
+        how = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        raise RunError(f"{what}: pass state_dict={how}, or call seqblocks.save(model.model, DIR) on all ranks")
     ties = model._tied_weights_keys
     for name, source in ties.items():
         a, b = tensors.get(name), tensors.get(source)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
 
 import seqblocks
 import seqblocks.hf as hf
+from seqblocks.distributed import shard
 from seqblocks.errors import RunError, UsageError
 from seqblocks.hf.masks import resets_of
 from seqblocks.runtime.shards import Parts
@@ -373,6 +375,25 @@ def test_a_part_of_a_split_model_is_not_wrapped() -> None:
     model._parts = Parts(None, 0, 2, {}, model.spec)
     with pytest.raises(UsageError, match=r"a rank's part of one: wrap what seqblocks\.load makes"):
         hf.wrap(model)
+
+
+def test_a_sharded_model_runs_and_its_weights_are_saved_when_they_are_gathered(tmp_path: Path) -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        whole = seqblocks.build("mamba_small", set={"dim": 16, "depth": 2}, seed=0).eval()
+        model = hf.wrap(shard(seqblocks.build("mamba_small", set={"dim": 16, "depth": 2}, seed=0).eval()))
+        x = ids(1, 6)
+        torch.testing.assert_close(model(input_ids=x).logits, whole(x))
+        with pytest.raises(RunError, match=r"sharded over ranks.*full_state_dict=True.*seqblocks\.save"):
+            model.save_pretrained(tmp_path / "refused")
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        model.save_pretrained(tmp_path / "gathered", state_dict=weights)
+        seqblocks.save(model.model, tmp_path / "saved")
+    finally:
+        distributed.destroy_process_group()
+    for folder in ("gathered", "saved"):
+        assert torch.equal(seqblocks.load(tmp_path / folder)(x), whole(x))
 
 
 @pytest.mark.parametrize("order", ["forward", "[forward, reverse]"])
