@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -88,6 +89,7 @@ def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(tmp_path))
     if page.name == "README.md":
         _write_official_weights(tmp_path / "vil_tiny_official.pt")
+        _write_hub_folder(tmp_path / "mamba-130m-hf")
     space: dict[str, Any] = {}
     for kind, code, line in blocks(page):
         if kind == "yaml" and code.startswith("seqblocks:"):
@@ -115,6 +117,17 @@ def _write_official_weights(path: Path) -> None:
 
     model = seqblocks.build("vil_tiny")
     torch.save({official_name(model.spec, name): x.detach() for name, x in model.named_parameters()}, path)
+
+
+def _write_hub_folder(folder: Path) -> None:
+    """A narrow Mamba with random weights and the vocabulary of the release, in place of the published folder."""
+    import seqblocks
+    from seqblocks.checkpoint.convert import convert
+
+    seqblocks.save(seqblocks.build("mamba_130m", set={"dim": 8, "depth": 1}), folder.with_suffix(".ours"))
+    convert(folder.with_suffix(".ours"), "hub", folder)
+    config = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 50280}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def test_the_picture_is_of_the_spec() -> None:
