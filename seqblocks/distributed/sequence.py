@@ -78,10 +78,9 @@ class SequenceParallel:
         arguments.check_input(spec.input, x, "the model", ["batch", "seq"])
         self._check(x)
         arguments.check_marks(x, resets, cu_seqlens, ["batch", "seq"])
-        part = self._agree(x, cu_seqlens is not None or resets is not None)
+        part = self._agree(x, 2 * (cu_seqlens is not None) + (resets is not None))
         if cu_seqlens is not None:
-            tokens = int(cu_seqlens[-1]) if cu_seqlens.ndim and len(cu_seqlens) else 0
-            whole = packed_resets(cu_seqlens, tokens, x.device)
+            whole = packed_resets(cu_seqlens, self._total(x.shape[1], x.device), x.device)
             resets = whole[:, part.before : part.before + x.shape[1]]
         if self._turns:
             part = self._look_ahead(part, x.shape[1], resets)
@@ -166,17 +165,23 @@ class SequenceParallel:
                 "set its probability to 0, or call model.eval()"
             )
 
-    def _agree(self, x: Tensor, marked: bool) -> Part:
+    def _total(self, tokens: int, device: torch.device) -> int:
+        """Return the number of tokens on all ranks."""
+        total = torch.tensor(tokens, device=device)
+        self._all_reduce(total)
+        return int(total)
+
+    def _agree(self, x: Tensor, marked: int) -> Part:
         """Learn from the earlier rank how many tokens there are before this part. RunError where the calls differ."""
         link = self._link
         earlier = self.rank - 1 if self.rank else None
         later = self.rank + 1 if self.rank + 1 < self.size else None
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        before, found = 0, (x.shape[0], int(tracked), int(marked))
+        before, found = 0, (x.shape[0], int(tracked), marked)
         if earlier is not None:
             (head,) = link.receive([Kind((4,), torch.int64)], earlier, x.device)
             before, *other = head.tolist()
-            names = ("sequences in the batch", "gradients wanted (0 or 1)", "resets given (0 or 1)")
+            names = ("sequences in the batch", "gradients wanted (0 or 1)", "marks (1: resets, 2: cu_seqlens)")
             for name, own, there in zip(names, found, other, strict=True):
                 if own != there:
                     raise RunError(f"{name}: {own} on rank {self.rank}, and {there} on rank {earlier}")
