@@ -138,7 +138,9 @@ class Relay:
     def _transition(
         self, op: Op, p: dict[str, Any], call: Call, inputs: list[Any]
     ) -> Callable[[States], States] | None:
-        if (op.summary_cost and not self.part.summaries) or not inputs[0].shape[1]:
+        if not inputs[0].shape[1]:  # without tokens the state goes on as it is
+            return lambda state: state
+        if op.summary_cost and not self.part.summaries:
             return None
         if call.reverse:  # the same tokens from the other end
             inputs = [x if x is None else x.flip(1) for x in inputs]

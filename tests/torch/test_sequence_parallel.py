@@ -31,6 +31,7 @@ FAMILIES = (  # the kinds of state, and of what a step may read besides its toke
     "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
     "memoroid_agent", "captioner", "caduceus_small", "turned",
 )  # fmt: skip
+EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence that each rank has
 COMPOSED = 400  # random specs
 
 # Scans from the other end, also of steps that need flipped copies, and one inside another.
@@ -49,6 +50,21 @@ model:
           - shift: {by: 2}
           - scan: {order: [forward, reverse], own: all, merge: sum, steps: [{causal_conv: {kernel: 3}}]}
           - sinusoids
+"""
+# Full attention over more tokens than the cache of a stream, and steps of other kinds, also at another rate.
+SHORT_CACHE = """
+seqblocks: 1
+use: [xlstm, transformer]
+model:
+  input: {features: 8}
+  steps:
+    - attention_layer: {dim: 8, heads: 2, cache: 2}
+    - scan: {order: [forward, reverse], merge: mean, steps: [{attention_layer: {dim: 8, heads: 2, cache: 2}}]}
+    - downsample: 2
+    - slstm_block: {dim: 8, heads: 2}
+    - attention_layer: {dim: 8, heads: 2, cache: 2, name: slow}
+    - mlstm_block: {dim: 8, heads: 2}
+    - upsample: 2
 """
 Found = dict[str, Errors]
 
@@ -76,6 +92,7 @@ def families() -> dict[str, Any]:
         "in turn": compared(FAMILIES, 2, summaries=False),
         "summaries": compared(FAMILIES, 3, summaries=True),
     }
+    found["empty"] = empty_parts()
     pair = distributed.new_group([0, 1])
     cases = {case.__name__: case(pair) for case in CASES} if distributed.get_rank() < 2 else {}
     return found | {"cases": cases, "rounded": rounded(pair) if cases else {}}
@@ -84,6 +101,17 @@ def families() -> dict[str, Any]:
 def an_empty_part(group: Any) -> Errors:
     model = larger(built("hybrid_small"))
     return Example(model, (0, 9), marks=False).compare(sequence_parallel(model, group))
+
+
+def empty_parts() -> Found:
+    """Run parts without tokens at the ends and in the middle, with resets and without."""
+    model = larger(seqblocks.build_text(SHORT_CACHE, dtype="float64", device="cpu", seed=0))
+    found = {}
+    for shares in EMPTY:
+        for way in (False, True):
+            parallel = sequence_parallel(model, summaries=way)
+            found[f"{shares} {way}"] = Example(model, shares, marks=way).compare(parallel)
+    return found
 
 
 def micro_batches(group: Any) -> Errors:
@@ -124,6 +152,9 @@ def evaluation(group: Any) -> Errors:
     tokens, bounds = torch.arange(20).unsqueeze(0) % 11, torch.tensor([0, 3, 10, 20])
     with torch.no_grad():
         y = parallel(parallel.part(tokens), cu_seqlens=bounds)
+        for wrong, why in (([0, 3, 21], "ends with 21, not 20"), ([0, 10], "ends with 10, not 20")):
+            with pytest.raises(seqblocks.RunError, match=why):
+                parallel(parallel.part(tokens), cu_seqlens=torch.tensor(wrong))
         return {"output": relative(y, parallel.part(model(tokens, cu_seqlens=bounds)))}
 
 
@@ -268,6 +299,12 @@ def test_parts_make_the_whole(name: str, how: str, results: Callable[[str], list
     assert_close(results("families"), how, name)
 
 
+@pytest.mark.parametrize("way", [False, True])
+@pytest.mark.parametrize("shares", EMPTY)
+def test_parts_without_tokens(shares: tuple[int, ...], way: bool, results: Callable[[str], list[Any]]) -> None:
+    assert_close(results("families"), "empty", f"{shares} {way}")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]]) -> None:
     for found in results("families")[:2]:
@@ -348,6 +385,21 @@ def test_misuse(alone: None) -> None:
     assert parallel(torch.ones(1, 4, 4)).shape == (1, 2, 4)
     with pytest.raises(seqblocks.RunError, match="cu_seqlens is a tensor, not list"):
         sequence_parallel(spec("causal_conv"))(torch.ones(1, 5, 4), cu_seqlens=[0, 2, 5])
+
+
+BOUNDS = [
+    [0, 2, 6], [0, 2, 4], [0, 4, 2, 5], [0, -3], [-1, 5], [1, 5], [0], [], [[0, 5]], 5, [0.0, 5.0], [False, True],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_bounds_are_checked_as_without_ranks(bounds: Any, alone: None) -> None:
+    model, x, given = spec("causal_conv"), torch.ones(1, 5, 4), torch.tensor(bounds)
+    with pytest.raises(seqblocks.RunError) as expected:
+        model(x, cu_seqlens=given)
+    with pytest.raises(seqblocks.RunError) as found:
+        sequence_parallel(model)(x, cu_seqlens=given)
+    assert str(found.value) == str(expected.value)
 
 
 def test_a_mean_in_16_bits_is_taken_in_float32(alone: None) -> None:
