@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch.compiled import exporting
 from seqblocks.kernels.resets import along
 
 States = tuple[Tensor, ...]
@@ -24,7 +23,7 @@ def token_by_token(
     An exported program has one node for the loop, whatever the length; a loop written out would serve one length only.
     """
     S = next(x.shape[1] for x in inputs if x is not None)
-    if exporting() and not (isinstance(S, int) and S == 1):
+    if torch.compiler.is_exporting() and not (isinstance(S, int) and S == 1):
         return _as_one_node(cell, state, inputs, resets, reverse)
     outputs = []
     for t in reversed(range(S)) if reverse else range(S):

@@ -198,65 +198,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# ------------------------------------------------------------------------------
-# Calling
-
-
-def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
-    """As torch.library.custom_op of a function that changes none of its arguments."""
-    return lambda function: CustomOp(name, function)
-
-
-class CustomOp:
-    """An op of torch.library for whoever traces, transforms or counts; for all others the function itself.
-
-    What stands between a caller and the function then is torch.autograd.Function: a custom op takes up to 100 us more
-    of Python for both passes, which is longer than most kernels run.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.traced = torch.library.custom_op(name, mutates_args=())(function)
-        self._function = function
-        self._apply: Callable[..., Any] | None = None
-
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        self.traced.register_fake(fake)
-        return fake
-
-    def register_autograd(
-        self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
-    ) -> None:
-        self.traced.register_autograd(backward, setup_context=setup_context)
-        if setup_context:
-            function, prepare = self._function, setup_context
-
-            def forward(ctx: Any, *args: Any) -> Any:  # one with a setup_context of its own costs a signature a call
-                out = function(*args)
-                prepare(ctx, args, out)
-                return out
-
-            body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-            made: Any = type(function.__name__, (torch.autograd.Function,), body)
-            self._apply = made.apply
-
-    def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched(args):
-            return self.traced(*args)
-        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return self._function(*args)
-        return (self._apply or self.traced)(*args)
-
-
-def _watched(args: tuple[Any, ...]) -> bool:
-    """Whether somebody other than autograd must see the op: a mode, a transform, a tracer, a kind of tensor."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or not all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
-    )
-
-
 def filled(grad: Tensor | None, like: Tensor) -> Tensor:
     """The gradient of an output that the loss may not contain. Autograd's own zeros would be made for every output,
     for what is only kept for the backward pass too: `ctx.set_materialize_grads(False)` keeps it from that."""

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.dispatch.compiled import exporting
 
 
 def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
     """leaves, each [B, S, ...] -> the states after each element."""
     first = [leaf[:, :1] for leaf in leaves]
-    if exporting():
+    if torch.compiler.is_exporting():
         return _as_one_node(combine, first, leaves)
     states = [first]
     for t in range(1, leaves[0].shape[1]):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative, nothing
 from seqblocks.kernels.resets import along, backward_marks
@@ -311,7 +312,7 @@ def _laid_out(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> 
     return last_contiguous(x), weight.contiguous(), None if bias is None else bias.contiguous(), state.contiguous()
 
 
-@common.custom_op("seqblocks::causal_conv_triton")
+@custom_op("seqblocks::causal_conv_triton")
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool, reverse: bool
 ) -> Tensor:
@@ -332,7 +333,7 @@ def _op_fake(x, weight, bias, state, resets, silu, reverse):  # type: ignore[no-
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
-@common.custom_op("seqblocks::causal_conv_triton_backward")
+@custom_op("seqblocks::causal_conv_triton_backward")
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool,
     reverse: bool,

@@ -21,6 +21,7 @@ from torch import Tensor
 from seqblocks.kernels.centaurus import reference as centaurus_reference
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
@@ -368,7 +369,7 @@ class _Within(torch.autograd.Function):
 # The same for compiled code, which must not see how many chunks there are; its derivative written out, the first alone.
 
 
-@torch.library.custom_op("seqblocks::centaurus", mutates_args=())
+@custom_op("seqblocks::centaurus")
 def _scan(
     u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
     resets: Tensor | None, reverse: bool,
@@ -384,7 +385,7 @@ def _scan_fake(u, state, within, into, out_of, through, resets, reverse):  # typ
     return u.new_empty(u.shape), state.new_empty(state.shape)
 
 
-@torch.library.custom_op("seqblocks::centaurus_backward", mutates_args=())
+@custom_op("seqblocks::centaurus_backward")
 def _scan_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
     resets: Tensor | None, reverse: bool,

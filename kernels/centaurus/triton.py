@@ -25,6 +25,7 @@ from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.centaurus import torch as centaurus_torch
 from seqblocks.kernels.centaurus.reference import Bank, within_sequences
 from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
@@ -447,7 +448,7 @@ def _across(x: Tensor, fan: int) -> Tensor:
     return x if fan in (1, x.shape[-1]) else x.unflatten(-1, (-1, fan)).transpose(-1, -2).flatten(-2)
 
 
-@common.custom_op("seqblocks::centaurus_triton")
+@custom_op("seqblocks::centaurus_triton")
 def _op(
     u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor, resets: Tensor | None,
     reverse: bool, fan: int = 1,
@@ -468,7 +469,7 @@ def _op_fake(u, p_re, p_im, r_re, r_im, state, resets, reverse, fan=1):  # type:
     return u.new_empty(*u.shape[:2], p_re.shape[0] // fan), _turned(state.new_empty(_turned(state).shape))
 
 
-@common.custom_op("seqblocks::centaurus_triton_backward")
+@custom_op("seqblocks::centaurus_triton_backward")
 def _op_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor,
     resets: Tensor | None, reverse: bool, fan: int = 1,

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels.dispatch import registry, self_check
-from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.kernels.dispatch.compiled import constant, transformed
 from seqblocks.kernels.dispatch.registry import (
     IMPLEMENTATIONS,
     always,
@@ -196,12 +195,6 @@ def _may(
         if fault:
             return False, f"it failed its check on this device: {fault}"
     return True, reason
-
-
-@constant
-def transformed() -> bool:
-    """Return whether forward-mode derivatives are taken, or a transform of torch.func is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @constant

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,12 +21,6 @@ def constant(function: F) -> F:
     return function
 
 
-def exporting() -> bool:
-    """Return whether a program is being exported, by torch.export or what is built on it."""
-    found = getattr(torch.compiler, "is_exporting", None)  # not in older versions
-    return bool(torch.compiler.is_compiling() and found and found())
-
-
 def unknown(size: int | torch.SymInt) -> bool:
     """Return whether a program is being exported that serves any size, so that nothing may depend on this one.
 
@@ -34,4 +29,20 @@ def unknown(size: int | torch.SymInt) -> bool:
     """
     if not torch.compiler.is_compiling():
         return False
-    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and exporting())
+    return isinstance(size, torch.SymInt) or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting())
+
+
+@constant
+def transformed() -> bool:
+    """Return whether forward-mode derivatives are taken, or a transform of torch.func is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def watched() -> bool:
+    """Return whether a compiler, tracer, dispatch mode or transform sees each operation."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or transformed()
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.gated_recurrence import reference
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, reset_times
@@ -122,7 +123,7 @@ def _earlier(y: Tensor, span: slice, state: Tensor, reverse: bool) -> Tensor:
     return torch.cat([first, y[:, span.start : span.stop - 1]], 1)
 
 
-@torch.library.custom_op("seqblocks::gated_recurrence", mutates_args=())
+@custom_op("seqblocks::gated_recurrence")
 def _op(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
     with without_autocast(x.device.type):
         y, h = x.new_empty(x.shape), state
@@ -137,7 +138,7 @@ def _op_fake(x, decay, state, resets, reverse):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), state.new_empty(state.shape)
 
 
-@torch.library.custom_op("seqblocks::gated_recurrence_backward", mutates_args=())
+@custom_op("seqblocks::gated_recurrence_backward")
 def _op_backward(
     dy: Tensor, dlast: Tensor, y: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, sigmoid, tl
@@ -166,7 +167,7 @@ def _apart(*rows: Tensor | None) -> list[int]:
     return [0 if x is None else x.stride(0) for x in rows]
 
 
-@common.custom_op("seqblocks::head_norm_triton")
+@custom_op("seqblocks::head_norm_triton")
 def _op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None,
     gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,
@@ -191,7 +192,7 @@ def _op_fake(x, weight, bias, skip, skip_weight, gate, heads, eps, activation, o
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@common.custom_op("seqblocks::head_norm_triton_backward")
+@custom_op("seqblocks::head_norm_triton_backward")
 def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
     skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.numerics import autocast_dtype, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
@@ -181,7 +182,7 @@ def _narrow(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
 
-@common.custom_op("seqblocks::headwise_linear_triton")
+@custom_op("seqblocks::headwise_linear_triton")
 def _op(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
     G, O, I = weight.shape
@@ -207,7 +208,7 @@ def _op_fake(x, weight):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], width, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
-@common.custom_op("seqblocks::headwise_linear_triton_backward")
+@custom_op("seqblocks::headwise_linear_triton_backward")
 def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
     G, O, I = weight.shape

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seqblocks.kernels.dispatch import always, direct, register
+from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.compiled import unknown
+from seqblocks.kernels.dispatch.custom_op import custom_op, is_seen
 from seqblocks.kernels.linear_attention import reference, separate
 from seqblocks.kernels.linear_attention.decays import Decays, Operand, of_quarters
 from seqblocks.kernels.linear_attention.reference import KINDS
@@ -347,7 +348,7 @@ def _of_tokens(parts: Sequence[Maybe], tokens: slice) -> list[Maybe]:
     return [None if x is None else x[:, tokens] for x in parts[:7]] + [parts[7]]
 
 
-@torch.library.custom_op("seqblocks::linear_attention", mutates_args=())
+@custom_op("seqblocks::linear_attention")
 def _op(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
     state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int, span: int,
@@ -389,7 +390,7 @@ def _op_fake(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, c
     return v.new_empty(v.shape), state.new_empty(state.shape), starts
 
 
-@torch.library.custom_op("seqblocks::linear_attention_backward", mutates_args=())
+@custom_op("seqblocks::linear_attention_backward")
 def _op_backward(
     dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe,
     bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
@@ -500,7 +501,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
     options = resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span
-    if not torch.is_grad_enabled() and not direct.is_seen((dy, dlast, *tensors)):
+    if not torch.is_grad_enabled() and not is_seen((dy, dlast, *tensors)):
         grads = iter(_gradients(dy, dlast, tuple(tensors), *options, pulled_back=_recorded))
     else:
         grads = iter(_op_backward(dy, dlast, *tensors, *options))

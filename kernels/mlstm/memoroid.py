@@ -20,6 +20,7 @@ from torch import Tensor
 
 from seqblocks.kernels.associative_scan import Memoroid, as_an_op, associative_scan
 from seqblocks.kernels.associative_scan import torch as associative_scan_torch
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.mlstm.reference import MLSTMState, largest_exponent
 from seqblocks.kernels.numerics import no_second_derivative, nothing, without_autocast
 from seqblocks.kernels.resets import nonfinite
@@ -64,7 +65,7 @@ def combine(a: MLSTMElement, b: MLSTMElement) -> MLSTMElement:
 # which are scans too, from the other end.
 
 
-@torch.library.custom_op("seqblocks::mlstm_memoroid", mutates_args=())
+@custom_op("seqblocks::mlstm_memoroid")
 def _scan(
     f: Tensor, C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +80,7 @@ def _scan_fake(f, C, n, m, resets):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(x.shape) for x in (f, C, n, m))
 
 
-@torch.library.custom_op("seqblocks::mlstm_memoroid_backward", mutates_args=())
+@custom_op("seqblocks::mlstm_memoroid_backward")
 def _scan_backward(
     df: Tensor, dC: Tensor, dn: Tensor, dm: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor, resets: Tensor | None,
     Cs: Tensor, ns: Tensor, ms: Tensor,

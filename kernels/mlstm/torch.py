@@ -38,7 +38,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, direct, register
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch.custom_op import custom_op, is_seen
 from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.gates import (
     Chunk,
@@ -133,7 +134,7 @@ def _may_keep_weights(v: Tensor, plan: Plan, reverse: bool) -> bool:
     return pairs <= v.shape[1] * v.shape[3]
 
 
-@torch.library.custom_op("seqblocks::mlstm", mutates_args=())
+@custom_op("seqblocks::mlstm")
 def _mlstm(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
@@ -399,7 +400,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.vecdot(a.flatten(1), b.flatten(1)).unsqueeze(1)
 
 
-@torch.library.custom_op("seqblocks::mlstm_backward", mutates_args=())
+@custom_op("seqblocks::mlstm_backward")
 def _mlstm_backward(
     dh: Tensor | None, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
@@ -495,6 +496,12 @@ def _save(ctx, inputs, output, kept=()):  # type: ignore[no-untyped-def]
     ctx.options, ctx.return_state = inputs[9:14], inputs[14]
 
 
+def _saving_gates(ctx, *inputs):  # type: ignore[no-untyped-def]
+    output, kept = _forward(*inputs)
+    _save(ctx, inputs, output, kept)
+    return output
+
+
 def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     if not ctx.return_state:
         dC = dn = dm = None
@@ -503,16 +510,15 @@ def _differentiate(ctx, dh, dC, dn, dm):  # type: ignore[no-untyped-def]
     tensors = ctx.saved_tensors  # a checkpoint lets them be read once
     saved, kept = tensors[:9], tensors[9:]
     arguments: list[Any] = [dh, dC, dn, dm, *saved, *ctx.options]
-    if kept and not torch.is_grad_enabled() and not direct.is_seen((dh, dC, dn, dm)):
+    if kept and not torch.is_grad_enabled() and not is_seen((dh, dC, dn, dm)):
         grads = _backward(*[*arguments, Kept.of(kept)])
     else:
-        grads = direct.call_backward(_mlstm_backward, *arguments)
+        grads = _mlstm_backward(*arguments)
     state = [g if given is not None else None for g, given in zip(grads[5:], saved[5:8], strict=True)]
     return *grads[:5], *state, *(None,) * 7
 
 
-DERIVATIVE = direct.Derivative(_save, _differentiate, _forward)
-_mlstm.register_autograd(_differentiate, setup_context=_save)
+_mlstm.register_autograd(_differentiate, setup_context=_save, forward=_saving_gates)
 _mlstm_backward.register_autograd(no_second_derivative("mlstm", "torch"))
 
 
@@ -527,10 +533,9 @@ def run(
             normalize=normalize, return_state=return_state,
         )
     C, n, m = (None, None, None) if state is None else state
-    h, C, n, m = direct.call(
-        _mlstm, q, k, v, i, f, C, n, m, resets, reverse, chunk_size or 0, eps, input_gate, normalize, return_state,
-        derivative=DERIVATIVE,
-    )  # fmt: skip
+    h, C, n, m = _mlstm(
+        q, k, v, i, f, C, n, m, resets, reverse, chunk_size or 0, eps, input_gate, normalize, return_state
+    )
     return h, MLSTMState(C, n, m) if return_state else None
 
 

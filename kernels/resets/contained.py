@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from seqblocks.kernels.resets.tokens import along, dead_at_start, dead_tokens, finite, is_plain
+from seqblocks.kernels.dispatch.compiled import watched
+from seqblocks.kernels.resets.tokens import along, dead_at_start, dead_tokens, finite
 
 TOKENS, STATE, SHARED = "tokens", "state", "shared"  # tensors [B, S, ...], [B, ...], and parameters
 Function = Callable[..., tuple[Tensor, ...]]
@@ -42,9 +42,9 @@ def contained(
 
 def _recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd, and it alone, records what becomes of these."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or forward_ad._current_level >= 0:
+    if watched() or not torch.is_grad_enabled():
         return False
-    return any(x is not None and x.requires_grad for x in tensors) and is_plain()
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 class _Contained(torch.autograd.Function):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seqblocks.kernels.dispatch.compiled import watched
+
 
 def reset_times(resets: Tensor | None, S: int) -> list[bool]:
     """For each of S tokens, whether any sequence of the batch begins there: the others need no mask."""
@@ -51,7 +53,7 @@ def backward_marks(
 
 def finite(*tensors: Tensor) -> bool:
     """Whether all numbers are known to be finite: only on the CPU: a look at a device would wait for it."""
-    if torch.compiler.is_compiling() or not is_plain() or any(x.device.type != "cpu" for x in tensors):
+    if watched() or any(x.device.type != "cpu" for x in tensors):
         return False
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     return all(bool(x.detach().sum(dtype=wide).isfinite()) for x in tensors)
@@ -60,15 +62,6 @@ def finite(*tensors: Tensor) -> bool:
 def where_true(mask: Tensor, x: Tensor, known: bool) -> Tensor:
     """x, but 0 where the mask is false. known: that x is finite; a product is the faster way then."""
     return x * mask if known else x.masked_fill(~mask, 0.0)
-
-
-def is_plain() -> bool:
-    """Whether tensors hold numbers that can be looked at: there is no mode, no transform and no tracer."""
-    return not (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-    )
 
 
 def dead_at_start(dead: Tensor, reverse: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
@@ -115,7 +116,7 @@ def tiles(width: int, backward: bool) -> dict[str, int]:
     return {"BT": BT, "BD": BD, "num_warps": warps}
 
 
-@common.custom_op("seqblocks::residual_norm_triton")
+@custom_op("seqblocks::residual_norm_triton")
 def _op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
     one_plus: bool,
@@ -142,7 +143,7 @@ def _op_fake(x, residual, weight, bias, eps, centred, one_plus):  # type: ignore
     return x.new_empty(x.shape, dtype=dtype), total
 
 
-@common.custom_op("seqblocks::residual_norm_triton_backward")
+@custom_op("seqblocks::residual_norm_triton_backward")
 def _op_backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     centred: bool, one_plus: bool,

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import direct, register
+from seqblocks.kernels.dispatch import register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
@@ -105,7 +106,7 @@ def _over_channels(states: Tensor, x: Tensor, memory: Tensor) -> Tensor:
     return torch.mul(states, x.unsqueeze(-2), out=memory).sum(-1)
 
 
-@torch.library.custom_op("seqblocks::selective_scan", mutates_args=())
+@custom_op("seqblocks::selective_scan")
 def _scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +132,7 @@ def _scan_fake(u, dt, A, B, C, h0, resets, reverse):  # type: ignore[no-untyped-
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
-@torch.library.custom_op("seqblocks::selective_scan_backward", mutates_args=())
+@custom_op("seqblocks::selective_scan_backward")
 def _scan_backward(
     dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, between: Tensor,
     resets: Tensor | None, reverse: bool,
@@ -177,11 +178,10 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
-    grads = direct.call_backward(_scan_backward, dy.contiguous(), dlast, *ctx.saved_tensors, ctx.reverse)
+    grads = _scan_backward(dy.contiguous(), dlast, *ctx.saved_tensors, ctx.reverse)
     return *grads, None, None
 
 
-DERIVATIVE = direct.Derivative(_save, _differentiate)
 _scan.register_autograd(_differentiate, setup_context=_save)
 _scan_backward.register_autograd(no_second_derivative("selective_scan", "torch"))
 
@@ -193,7 +193,7 @@ def run(
     if u.numel() == 0:
         return selective_scan_reference.run(u, dt, A, B, C, state, resets, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
-    y, last, _ = direct.call(_scan, u, dt, A, B, C, state, resets, reverse, derivative=DERIVATIVE)
+    y, last, _ = _scan(u, dt, A, B, C, state, resets, reverse)
     return y, last
 
 

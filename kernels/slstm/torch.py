@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqblocks.kernels.dispatch import always, direct, register
+from seqblocks.kernels.dispatch import always, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_times
 from seqblocks.kernels.slstm import reference as slstm_reference
@@ -28,7 +29,7 @@ def _order(S: int, reverse: bool) -> range:
     return range(S - 1, -1, -1) if reverse else range(S)
 
 
-@torch.library.custom_op("seqblocks::slstm", mutates_args=())
+@custom_op("seqblocks::slstm")
 def _slstm(
     gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor,
     resets: Tensor | None, reverse: bool,
@@ -84,7 +85,7 @@ def _slstm_fake(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse):  # typ
     return gates.new_empty(B, S, H, D), *states, gates.new_empty(S, H, B, 4 * D)
 
 
-@torch.library.custom_op("seqblocks::slstm_backward", mutates_args=())
+@custom_op("seqblocks::slstm_backward")
 def _slstm_backward(
     dy: Tensor, dc_all: Tensor, dn_all: Tensor, dm_all: Tensor,
     recurrent: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None,
@@ -161,11 +162,10 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, dc, dn, dm, _):  # type: ignore[no-untyped-def]
-    grads = direct.call_backward(_slstm_backward, dy.contiguous(), dc, dn, dm, *ctx.saved_tensors, ctx.reverse)
+    grads = _slstm_backward(dy.contiguous(), dc, dn, dm, *ctx.saved_tensors, ctx.reverse)
     return *grads, None, None
 
 
-DERIVATIVE = direct.Derivative(_save, _differentiate)
 _slstm.register_autograd(_differentiate, setup_context=_save)
 _slstm_backward.register_autograd(no_second_derivative("slstm", "torch"))
 
@@ -188,9 +188,7 @@ def _run(
     gates: Tensor, recurrent: Tensor, bias: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, *,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:
-    y, c, n, m, _ = direct.call(
-        _slstm, gates, recurrent, bias, y0, c0, n0, m0, resets, reverse, derivative=DERIVATIVE
-    )
+    y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
     last = 0 if reverse else -1  # while code is compiled, the length may be unknown
     return y, y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.dispatch.compiled import exporting
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call
 from seqblocks.runtime.primitive import Primitive
@@ -52,7 +51,8 @@ class Experts(StepModule):
         if call.routed is not None:
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
-        whole = x.is_meta or (exporting() and dispatch.requested() == "reference")  # sizes that depend on numbers
+        # sizes that depend on numbers
+        whole = x.is_meta or (torch.compiler.is_exporting() and dispatch.requested() == "reference")
         run = self._on_all if whole else self._on_routed
         y = run(flat, weights, chosen, inner, x.ndim)
         return y.unflatten(0, x.shape[:-1]), {}

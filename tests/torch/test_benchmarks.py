@@ -206,11 +206,12 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from seqblocks.kernels import triton_common
+    from seqblocks.kernels.dispatch import custom_op
     from seqblocks.kernels.dispatch.self_check import launched_for
 
     monkeypatch.setattr(triton_common, "INTERPRETED", True)  # that a CPU will do
     monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")
-    monkeypatch.setattr(triton_common, "_watched", lambda args: False)  # torch.library would stop at the shapes
+    monkeypatch.setattr(custom_op, "is_seen", lambda args: False)  # torch.library would stop at the shapes
 
     def launched(case: Any, shape: dict[str, int], **sizes: int) -> set[str]:
         with FakeTensorMode(), launched_for(**sizes), gpu.launches(run=False) as found:

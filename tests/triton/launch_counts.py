@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqblocks
 from seqblocks.kernels import triton_common, use_backend
+from seqblocks.kernels.dispatch import custom_op
 
 ARCH = "sm_90"
 SLSTM = """
@@ -83,7 +84,7 @@ def counting() -> Iterator[Counts]:
     with (
         mock.patch.object(triton_common, "arch", return_value=ARCH),
         mock.patch.object(triton_common, "INTERPRETED", True),  # so Triton takes tensors on a CPU
-        mock.patch.object(triton_common, "_watched", return_value=False),
+        mock.patch.object(custom_op, "is_seen", return_value=False),
         mock.patch.object(triton_common.Kernel, "__getitem__", launch),
         use_backend("triton"),
         _Operations(counts.torch),

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqblocks import kernels
 from seqblocks.kernels import triton_common
-from seqblocks.kernels.dispatch import self_check
+from seqblocks.kernels.dispatch import custom_op, self_check
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Launched = set[tuple[Any, ...]]
@@ -36,7 +36,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
 
     with monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(triton_common.Kernel, "__getitem__", launch)
-        patch.setattr(triton_common, "_watched", lambda args: False)  # torch.library would stop at the shapes
+        patch.setattr(custom_op, "is_seen", lambda args: False)  # torch.library would stop at the shapes
         yield found
 
 

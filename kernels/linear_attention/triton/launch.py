@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.linear_attention import separate
 from seqblocks.kernels.linear_attention.triton import backward, forward, sizes
 from seqblocks.kernels.mlstm.triton import launch as mlstm
@@ -50,7 +51,7 @@ def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
 # A decay per head, or none
 
 
-@common.custom_op("seqblocks::linear_attention_triton")
+@custom_op("seqblocks::linear_attention_triton")
 def per_head(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe, reverse: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -77,7 +78,7 @@ def _per_head_fake(q, k, v, decay, state, resets, reverse, scale):  # type: igno
     return v.new_empty(v.shape), _last(k, v), planes, plan.segments(q, resets), C
 
 
-@common.custom_op("seqblocks::linear_attention_triton_backward")
+@custom_op("seqblocks::linear_attention_triton_backward")
 def per_head_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe,
     y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, reverse: bool, scale: float,
@@ -213,7 +214,7 @@ def _strides(*tensors: Maybe) -> list[int]:
     return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
-@common.custom_op("seqblocks::linear_attention_triton_chunks")
+@custom_op("seqblocks::linear_attention_triton_chunks")
 def chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
     reverse: bool, scale: float,
@@ -250,7 +251,7 @@ def _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale):  #
     return v.new_empty(v.shape), _last(k, v), C, errors
 
 
-@common.custom_op("seqblocks::linear_attention_triton_chunks_backward")
+@custom_op("seqblocks::linear_attention_triton_chunks_backward")
 def chunks_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
     state: Maybe, resets: Maybe, last: Tensor, C: Tensor, errors: Tensor, reverse: bool, scale: float,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import launch_size
 from seqblocks.kernels.mlstm.triton import backward, forward, gates, sizes
 from seqblocks.kernels.mlstm.triton.tensors import FACTORS, GATES
@@ -166,7 +167,7 @@ def _laid_out(lines: tuple[Tensor, ...], whole: tuple[Tensor | None, ...]) -> li
     return [common.near(x, sizes.LONGEST_CHUNK) for x in lines] + [None if x is None else x.contiguous() for x in whole]
 
 
-@common.custom_op("seqblocks::mlstm_triton")
+@custom_op("seqblocks::mlstm_triton")
 def scan(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,
@@ -203,7 +204,7 @@ def _scan_fake(  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), *state, planes, segments, C, norm
 
 
-@common.custom_op("seqblocks::mlstm_triton_backward")
+@custom_op("seqblocks::mlstm_triton_backward")
 def scan_backward(
     dh: Tensor, dC_out: Tensor | None, dn_out: Tensor | None, dm_out: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
@@ -264,7 +265,7 @@ scan.register_autograd(_differentiate, setup_context=_save)
 scan_backward.register_autograd(no_second_derivative("mlstm", "Triton"))
 
 
-@common.custom_op("seqblocks::mlstm_step_triton")
+@custom_op("seqblocks::mlstm_step_triton")
 def step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor,
     C0: Tensor | None, n0: Tensor | None, m0: Tensor | None, resets: Tensor | None,

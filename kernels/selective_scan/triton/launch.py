@@ -9,6 +9,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.resets import backward_marks
@@ -154,7 +155,7 @@ class _Cut:
         return starts
 
 
-@common.custom_op("seqblocks::selective_scan_triton")
+@custom_op("seqblocks::selective_scan_triton")
 def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
@@ -212,7 +213,7 @@ def _backward_options(
     return {"DOT": dot, "COLUMNS": columns, "ROWS": rows, "LINES": lines, "SCRATCH": scratch_of(**tile), **tile}
 
 
-@common.custom_op("seqblocks::selective_scan_triton_backward")
+@custom_op("seqblocks::selective_scan_triton_backward")
 def _op_backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,

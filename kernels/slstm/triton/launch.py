@@ -11,6 +11,7 @@ from torch import Tensor
 
 from seqblocks.kernels import triton_common as common
 from seqblocks.kernels.dispatch import implementation, register
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, backward_marks
@@ -188,7 +189,7 @@ class _Plan:
                     raise TeamRefused(str(error)) from error
 
 
-@common.custom_op("seqblocks::slstm_triton")
+@custom_op("seqblocks::slstm_triton")
 def _op(
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
     y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, for_backward: bool,
@@ -256,7 +257,7 @@ def _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_b
     return i.new_empty(i.shape), *last, *kept
 
 
-@common.custom_op("seqblocks::slstm_triton_backward")
+@custom_op("seqblocks::slstm_triton_backward")
 def _op_backward(
     dy: Tensor, dy1: Tensor, dc1: Tensor, dn1: Tensor, dm1: Tensor,
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
