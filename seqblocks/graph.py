@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from seqblocks import recipes
 from seqblocks.errors import Diagnostic, Span
 from seqblocks.op import Op
 from seqblocks.parameters import Init, Parameter, State
+from seqblocks.record import Record
 from seqblocks.types import Wire
 
 
@@ -55,8 +56,7 @@ def owner_of(own: str, source: Source) -> str:
 NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "experts", "unknown"]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Node:
+class Node(Record):
     """One step.
 
     inputs: port -> value numbers (several where a port joins); outputs: value numbers, several where the result is
@@ -126,8 +126,7 @@ class Node:
         return self.op.macs(*(wire and wire.of_tokens(tokens) for wire in self.wires))
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Graph:
+class Graph(Record):
     """A body: its input value, its nodes, the value it returns, and what it reads from outside."""
 
     input: int
@@ -160,8 +159,7 @@ class SpecSource(NamedTuple):
     files: tuple[tuple[str, str], ...] = ()  # texts: by relative path, bundled files by name
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class ModelSpec:
+class ModelSpec(Record):
     """A spec after the analysis: what `load_model` returns, `build_model` builds and a built model has as `model.spec`.
 
     input, output: the types of the model's wires; graph: its steps; types, labels: of every value, by number;

@@ -9,10 +9,10 @@ vector     [batch, features]                 float
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from seqblocks.errors import Note, Span
+from seqblocks.record import Record
 
 Kind = Literal["image", "tokens", "sequence", "vector"]
 Size = int | str  # a number, or the name of an axis whose size only a call knows
@@ -64,19 +64,38 @@ class Facts(NamedTuple):
 UNBOUNDED = Facts()
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """The type of a value. Immutable; ops derive new ones with `with_features` and friends."""
+class Wire(Record):
+    """The type of a value. Immutable; ops derive new ones with `with_features` and friends.
+
+    Wires are equal if all but their origins are.
+    """
 
     kind: Kind
     features: int
     length: Size | None = None
     grid: tuple[int, int] | None = None
-    origin: Origin | None = field(default=None, compare=False)
+    origin: Origin | None = None
     rate: int = 1  # tokens of the model's input for each token here
     sample_rate: float | None = None  # tokens of the model's input in a second
     facts: Facts = UNBOUNDED
     context: bool = False  # it depends on no input that streams: a stream computes it once
+
+    @property
+    def _compared(self) -> tuple[Any, ...]:
+        return self.kind, self.features, self.length, self.grid, self.rate, self.sample_rate, self.facts, self.context
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared == other._compared if isinstance(other, Wire) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Wire is immutable: make another with _replace({name}=…)")
+
+    def __repr__(self) -> str:
+        values = (f"{name}={getattr(self, name)!r}" for name in self._names if name in self.__dict__)
+        return f"Wire({', '.join(values)})"
 
     @property
     def axes(self) -> tuple[Size, ...]:
@@ -114,11 +133,11 @@ class Wire:
 
     def with_features(self, features: int) -> Wire:
         """Return the wire with another width, without an origin and facts."""
-        return replace(self, features=features, origin=None, facts=UNBOUNDED)
+        return self._replace(features=features, origin=None, facts=UNBOUNDED)
 
     def with_facts(self, facts: Facts) -> Wire:
         """Return the wire with other facts about its numbers."""
-        return self if facts == self.facts else replace(self, facts=facts)
+        return self if facts == self.facts else self._replace(facts=facts)
 
     def part(self, width: int) -> Wire:
         """Return a wire of some of the features."""
@@ -127,19 +146,19 @@ class Wire:
     def at_rate(self, rate: int) -> Wire:
         """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens for each token."""
         if isinstance(self.length, int):
-            return replace(self, length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
+            return self._replace(length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
         name = (self.length or "seq").partition("/")[0]
-        return replace(self, length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
+        return self._replace(length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
         """Return the wire where the input that streams has `tokens`, if the length is open and that input's."""
         if self.context or not isinstance(self.length, str):
             return self
-        return replace(self, length=tokens // self.rate)
+        return self._replace(length=tokens // self.rate)
 
     def made_by(self, origin: Origin) -> Wire:
         """Return the wire with the step that fixed its sizes, unless one is known."""
-        return self if self.origin else replace(self, origin=origin)
+        return self if self.origin else self._replace(origin=origin)
 
     def whence(self, name: str) -> Note | None:
         """Return a note such as: `u` is [batch, seq, 768]: made by proj_up (file:line:column)."""

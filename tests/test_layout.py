@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = """
     _version
     errors
+    record
     types
     language/*
     parameters
@@ -62,6 +63,7 @@ HEAVY = {"torch", "triton", "numpy"}  # what the rooms above the torch line leav
 REQUIREMENTS = {
     "pydantic": "pydantic",
     "pydantic_core": "pydantic",
+    "typing_extensions": "pydantic",  # for type checkers
     "yaml": "pyyaml",
     "einops": "einops",
     "rich": "rich",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from seqblocks import graph
@@ -14,14 +14,14 @@ from seqblocks.errors import Fault, Note, Span
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
+from seqblocks.record import Record
 
 MAX_WRITTEN = 4  # notes about where a value was written
 MAX_TRAIL = 8  # notes about the blocks that led to a fault
 MAX_SOURCES = 16  # values that a fault's value is traced back to
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Body:
+class Body(Record):
     """A list of steps that is being lowered.
 
     It is incomplete where a step may define wires that could not be read: every wire that it lacks is UNKNOWN.
@@ -42,8 +42,7 @@ class Body:
     place: Body | None = None  # of the steps of an argument: the body in which they are written
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Passed:
+class Passed(Record):
     """The steps that a block is called with. They mean what they mean at their place; None while they are UNKNOWN."""
 
     declared: Argument
@@ -53,8 +52,7 @@ class Passed:
     used: bool = False
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Context:
+class Context(Record):
     """A place in a spec: what is visible there, and how the analysis got there."""
 
     run: Run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from seqblocks import graph
@@ -47,7 +46,7 @@ def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
     for name, place, each in node:
         _check_name(ctx, name, place, first=not found)
         wire = _input(ctx, each, name)
-        found[name] = replace(wire, context=True) if wire and found else wire
+        found[name] = wire._replace(context=True) if wire and found else wire
     return found
 
 
@@ -96,7 +95,7 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
     made = Wire("tokens" if kind == "tokens" else "sequence", features, length or axis, grid, origin)
-    return replace(made, sample_rate=rate) if rate else made
+    return made._replace(sample_rate=rate) if rate else made
 
 
 def _image(ctx: Context, node: Node) -> Wire | None:

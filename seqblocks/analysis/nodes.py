@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ def make_node(
     if type and not type.origin:
         type = type.made_by(origin)
     if type and run.has_context and type.context != _is_context(run, inputs, more.get("bodies", {})):
-        type = replace(type, context=not type.context)
+        type = type._replace(context=not type.context)
     if type and type.context:
         more["state"] = {}  # it is computed once, from the first token on
     name = _unique_name(ctx, step)

@@ -7,7 +7,6 @@ place. The wire that they read is the one that the block passes in; they see no 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from seqblocks import graph
 from seqblocks.analysis.bodies import lower_once
@@ -43,7 +42,7 @@ def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> P
 
 def add_defaults(ctx: Context, block: Block) -> None:
     """Add the default steps of arguments to the context inside a block. They see its names, and run no argument."""
-    place = replace(ctx, passed={})
+    place = ctx._replace(passed={})
     for name, declared in block.args.items():
         if declared.type == "steps" and name not in ctx.passed:
             ctx.run.unread[id(declared.default)] = False
@@ -117,7 +116,7 @@ def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple
     assert passed.place
     entered = ctx.run.value(ctx.run.types[x], "input")
     body = Body({"input": entered}, (*ctx.body.path, name), place=passed.place.body)
-    inner = replace(passed.place, body=body, trail=(*ctx.trail, note), depth=ctx.depth + 1)
+    inner = passed.place._replace(body=body, trail=(*ctx.trail, note), depth=ctx.depth + 1)
     return inner, lower_steps(inner, passed.steps, entered)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -78,7 +77,7 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
         sole = _sole_argument(ctx, verb, only, found) if found and found.is_known else None
         if sole is None:
             return Step(verb, span, {}, {}, found=found, unreadable=found is not None)
-        node = replace(node, entries={sole: (where, only), **entries})
+        node = node._replace(entries={sole: (where, only), **entries})
     own = found.own if found else ()  # repeat has a `share` of its own
     fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS or key in own}
     common = {key: (s, n) for key, s, n in node if key not in fields}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Container
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -73,7 +72,7 @@ def lower_inside(
     path = (*outer.path, outer.current.name, *labels)
     body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
     names = ctx.names if names is None else names
-    return lower_steps(replace(ctx, names=names, body=body, depth=ctx.depth + 1), steps, x)
+    return lower_steps(ctx._replace(names=names, body=body, depth=ctx.depth + 1), steps, x)
 
 
 def lower_steps(

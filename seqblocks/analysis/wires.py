@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
 from seqblocks.analysis.context import Body, Context
@@ -192,7 +191,7 @@ def broadcast(ports: tuple[Port, ...], wires: list[Wire | None]) -> list[Wire | 
 
 
 def _as_long_as(like: Wire, vector: Wire) -> Wire:
-    return replace(like, features=vector.features, origin=vector.origin, facts=vector.facts)
+    return like._replace(features=vector.features, origin=vector.origin, facts=vector.facts)
 
 
 def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> Fault:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from seqblocks import graph
@@ -118,7 +117,7 @@ def without_head(spec: ModelSpec) -> ModelSpec:
     if last is None:
         return spec
     nodes = spec.graph.nodes[: spec.graph.nodes.index(last)]
-    return replace(spec, graph=replace(spec.graph, nodes=nodes, result=last.reads[0]))
+    return spec._replace(graph=spec.graph._replace(nodes=nodes, result=last.reads[0]))
 
 
 def embedding(spec: ModelSpec) -> Node | None:

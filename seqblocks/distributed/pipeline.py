@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -147,7 +146,7 @@ def _nodes(segments: list[Segment]) -> Iterator[Node]:
         labels = [segment.label for segment in segments[at:] if segment.node is node]
         at += len(labels)
         whole = node.kind != "repeat" or len(labels) == len(node.bodies)
-        yield node if whole else replace(node, bodies={label: node.bodies[label] for label in labels})
+        yield node if whole else node._replace(bodies={label: node.bodies[label] for label in labels})
 
 
 def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:
@@ -157,8 +156,8 @@ def _link(nodes: list[list[Node]], types: dict[int, Any]) -> None:
         if last.kind == "repeat" and first.name == last.name:
             fresh = max(types) + 1
             types[fresh] = last.type
-            group[-1] = replace(last, outputs=(fresh,), split=())
-            following[0] = replace(first, inputs={**first.inputs, "x": (fresh,)})
+            group[-1] = last._replace(outputs=(fresh,), split=())
+            following[0] = first._replace(inputs={**first.inputs, "x": (fresh,)})
 
 
 def _check_shared(spec: ModelSpec, parts: list[Graph]) -> None:

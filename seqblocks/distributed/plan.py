@@ -6,7 +6,6 @@ docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from seqblocks import graph
@@ -95,7 +94,7 @@ class _Planner:
         cuts = {item.name: cut for item, cut in self._cut_parameters(local) if not item.shared}
         self.undivided |= self.starts - self.used
         self.changed = before != (len(self.whole), len(self.undivided))
-        spec = replace(self.spec, graph=local, types=self.types)
+        spec = self.spec._replace(graph=local, types=self.types)
         return Plan(self.ranks, self.spec, spec, cuts, self.exchanges, tuple(self.steps.items()))
 
     def _cut_parameters(self, local: Graph) -> Iterator[tuple[graph.Named, Cut]]:
@@ -129,7 +128,7 @@ class _Planner:
 
     def _body(self, body: Graph, path: str) -> Graph:
         if id(body) not in self.done:
-            self.done[id(body)] = replace(body, nodes=[self._node(n, graph.join(path, n.name)) for n in body.nodes])
+            self.done[id(body)] = body._replace(nodes=[self._node(n, graph.join(path, n.name)) for n in body.nodes])
         return self.done[id(body)]
 
     def _node(self, node: Node, path: str) -> Node:
@@ -152,7 +151,7 @@ class _Planner:
         self._check_result(node, result)
         is_part = self.parts[result] and not apart
         self._note_outputs(node, is_part, self.origins.get(result, frozenset()))
-        return replace(node, bodies=bodies, type=self._local(node.type, is_part))
+        return node._replace(bodies=bodies, type=self._local(node.type, is_part))
 
     def _check_result(self, node: Node, result: int) -> None:
         joined = node.kind == "scan" and len(node.arguments.orders) > 1 and node.arguments.merge == "concat"
@@ -191,8 +190,8 @@ class _Planner:
         self._note_outputs(node, is_part, read)
         self.exchanges[id(op)] = self._exchange(node, split, "sum" if split.sums else "gather" if gathers else "")
         self.steps[path] = _words(node, split, gathers)
-        made = replace(
-            node, op=op, wires=tuple(wires), type=self._local(node.type, is_part),
+        made = node._replace(
+            op=op, wires=tuple(wires), type=self._local(node.type, is_part),
             state=self._state(node, op, wires, is_part),
             split=tuple(width // self.ranks for width in node.split) if is_part else node.split,
             parameters=self._cut(node, split),
@@ -218,7 +217,7 @@ class _Planner:
         enter = tuple(("gather",) if self.parts[value] else () for value in node.reads)
         self.exchanges[id(op)] = Exchange(enter, "", _axis(node))
         self.steps[path] = "whole on each rank, its inputs gathered"
-        return replace(node, op=op)
+        return node._replace(op=op)
 
     def _choose(self, node: Node, path: str) -> Split | None:
         """Return the split of a step that moves the fewest numbers for each token, or None to compute it whole."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from collections.abc import Mapping as MappingABC
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -122,12 +121,12 @@ def _moved(node: Node, source: Source, before: int) -> Node:
     else:
         span = Span(source, 1, 1, 1, len(source.text) + 1)
     if isinstance(node, Scalar):
-        return replace(node, span=span)
+        return node._replace(span=span)
     if isinstance(node, Sequence):
-        return replace(node, span=span, items=[_moved(item, source, before) for item in node.items])
+        return node._replace(span=span, items=[_moved(item, source, before) for item in node.items])
     assert isinstance(node, Mapping)
     entries = {k: (span, _moved(v, source, before)) for k, (_, v) in node.entries.items()}
-    return replace(node, span=span, entries=entries)
+    return node._replace(span=span, entries=entries)
 
 
 def _fault(source: Source, message: str, **more: Any) -> Diagnostic:
@@ -233,7 +232,7 @@ def _with_arguments(item: Node) -> Node:
             elif isinstance(arguments, Scalar) and arguments.value is not None:
                 given[document.SOLE] = (arguments.span, arguments)
             if not isinstance(arguments, Mapping):
-                return replace(item, entries={verb: (span, Mapping(arguments.span, 1, 1, given))})
+                return item._replace(entries={verb: (span, Mapping(arguments.span, 1, 1, given))})
     return item
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -21,6 +21,7 @@ from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.expressions import parse
 from seqblocks.language.vocabulary import called_elsewhere, did_you_mean, key_hint, missing_colon, nearest
+from seqblocks.record import Record
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
@@ -40,8 +41,7 @@ _LIKE = {  # what the mappings look like
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Argument:
+class Argument(Record):
     """An argument of a block: its type, and its default node unless it is required."""
 
     name: str
@@ -51,8 +51,7 @@ class Argument:
     sound: bool = True  # whether the default can be used
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Block:
+class Block(Record):
     """A block as defined in some file."""
 
     name: str
@@ -66,8 +65,7 @@ class Block:
     incomplete: bool = False  # whether it may have arguments that could not be read
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class SpecFile:
+class SpecFile(Record):
     """One file: its own definitions, and what is visible in it."""
 
     source: Source

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -260,7 +259,7 @@ def _whole(x: Wire, right: tuple[Axis, ...], widths: list[int]) -> Wire:
     before = x.length if isinstance(x.length, int) else 0
     rate = x.rate * before // length if before and x.rate * before % length == 0 else 1
     grid = (widths[0], widths[1]) if len(right) == 3 else None
-    return replace(Wire("sequence", widths[-1], length, grid), rate=rate)
+    return Wire("sequence", widths[-1], length, grid, rate=rate)
 
 
 @primitive("rearrange")

@@ -1,0 +1,60 @@
+"""Classes of named values, without the source that `dataclass` writes and compiles for each.
+
+`seqblocks check` defines a dozen of them in every process; as dataclasses they are 3 % of its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, field
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:
+        """Do what typing's decorator of this name does at run time; Python 3.10 lacks it."""
+        return lambda cls: cls
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+class Record:
+    """Base of classes whose annotations are the arguments of `__init__`, as in a dataclass; equal only to itself.
+
+    Defaults are values, or `field(default_factory=list)`.
+    """
+
+    _names: ClassVar[tuple[str, ...]] = ()
+    _required: ClassVar[frozenset[str]] = frozenset()
+    _factories: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        own = get_annotations(cls)
+        made = {name: value.default_factory for name in own if isinstance(value := cls.__dict__.get(name), Field)}
+        for name in made:
+            delattr(cls, name)
+        cls._names += tuple(own)
+        cls._factories = {**cls._factories, **made}
+        cls._required |= {name for name in own if name not in made and name not in cls.__dict__}
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        if len(values) > len(self._names):
+            raise TypeError(f"{type(self).__name__} takes {len(self._names)} values at most, not {len(values)}")
+        mine = self.__dict__
+        mine.update(zip(self._names, values, strict=False))
+        mine.update(named)
+        for name, make in self._factories.items():
+            if name not in mine:
+                mine[name] = make()
+        if not self._required <= mine.keys() or len(mine) > len(self._names):
+            wrong = sorted((self._required - mine.keys()) | (named.keys() - set(self._names)))
+            raise TypeError(f"{type(self).__name__}: missing or unknown arguments: {', '.join(wrong)}")
+
+    def _replace(self, **changes: Any) -> Self:
+        """Return a copy with some of its values changed."""
+        if unknown := changes.keys() - set(self._names):
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **changes)
+        return new
