@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -89,3 +90,16 @@ def turned(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
     cos, sin = (t.to(torch.float64 if x.dtype == torch.float64 else torch.float32) for t in (angle.cos(), angle.sin()))
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def prepare_turning(width: int, base: float, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return f(x [B, H, D], positions [B]): `rotary` of one token of each sequence, with heads of this width."""
+    rates = rotary_rates(width, base, device)
+    both = torch.cat([-rates, rates])
+
+    def turn(x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions.unsqueeze(1) * both  # the sine of the first half is negative, and the cosine the same
+        cos, sin = angle.cos().to(x.dtype).unsqueeze(1), angle.sin().to(x.dtype).unsqueeze(1)
+        return (x * cos).addcmul_(x.roll(width // 2, -1), sin)
+
+    return turn

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 FEW = 4  # tokens
+MOST_COPIED = 1 << 18  # numbers of a matrix that may be copied into a larger one: others take longer than two calls
 LARGE = 1 << 19  # numbers of a matrix: smaller ones may be in the cache, where a matrix-vector product is faster
 BLOCKS = 16  # that several threads can share
 ON_MKL = torch.backends.mkl.is_available()
@@ -28,6 +30,24 @@ def linear_of_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     columns = x.t().expand(blocks, width, -1)
     y = torch.bmm(weight.view(blocks, rows // blocks, width), columns).view(rows, -1).t().contiguous()
     return y if bias is None else y + bias
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return f(x) = `linear_of_few(x, weight, bias)`. It does not look at the size of a small matrix again."""
+    if weight.numel() < LARGE:
+        return lambda x: linear(x, weight, bias)
+    return lambda x: linear_of_few(x, weight, bias)
+
+
+def prepare_joined(matrices: Sequence[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes several linear maps of one input, their outputs side by side.
+
+    matrices: weight [O, I] and bias [O] of each.
+    """
+    weight, bias = torch.cat([weight for weight, _ in matrices]), None
+    if any(bias is not None for _, bias in matrices):
+        bias = torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in matrices])
+    return prepare_linear(weight, bias)
 
 
 def _is_plain(*tensors: Tensor) -> bool:

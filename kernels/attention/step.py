@@ -11,40 +11,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from seqblocks.kernels.positions import rotary_rates, turned
+from seqblocks.kernels.positions import prepare_turning
 
 
-def prepare(heads: int, shared: int, rotary: float | None, scale: float | None) -> Callable[..., tuple[Tensor, ...]]:
+def prepare(
+    heads: int, shared: int, rotary: float | None, scale: float | None, window: bool
+) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v [B, G * DV]).
 
     It returns y [B, H * DV] and the next keys, values and length: the same numbers as `attention` for one token that
-    sees itself and the whole cache.
+    sees itself and, with `window`, the whole cache. Otherwise the cache has room for all tokens, its own included.
     """
+    made: dict[tuple[int, int], tuple[Callable[..., Tensor] | None, Tensor]] = {}  # by D and the keys that are seen
 
-    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # what depends on sizes alone, by D and K
-
-    def constants(D: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if (D, K) not in made:
-            rates = rotary_rates(D, rotary or 1.0, device)
-            made[D, K] = rates, torch.arange(K, -1, -1, device=device)
-        return made[D, K]
+    def constants(D: int, seen: int, device: torch.device) -> tuple[Callable[..., Tensor] | None, Tensor]:
+        if (D, seen) not in made:
+            turn = None if rotary is None else prepare_turning(D, rotary, device)
+            made[D, seen] = turn, torch.arange(seen - 1, -1, -1, device=device)
+        return made[D, seen]
 
     def step(
         keys: Tensor, values: Tensor, length: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
         B, K, _ = keys.shape
-        rates, age = constants(q.shape[1] // heads, K, keys.device)
-        if rotary is not None:
-            both = torch.cat([q, k], -1).view(B, 1, heads + shared, -1)
-            q, k = turned(both, length[:, None], rates).flatten(1).split([q.shape[1], k.shape[1]], -1)
-        keys, values = torch.cat([keys, k[:, None]], 1), torch.cat([values, v[:, None]], 1)
+        turn, age = constants(q.shape[1] // heads, K + window, keys.device)
+        if turn is not None:
+            both = torch.cat([q, k], 1).view(B, heads + shared, -1)
+            q, k = turn(both, length).split([heads, shared], 1)
+        latest, all_values = (_and_last(*each, K if window else K - 1) for each in ((keys, k), (values, v)))
         y = scaled_dot_product_attention(
-            q.view(B, shared, heads // shared, -1),
-            keys.view(B, K + 1, shared, -1).transpose(1, 2),
-            values.view(B, K + 1, shared, -1).transpose(1, 2),
-            (age <= length[:, None])[:, None, None],
+            q.reshape(B, shared, heads // shared, -1),
+            latest.view(B, len(age), shared, -1).transpose(1, 2),
+            all_values.view(B, len(age), shared, -1).transpose(1, 2),
+            (age <= length.unsqueeze(1)).view(B, 1, 1, -1),
             scale=scale,
         )
-        return y.flatten(1), keys[:, 1:].clone(), values[:, 1:].clone(), length + 1
+        if window:
+            latest, all_values = (x.narrow(1, 1, K).clone() for x in (latest, all_values))
+        return y.flatten(1), latest, all_values, length + 1
 
     return step
+
+
+def _and_last(before: Tensor, x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of a cache [B, K, D], and a token with D features [B, …]."""
+    B, K, D = before.shape
+    return torch.cat([before.narrow(1, K - count, count), x.reshape(B, 1, D)], 1)

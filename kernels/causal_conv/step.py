@@ -18,7 +18,7 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
     taps = weight[:, 0].t().contiguous()
-    before, now = taps[:-1], taps[-1]
+    before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         y = (window * before).sum(1).addcmul_(x, now)
@@ -26,6 +26,6 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
             y += bias
         if activation == "silu":
             y = F.silu(y, inplace=True)
-        return y, torch.cat([window[:, 1:], x[:, None]], 1)
+        return y, torch.cat([window.narrow(1, 1, latest), x.unsqueeze(1)], 1)
 
     return step

@@ -44,6 +44,10 @@ __all__ = [
 BACKENDS = ("auto", *IMPLEMENTATIONS)
 VARIABLE = "SEQBLOCKS_BACKEND"
 
+# The table of os.environ: `os.environ.get` takes longer than a small product where a variable is absent.
+_environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_key = os.environ.encodekey(VARIABLE)
+
 _local = threading.local()  # .backend: that of the innermost `use_backend`. Compilers watch it for each thread
 
 
@@ -89,7 +93,7 @@ def saves_launches(x: Tensor) -> bool:
 
 @constant
 def _from_environment() -> str:
-    return os.environ.get(VARIABLE) or "auto"
+    return os.environ[VARIABLE] if _environment.get(_key) else "auto"
 
 
 def _check_name(backend: str, where: str) -> str:

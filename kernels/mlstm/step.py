@@ -24,16 +24,16 @@ def prepare(heads: int, eps: float, input_gate: str, normalize: bool) -> Callabl
         C: Tensor, n: Tensor, m: Tensor, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor
     ) -> tuple[Tensor, ...]:
         B, _, DK, DV = C.shape
-        q, k, v = q.view(B, heads, DK) * DK**-0.5, k.view(B, heads, DK), v.view(B, heads, DV)
-        log_i, through = log_input_gate(i, input_gate), F.logsigmoid(f) + m
+        q, k, v = q.view(B, heads, DK) * DK**-0.5, k.view(B, heads, DK), v.view(B, heads, 1, DV)
+        log_i, through = log_input_gate(i, input_gate), F.logsigmoid(f).add_(m)
         m = torch.maximum(through, log_i) if input_gate == "exp" else torch.zeros_like(m)
-        keep, write = (through - m).exp_()[..., None], (log_i - m).exp_()[..., None] * k
-        C = torch.mul(C, keep[..., None]).addcmul_(write[..., None], v[..., None, :])
-        n = torch.addcmul(write, keep, n)
-        h = torch.matmul(q[..., None, :], C).squeeze(-2)
+        keep, write = through.sub_(m).exp_().unsqueeze(-1), (log_i - m).exp_().unsqueeze(-1) * k
+        C = torch.mul(C, keep.unsqueeze(-1)).addcmul_(write.unsqueeze(-1), v)
+        n = write.addcmul_(keep, n)
+        h = torch.bmm(q.reshape(-1, 1, DK), C.flatten(0, 1)).view(B, heads, DV)
         if normalize:
-            floor = (-m).clamp_(max=largest_exponent(m.dtype)).exp_()[..., None]
-            h /= torch.maximum((q * n).sum(-1, keepdim=True).abs_(), floor).add_(eps)
+            floor = m.neg().clamp_(max=largest_exponent(m.dtype)).exp_().unsqueeze(-1)
+            h /= torch.maximum(q.mul_(n).sum(-1, keepdim=True).abs_(), floor).add_(eps)
         return h.flatten(1), C, n, m
 
     return step

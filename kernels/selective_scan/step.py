@@ -24,8 +24,8 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tu
     ) -> tuple[Tensor, Tensor]:
         if softplus:
             dt = F.softplus(dt)
-        h = (dt[..., None] * A).exp_().mul_(h).addcmul_((dt * x)[..., None], B[:, None])
-        y = torch.matmul(h, C[..., None]).squeeze(-1)
+        h = (dt.unsqueeze(-1) * A).exp_().mul_(h).addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
+        y = torch.bmm(h, C.unsqueeze(-1)).squeeze(-1)
         if D is not None:
             y.addcmul_(D, x)
         return (y if z is None else y.mul_(F.silu(z))), h

@@ -19,19 +19,19 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
     gradients.
     """
     H, D = recurrent.shape[:2]
-    matrix, bias = recurrent.flatten(2), torch.stack([*biases], 1)  # [H, D, 4 D], [H, 4, D]
+    matrix, bias = recurrent.flatten(2), torch.stack([*biases], 1).view(H, 1, 4 * D)
 
     def step(
         y: Tensor, c: Tensor, n: Tensor, m: Tensor, i: Tensor, f: Tensor, z: Tensor, o: Tensor
     ) -> tuple[Tensor, ...]:
-        gates = torch.matmul(y[..., None, :], matrix).view(-1, H, 4, D).add_(bias)
-        gates += torch.cat([i, f, z, o], 1).view(-1, 4, H, D).transpose(1, 2)
-        i, f, z, o = gates.unbind(2)
+        gates = torch.cat([i, f, z, o], 1).view(-1, 4, H, D)
+        recurrent = torch.baddbmm(bias, y.transpose(0, 1), matrix)  # [H, B, 4 D]
+        i, f, z, o = gates.add_(recurrent.view(H, -1, 4, D).permute(1, 2, 0, 3)).unbind(1)
         through = F.logsigmoid(f).add_(m)
         m = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
-        write, keep = (i - m).exp_(), (through - m).clamp_(max=0.0).exp_()
-        c = torch.addcmul(write * z.tanh(), keep, c)
-        n = torch.addcmul(write, keep, n)
+        write, keep = (i - m).exp_(), through.sub_(m).clamp_(max=0.0).exp_()
+        c = z.tanh().mul_(write).addcmul_(keep, c)
+        n = write.addcmul_(keep, n)
         y = o.sigmoid().mul_(c).div_(n)
         return y.flatten(1), y, c, n, m
 

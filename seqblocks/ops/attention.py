@@ -140,7 +140,7 @@ class Attention(_Heads):
 
         from seqblocks.kernels.attention.step import prepare
 
-        run = prepare(self.heads, self.shared, self.rotary or None, self.scale or None)
+        run = prepare(self.heads, self.shared, self.rotary or None, self.scale or None, window=self.window > 0)
         if self.window:
             return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from seqblocks.op import ANY, Op, Port, argument, must_divide, must_match, primitive
@@ -13,27 +14,33 @@ ActivationName = Literal[
 ]  # fmt: skip
 
 
-def activate(name: str, x: Any) -> Any:
-    """Apply an activation by name. gelu is the exact one, by erf."""
+def activation(name: str) -> Callable[[Any], Any]:
+    """Return an activation by name: a function of a tensor, in memory of its own but for `none`. gelu is by erf."""
     import torch
     from torch.nn import functional
 
     match name:
         case "none":
-            return x
+            return lambda x: x
         case "squared_relu":
-            return functional.relu(x).square()
+            return lambda x: functional.relu(x).square()
         case "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
+            return lambda x: functional.gelu(x, approximate="tanh")
         case "positive":
-            return torch.where(x >= 0, x + 0.5, x.sigmoid())
+            return lambda x: torch.where(x >= 0, x + 0.5, x.sigmoid())
         case "one_minus_exp":
-            return -torch.expm1(x)
+            return lambda x: -torch.expm1(x)
         case "elu_plus_one":
-            return torch.where(x > 0, 1 + x, x.clamp(max=0).exp())
+            return lambda x: torch.where(x > 0, 1 + x, x.clamp(max=0).exp())
         case "rational_exp":
-            return torch.where(x >= 0, 1 + x, 1 / (1 + x.abs()))
-    return getattr(functional, name)(x)
+            return lambda x: torch.where(x >= 0, 1 + x, 1 / (1 + x.abs()))
+    found: Callable[[Any], Any] = getattr(functional, name)
+    return found
+
+
+def activate(name: str, x: Any) -> Any:
+    """Apply an activation by name."""
+    return activation(name)(x)
 
 
 _RANGES = {  # of all numbers
@@ -79,6 +86,12 @@ class Gate(Op):
 
     def macs(self, x: Wire, by: Wire) -> int:
         return x.features
+
+    def prepare_step(self, p: Any) -> Any:
+        if self.heads or self.activation == "none":
+            return None
+        function = activation(self.activation)
+        return lambda x, by: function(by).mul_(x)
 
     def forward(self, p: Any, call: Any, x: Any, by: Any) -> Any:
         opening = activate(self.activation, by)

@@ -41,15 +41,15 @@ class HeadNorm(Norm):
         return "head_norm", {"heads": self.heads, "width": x.features}
 
     def prepare_step(self, p: Any) -> Any:
-        from torch.nn.functional import layer_norm
+        from torch import layer_norm
 
         gain, bias, heads, eps = self.effective_gain(p), self.effective_bias(p), self.heads, self.eps
 
         def step(x: Any) -> Any:
-            y = x.unflatten(-1, (heads, -1))
-            y = layer_norm(y, y.shape[-1:], eps=eps).flatten(-2)
-            y = y if gain is None else y * gain
-            return y if bias is None else y + bias
+            y = x.unflatten(1, (heads, -1))
+            y = layer_norm(y, y.shape[2:], eps=eps).flatten(1)
+            y = y if gain is None else y.mul_(gain)
+            return y if bias is None else y.add_(bias)
 
         return step
 

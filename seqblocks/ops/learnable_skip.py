@@ -34,6 +34,12 @@ class LearnableSkip(Op):
     def macs(self, x: Wire, skip: Wire) -> int:
         return x.features
 
+    def prepare_step(self, p: Any) -> Any:
+        from torch import addcmul
+
+        weight = p["weight"]
+        return None if self.heads else lambda x, skip: addcmul(x, weight, skip)
+
     def forward(self, p: Any, call: Any, x: Any, skip: Any) -> Any:
         weight = p["weight"]
         weight = weight.repeat_interleave(x.shape[-1] // self.heads) if self.heads else weight

@@ -37,17 +37,25 @@ class SwiGLU(Op):
         return 3 * x.features * self.hidden
 
     def prepare_step(self, p: Any) -> Any:
-        from seqblocks.kernels.products import linear_of_few
+        import torch
 
-        return lambda x: self._mapped(p, x, linear_of_few)
+        from seqblocks.kernels.products import MOST_COPIED, prepare_joined, prepare_linear
+
+        gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
+        to_output, silu = prepare_linear(*down), torch.nn.functional.silu
+        if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():  # a compiler would copy at each token
+            to_hidden, hidden = prepare_joined([gate, up]), (self.hidden, self.hidden)
+
+            def joined(x: Any) -> Any:
+                opening, y = to_hidden(x).split_with_sizes(hidden, 1)
+                return to_output(silu(opening).mul_(y))
+
+            return joined
+        to_gate, to_up = prepare_linear(*gate), prepare_linear(*up)
+        return lambda x: to_output(silu(to_gate(x)).mul_(to_up(x)))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from torch.nn.functional import linear
-
-        return self._mapped(p, x, linear)
-
-    def _mapped(self, p: Any, x: Any, linear: Any) -> Any:
-        from torch.nn.functional import silu
+        from torch.nn.functional import linear, silu
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))
         up = linear(x, p["up_weight"], p.get("up_bias"))

@@ -62,7 +62,7 @@ class LayerNorm(Norm):
     source = "Ba et al. 2016 (arXiv:1607.06450)"
 
     def prepare_step(self, p: Any) -> Any:
-        from torch.nn.functional import layer_norm
+        from torch import layer_norm
 
         gain, bias, eps = self.effective_gain(p), p.get("bias"), self.eps
         return lambda x: layer_norm(x, x.shape[-1:], gain, bias, eps)

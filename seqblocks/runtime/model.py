@@ -228,7 +228,7 @@ class SequenceModel(Body):
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
         """Return what runs a token of this kind without gradients, planned anew where the model has changed."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.kernels.products import linear_of_few
+from seqblocks.kernels.products import MOST_COPIED, prepare_joined, prepare_linear
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
+from seqblocks.runtime.guard import Guard
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
@@ -32,7 +33,6 @@ from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
 
 POINTWISE = ("vector", "tokens")  # a port that takes one of these takes a token without an axis of time
-SMALL = 1 << 18  # numbers of a matrix that may be copied into a larger one: products with more take longer than calls
 DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes, which `forward` sorts out
 
 Path = tuple[str, ...]
@@ -63,41 +63,23 @@ class Stepper:
         self._grid = Grid(spec.input.grid)
         self._phase: Phase = "stream" if spec.graph.ports else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
-        self._modules = _Watched()
-        self._parameters = _Watched()
-        self._derived: list[tuple[Tensor, int, int]] = []  # what numbers are derived from: version and place in memory
-        self._hooks: list[Any] = []
-        self._attributes: list[dict[str, Any]] = []
-        self._observe(model)
+        self._guard = Guard()
+        self._guard.note_bypassed(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
         y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
+        self.holds = self._guard.holds  # whether the model is still the one that this was made of
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield the variables of the inputs that do not stream; None of those that no step of the stream reads."""
         for name in body.ports:
             yield self._source.carry_over(("input", name)) if name in body.kept else "None"
 
-    def holds(self) -> bool:
-        """Return whether the model is still the one that this was made of."""
-        if any(self._hooks) or not self._modules.are_as_noted() or not self._parameters.are_as_noted():
-            return False
-        if [own for own in self._attributes if "forward" in own]:
-            return False
-        return not [x for x, version, pointer in self._derived if x._version != version or x.data_ptr() != pointer]
-
-    def _observe(self, module: nn.Module) -> None:
-        """Note a module that is not called, so that its hooks would not run."""
-        self._attributes.append(module.__dict__)
-        self._hooks += [
-            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        ]  # fmt: skip
-
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         child = parent._modules[name]
         assert child is not None
-        self._modules.note(parent._modules, name)
+        self._guard.note_entry(parent._modules, name)
         return child
 
     # --- bodies and nodes: each returns the variable of its result ----------------------------------------------------
@@ -143,9 +125,9 @@ class Stepper:
         for node, _ in found:
             child = self._child(module, node.name)
             assert isinstance(child, Primitive)
-            self._observe(child)
+            self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
-        run = _joined([matrix for _, matrix in found])
+        run = prepare_joined([matrix for _, matrix in found])
         y = self._source.call(run, self._source.at_ports(nodes[0], inputs), (), [])
         widths = tuple(weight.shape[0] for _, (weight, _) in found)
         parts = self._source.split(y, widths)
@@ -155,20 +137,19 @@ class Stepper:
         if type(module) is not Primitive or is_hooked(module) or not _as_declared(module, node):
             return None
         found = module.op.matrix(module.parameters_by_name(self._call))
-        return found if found and found[0].numel() <= SMALL else None
+        return found if found and found[0].numel() <= MOST_COPIED else None
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in _holders(module).values():
-            self._parameters.note(table, name)
+            self._guard.note_entry(table, name)
             if derived:
-                x = table[name]
-                self._derived.append((x, x._version, x.data_ptr()))
+                self._guard.note_numbers(table[name])
 
     def _node(self, module: nn.Module, node: Node, inputs: Sequence[str], path: Path) -> str:
         make = None if is_hooked(module) else _MAKERS.get(type(module))
         y = None if make is None else make(self, module, node, inputs, path)
         if y is not None:
-            self._observe(module)
+            self._guard.note_bypassed(module)
             return y
         timed = [_is_sequence(self._types[value]) for value in node.reads]
         return self._call_module(module, node, timed, _is_sequence(node.type), inputs, path)
@@ -222,7 +203,7 @@ class Stepper:
         values = dict(zip(node.reads, inputs, strict=True))
         layer, read = self._child(module, label), [x, *(values[value] for value in body.captures)]
         if type(layer) is Body and not is_hooked(layer):
-            self._observe(layer)
+            self._guard.note_bypassed(layer)
             return self._body(layer, body, read, (*path, label))
         timed = [_is_sequence(self._types[value]) for value in body.reads]
         return self._call_module(layer, None, timed, timed[0], read, (*path, label))
@@ -239,16 +220,8 @@ def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., 
     matrix = op.matrix(parameters)
     if matrix is not None:
         weight, bias = matrix
-        return lambda x: linear_of_few(x, weight, bias)
+        return prepare_linear(weight, bias)
     return partial(op.forward, parameters, call) if _is_pointwise(op) else None
-
-
-def _joined(matrices: list[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes several linear maps of one input, their outputs side by side."""
-    weight, bias = torch.cat([weight for weight, _ in matrices]), None
-    if any(bias is not None for _, bias in matrices):
-        bias = torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in matrices])
-    return lambda x: linear_of_few(x, weight, bias)
 
 
 def _as_declared(module: Primitive, node: Node) -> bool:
@@ -273,23 +246,6 @@ def _is_pointwise(op: Op) -> bool:
     """Whether `forward` computes a token without an axis of time: it takes vectors too, or token numbers."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
-
-
-class _Watched:
-    """Entries of tables, and what they were when they were noted."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[dict[str, Any], str]] = []
-        self._noted: list[int] = []  # compared by identity: tensors that are alike are not the same
-        self._alive: list[Any] = []
-
-    def note(self, table: dict[str, Any], name: str) -> None:
-        self._entries.append((table, name))
-        self._noted.append(id(table[name]))
-        self._alive.append(table[name])
-
-    def are_as_noted(self) -> bool:
-        return [id(table.get(name)) for table, name in self._entries] == self._noted
 
 
 class _Source:

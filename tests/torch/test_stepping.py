@@ -236,6 +236,24 @@ def test_training_and_gradients_take_the_other_way() -> None:
         assert model._stepper_for(tokens()[:, 0]) is None
 
 
+def test_the_environment_and_hooks_are_seen_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(), tokens()[:, 0]
+    steps(model)
+    plan = model._stepper
+    with torch.no_grad():
+        monkeypatch.setenv("SEQBLOCKS_BACKEND", "reference")
+        assert model._stepper_for(x) is None
+        monkeypatch.delenv("SEQBLOCKS_BACKEND")
+        nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # not of this model
+        assert model._stepper_for(x) is plan is not None
+        handle = model.mlstm_block.register_forward_pre_hook(lambda *_: None)
+        assert model._stepper_for(x) is not plan
+        handle.remove()
+        assert_follows(model)
+        del model.headwise_linear
+        assert not model._stepper.holds()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = build(dtype=dtype)

@@ -1,0 +1,65 @@
+"""Whether a model is still as it was when something was prepared from it, in a time that a token can spare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Guard:
+    """Notes modules and parameters, and then whether any of them was replaced, changed or hooked.
+
+    The comparisons are one expression, written out and compiled: looping over tables takes twice as long. Tables of
+    hooks are looked at only when a hook was registered somewhere since they were last found empty.
+    """
+
+    def __init__(self) -> None:
+        self._comparisons: list[str] = []
+        self._names: dict[str, Any] = {}
+        self._hooks: list[Any] = []
+        self._hooks_registered = -1
+        self._compare: Callable[[], bool] | None = None
+
+    def note_entry(self, table: dict[str, Any], name: str) -> None:
+        """Note what a table of a module holds: the same object, as tensors that are alike are not the same."""
+        self._add(f"{self._constant(table)}[{name!r}] is {self._constant(table[name])}")
+
+    def note_numbers(self, x: Tensor) -> None:
+        """Note the numbers of a tensor, by its version and its place in memory."""
+        own = self._constant(x)
+        self._add(f"{own}._version == {x._version} and {own}.data_ptr() == {x.data_ptr()}")
+
+    def note_bypassed(self, module: nn.Module) -> None:
+        """Note a module that is not called, so that its hooks, or a `forward` of its own, would not run."""
+        self._add(f"'forward' not in {self._constant(module.__dict__)}")
+        self._hooks += [
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        ]  # fmt: skip
+
+    def holds(self) -> bool:
+        """Return whether everything is as it was noted."""
+        if self._hooks_registered != RemovableHandle.next_id:
+            if any(self._hooks):
+                return False
+            self._hooks_registered = RemovableHandle.next_id
+        self._compare = self._compare or self._compiled()
+        try:
+            return self._compare()
+        except KeyError:  # an entry was deleted
+            return False
+
+    def _add(self, comparison: str) -> None:
+        self._comparisons.append(comparison)
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _compiled(self) -> Callable[[], bool]:
+        exec(f"def compare(): return {' and '.join(self._comparisons) or True}", self._names)  # noqa: S102
+        compare: Callable[[], bool] = self._names["compare"]
+        return compare
