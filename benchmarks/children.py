@@ -1,6 +1,6 @@
-"""Run jobs in processes of their own: one that breaks the device, hangs or dies affects no other.
+"""Run jobs in separate processes: one that breaks the device, hangs or dies does not affect the others.
 
-The processes are forked, so that none imports torch again. The caller must not have touched a CUDA device.
+The processes are forked, so they do not import torch again. The caller must not have touched a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ J = TypeVar("J", bound=tuple[Any, ...])
 
 
 class Late(Exception):
-    """The time for all jobs ended before this one did."""
+    """The time for all jobs ended before this job did."""
 
 
 def records(
     work: Callable[..., Iterable[Any]], jobs: Iterable[J], at_once: int, end: float, seconds: float
 ) -> Iterator[tuple[J, Any]]:
-    """Yield each job with what work(*job) yields, as it arrives, or with an Exception if the job does not finish.
+    """Yield each job with the results of work(*job) as they arrive, or with an Exception if the job does not finish.
 
     No job starts or runs after `end` (of time.monotonic), and none runs for longer than `seconds`.
     """

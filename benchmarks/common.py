@@ -1,4 +1,4 @@
-"""What the benchmarks share: versions of packages, and writing files."""
+"""Functions shared by the benchmarks: versions of packages, and writing files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import seqblocks
 
 
 def versions(peers: Iterable[str]) -> list[str]:
-    """"name version" of torch, triton, this package (from a checkout too) and the peers that are installed."""
+    """Return "name version" of torch, triton, this package (also from a checkout) and the installed peers."""
     out = []
     for name in ("torch", "triton", "seqblocks", *peers):
         try:

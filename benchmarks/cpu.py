@@ -1,11 +1,11 @@
-"""Time and memory of the mixers on a CPU, against other packages that compute the same.
+"""Measure time and memory of the mixers on a CPU, against other packages that compute the same.
 
-    pip install 'seqblocks[peers]'        # packages that are absent are listed as such
+    pip install 'seqblocks[peers]'        # missing packages are listed as not installed
     python benchmarks/cpu.py
 
 Candidates take turns, round after round, and medians are reported: CPU timings are noisy, and ratios of adjacent runs
-are more reliable than milliseconds. Memory is that of a process of its own: the highest resident size during one
-forward and backward pass, above what its inputs and weights took before. Writes a table and the numbers into --out.
+are more reliable than milliseconds. Memory is measured in a separate process: the highest resident size during one
+forward and backward pass, minus the size before it with inputs and weights. Writes a table and the numbers to --out.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ PEERS = ("mlstm_kernels", "xlstm", "transformers", "mambapy")
 LENGTHS = (256, 2048, 8192)
 ROUNDS = 11
 Run = Callable[[], Tensor]
-Maker = Callable[[int], tuple[Run, list[Tensor]]]  # length -> the forward pass, and what gradients are taken of
+Maker = Callable[[int], tuple[Run, list[Tensor]]]  # length -> the forward pass, and the tensors that get gradients
 
 
 class Case(NamedTuple):
-    """One computation, and who can do it."""
+    """One computation and its candidates."""
 
     about: str
     candidates: dict[str, Maker]
 
 
 def drawn(*shape: int, shift: float = 0.0) -> Tensor:
-    """float32 that requires gradients, the same for every candidate of a shape."""
+    """Return float32 numbers that require gradients, the same for every candidate of a shape."""
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     return (torch.randn(*shape, generator=generator) + shift).requires_grad_()
 
@@ -224,8 +224,10 @@ def seconds(work: Callable[[Any], None], made: Any) -> float:
 
 
 def timed(made: dict[str, Any], work: Callable[[Any], None], budget: float) -> dict[str, float]:
-    """Medians of interleaved runs; a candidate takes part until it has used up its budget of seconds, at least thrice
-    unless the budget is gone at once."""
+    """Return medians of interleaved runs.
+
+    A candidate runs until it has used its budget of seconds, at least three times unless the first run exceeds it.
+    """
     runs: dict[str, list[float]] = {name: [] for name in made}
     first = {name: seconds(work, each) for name, each in made.items()}
     for _ in range(ROUNDS):
@@ -236,31 +238,31 @@ def timed(made: dict[str, Any], work: Callable[[Any], None], budget: float) -> d
 
 
 def peak(case: str, name: str, length: int, threads: int) -> float | None:
-    """MB of one forward and backward pass, in a process of its own; None if it did not survive."""
+    """Return the MB of one forward and backward pass, in a separate process; None if the process failed."""
     command = [sys.executable, __file__, "--worker", case, name, str(length), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return float(done.stdout.split()[-1]) if done.returncode == 0 else None
 
 
 def worker(case: str, name: str, length: int) -> None:
-    """What is resident at most while the passes run, above what is resident when they begin (Linux)."""
+    """Print the highest resident size during the passes, minus that at their start, in MB (Linux)."""
     maker = CASES[case].candidates[name]
     both(maker(64))
     made = maker(length)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the highest size
     before = resident("VmRSS")
     both(made)
     print((resident("VmHWM") - before) / 1024)
 
 
 def resident(what: str) -> int:
-    """kB."""
+    """Return a size of /proc/self/status in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def present(case: Case) -> tuple[dict[str, Maker], list[str]]:
-    """The candidates that are installed, and the names of the others."""
+    """Return the installed candidates, and the names of the others."""
     found, absent = {}, []
     for name, maker in case.candidates.items():
         try:
@@ -272,7 +274,7 @@ def present(case: Case) -> tuple[dict[str, Maker], list[str]]:
 
 
 def measure(options: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """One list of records per case and length that is not known, one record per candidate."""
+    """Yield a list of records for each case and length that is not known, with one record per candidate."""
     for key in options.case or CASES:
         found, absent = present(CASES[key])
         why = dict.fromkeys(absent, "not installed")
@@ -306,9 +308,9 @@ def table(records: list[dict[str, Any]], threads: int) -> str:
     lines = [
         f"# CPU, {datetime.date.today()}",
         "",
-        f"{where}, {', '.join(versions(PEERS))}; float32. `benchmarks/cpu.py` made this page.",
+        f"{where}, {', '.join(versions(PEERS))}; float32. Written by `benchmarks/cpu.py`.",
         "",
-        f"Medians of up to {ROUNDS} interleaved runs, ms; memory of one forward and backward pass, MB.",
+        f"Medians of up to {ROUNDS} interleaved runs in ms, peak memory of both passes in MB; ratios to ours.",
     ]
     ratios: list[float] = []
     for key in dict.fromkeys(r["case"] for r in records):
@@ -324,7 +326,7 @@ def table(records: list[dict[str, Any]], threads: int) -> str:
     if ratios:
         middle, slower = statistics.median(ratios), sum(r < 1 for r in ratios)
         speed = f"{middle:.1f} times as fast in the median of {len(ratios)} cells, at worst {min(ratios):.2f} times"
-        lines += ["", f"Against the fastest peer of each cell: {speed}; slower in {slower}."]
+        lines += ["", f"Compared with the fastest other package in each cell: {speed}; slower in {slower}."]
     return "\n".join([*lines, "", *growth(records)])
 
 
@@ -340,7 +342,7 @@ def row(r: dict[str, Any], ours: dict[str, Any]) -> str:
 
 def cell(r: dict[str, Any], ours: dict[str, Any], field: str, how: str) -> str:
     if r[field] is None:
-        return "did not survive"
+        return "failed"
     value = f"{round(r[field]):,}" if how == "d" else f"{r[field]:,.1f}"
     if r is ours or not ours[field] or ours[field] <= 0:
         return value
@@ -348,13 +350,13 @@ def cell(r: dict[str, Any], ours: dict[str, Any], field: str, how: str) -> str:
 
 
 def growth(records: list[dict[str, Any]]) -> list[str]:
-    """How our time per token changes from the second length to the last, and the mLSTM's distance from its floor."""
+    """Return lines on the growth of our time per token with length, and on the distance to the lower bounds."""
     lines = []
     ours = {(r["case"], r["length"]): r for r in records if r["candidate"] == OURS}
     lengths = sorted({length for _, length in ours})
     if len(lengths) > 1:
         a, b = lengths[-2:]
-        lines += [f"Time per token at {b:,} tokens against {a:,} (forward, forward + backward):", ""]
+        lines += [f"Time per token at {b:,} tokens relative to {a:,} (forward, forward + backward):", ""]
         for key in dict.fromkeys(case for case, _ in ours):
             change = [ours[key, b][f] / b / (ours[key, a][f] / a) for f in FIELDS[:2]]
             lines.append(f"- {key}: {change[0]:.2f}, {change[1]:.2f}")
@@ -365,13 +367,13 @@ def growth(records: list[dict[str, Any]]) -> list[str]:
         floor = products / rate()
         times = ours["mlstm", 2048]["forward_ms"] / 1e3 / floor
         lines.append(
-            f"The matrix products of the mLSTM at 2,048 tokens in chunks of 64 take {1e3 * floor:.1f} ms "
-            f"at the speed of a large one here; forward takes {times:.1f} times that."
+            f"The matrix products of the mLSTM at 2,048 tokens in chunks of 64 would take {1e3 * floor:.1f} ms "
+            f"at the speed of one large product in this run; forward takes {times:.1f} times that."
         )
     return lines
 
 
-# Of 2,048 tokens: multiply-accumulates, and numbers of inputs, weights and outputs, each moved once.
+# For 2,048 tokens: multiply-accumulates, and the numbers in inputs, weights and outputs, each moved once.
 FLOORS = {
     "slstm": (2048 * 4 * 4 * 96 * 4 * 96, 2048 * 4 * 5 * 384 + 4 * 4 * 96 * 96),
     "mamba": (
@@ -382,37 +384,37 @@ FLOORS = {
 
 
 def distance_from_floor(key: str, forward_ms: float) -> str:
-    """How far the forward pass of a case at 2,048 tokens is from its arithmetic and from what it must move."""
+    """Return a line that compares the forward pass at 2,048 tokens with its arithmetic and its memory traffic."""
     products, numbers = FLOORS[key]
     arithmetic, memory = 1e3 * products / rate(), 1e3 * 4 * numbers / reading_rate()
     return (
         f"{key} at 2,048 tokens: {arithmetic:.1f} ms of multiply-accumulates at the speed of a large matrix product, "
-        f"{memory:.1f} ms to read as much as it must move; forward takes {forward_ms / arithmetic:.1f} and "
+        f"{memory:.1f} ms to read as many bytes as it must move; forward takes {forward_ms / arithmetic:.1f} and "
         f"{forward_ms / memory:.1f} times that."
     )
 
 
 def reading_rate() -> float:
-    """Bytes a second of memory that is read once, by a sum."""
+    """Return the bytes per second at which a sum reads memory once."""
     x = torch.ones(1 << 26)
     return x.numel() * 4 / min(seconds(torch.sum, x) for _ in range(9))
 
 
 def rate() -> float:
-    """Multiply-accumulates a second in a large matrix product."""
+    """Return the multiply-accumulates per second of a large matrix product."""
     a = torch.randn(1024, 1024)
     a @ a
     return 1024**3 / statistics.median(seconds(lambda m: m @ m, a) for _ in range(21))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time and memory of the mixers on a CPU, against other packages.")
-    parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
+    parser = argparse.ArgumentParser(description="Measure the mixers on a CPU, against other packages.")
+    parser.add_argument("--case", action="append", choices=CASES, help="measure only this case; may be repeated")
     parser.add_argument("--length", action="append", type=int, help="tokens; may be repeated")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for one candidate in one cell")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
-    parser.add_argument("--keep", action="store_true", help="measure only what today's numbers in --out lack")
+    parser.add_argument("--keep", action="store_true", help="keep the cases that today's file in --out contains")
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CANDIDATE", "LENGTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -426,7 +428,7 @@ def main() -> int:
     records = json.loads(numbers.read_text(encoding="utf-8")) if options.keep and numbers.exists() else []
     for more in measure(options, records):
         records += more
-        write(numbers, json.dumps(records, indent=1))  # at once: an interrupt loses one cell
+        write(numbers, json.dumps(records, indent=1))  # after each cell, so that an interrupt loses only one
     order = list(CASES)
     records.sort(key=lambda r: (order.index(r["case"]), r["length"]))
     write(page, table(records, options.threads))

@@ -1,27 +1,29 @@
-"""Check every Triton kernel on a CUDA device, time it beside its peers, and write a dated table.
+"""Check every Triton kernel on a CUDA device, time it with other packages, and write a dated table.
 
     python benchmarks/gpu.py                      # check and time all, within --minutes (9); the table goes to --out
     python benchmarks/gpu.py --case mlstm         # one family
 
-A table is never overwritten: its name has the chosen cases, and a number if it exists already.
+A table is never overwritten: its name contains the chosen cases, and a number if the file exists already.
 
 Checks come first: outputs and every gradient against the recurrent definition in float64, at the widths of each timed
-shape, short, launched as they are, within 2e-2 of the largest value in bfloat16 (float32, 1e-4, comes last). What is
-timed is compared once more at its own shape, with the torch implementation in float32, in the first and the last
-sequence. Times are medians of what the device does: calls are queued after a pause twice as long as queueing takes,
-with a cold second-level cache, so that neither Python nor the previous call counts; a star marks figures for which the
-pause was too short. The yardstick is the larger of two times: of the least traffic at this card's
-measured copy bandwidth, and of the arithmetic at its measured rates; that of the mLSTM is counted for chunks of 64
-tokens, so an implementation with others can undercut it.
+shape, on short sequences with the same launches, within 2e-2 of the largest value in bfloat16 (float32, 1e-4, comes
+last). The timed calls are compared once more at their own shape, with the torch implementation in float32, in the first
+and the last sequence.
 
-Peers that can be imported take part (mlstm_kernels, flash-linear-attention, mamba-ssm, causal-conv1d, flashrnn), after
-all of ours. Every check and every cell is a process of its own, checks several at once, which is also how all kernels
-are compiled in parallel: one that breaks the device or hangs affects no other. Only torch and triton are needed, so
-a checkout will do; `gpu.sh` beside this file runs the tests too, and unpacks peers:
+Times are medians of the time on the device. Calls are queued after a pause twice as long as queueing takes, with a cold
+second-level cache, so that neither Python nor the previous call counts; a star marks figures for which the pause was
+too short. They are compared with a lower bound, the larger of two times: that of the least traffic at this card's
+measured copy bandwidth, and that of the arithmetic at its measured rates. The bound of the mLSTM is counted for chunks
+of 64 tokens; an implementation with other chunks can be faster.
+
+Other packages that can be imported are timed after ours (mlstm_kernels, flash-linear-attention, mamba-ssm,
+causal-conv1d, flashrnn). Every check and every cell runs in a separate process, and several checks run at once, so that
+kernels compile in parallel and one that breaks the device or hangs does not affect the others. Only torch and triton
+are needed, so a checkout is sufficient. `gpu.sh` in this folder also runs the tests, and unpacks other packages:
 
     PYTHONPATH=. python benchmarks/gpu.py --out FOLDER
 
-`--rehearse` runs small shapes on the CPU in Triton's interpreter: no figure of it means anything.
+`--rehearse` runs small shapes on the CPU in Triton's interpreter: its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ from seqblocks.kernels.dispatch.self_check import launched_for
 
 OURS, AS_TORCH = "seqblocks", "its torch implementation"
 BARS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-EXPS = 16 * 1.98e9  # special functions a second of a multiprocessor of an H100 or H200: 16 a clock
+EXPS = 16 * 1.98e9  # special functions per second and multiprocessor of an H100 or H200: 16 per clock
 LONGEST = 250.0  # milliseconds of a pause
-AT_ONCE = 6  # checks; the definition of one keeps up to 10 GB
-SHARE = 0.4  # of the time that checks may take before anything is timed
+AT_ONCE = 6  # checks; the definition of one needs up to 10 GB
+SHARE = 0.4  # of the time, at most, for checks before anything is timed
 
 
 # --- checking -------------------------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {''.join(str(error).strip().splitlines()[:1])[:200]}".rstrip(": ")
 
 
-# --- jobs: each in a process of its own -----------------------------------------------------------------------------
+# --- jobs: each in a separate process --------------------------------------------------------------------------------
 
 
 def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
@@ -353,7 +355,7 @@ def check_job(key: str, shape: Shape, dtype: torch.dtype, device: str) -> Iterat
     try:
         with launches() as found:
             errors = check(case, dtype, device, shape)
-    except Exception as error:  # becomes a line of the table; the others are still checked
+    except Exception as error:  # becomes a line of the table; the others continue
         yield {"ok": False, "failed": said(error)}
         return
     worst = max(errors, key=errors.__getitem__)
@@ -379,7 +381,7 @@ def cell_job(key: str, shape: Shape, peer: str, device: str) -> Iterator[dict[st
                 error, worst = compare(case, given)
                 record |= {"compared": error, "worst": worst, "ok": error <= BARS[dtype]}
             except torch.OutOfMemoryError:
-                record["compared"] = None  # no room to compare; the checks remain
+                record["compared"] = None  # not enough memory to compare; the checks are sufficient
             except Exception as error:
                 record |= {"compared": None, "ok": False, "worst": said(error)}
         yield record
@@ -403,7 +405,7 @@ def page(results: dict[str, Any]) -> str:
     """Return the results as a page."""
     lines = [*_head(results), *_checks(results["checks"]), *_times(results["times"])]
     if results["unchecked"]:
-        lines += ["", "Timed, and in no check that passed:", "", *(f"- {text}" for text in results["unchecked"])]
+        lines += ["", "Timed, but in no check that passed:", "", *(f"- {text}" for text in results["unchecked"])]
     if results["left_out"]:
         lines += ["", f"Left out for lack of time: {'; '.join(results['left_out'])}."]
     return "\n".join(lines)
@@ -414,10 +416,10 @@ def _head(results: dict[str, Any]) -> list[str]:
     return [
         f"# {results['device']}, {results['date']}",
         "",
-        f"{', '.join(results['versions'])}; bfloat16. `benchmarks/gpu.py` made this page."
+        f"{', '.join(results['versions'])}; bfloat16. Written by `benchmarks/gpu.py`."
         + (" A rehearsal on a CPU: no figure means anything." if results["rehearsed"] else ""),
         "",
-        f"Measured ceilings: {most['copy_bytes_per_s'] / 1e12:.2f} TB/s copied (bytes read plus bytes written), and",
+        f"Measured limits: {most['copy_bytes_per_s'] / 1e12:.2f} TB/s copied (bytes read plus bytes written), and",
         f"{2 * most['bf16_products_per_s'] / 1e12:.0f} TFLOP/s in a bfloat16 product of 8,192.",
     ]
 
@@ -455,7 +457,7 @@ def _times(times: list[dict[str, Any]]) -> Iterator[str]:
         order = [json.dumps(r["shape"]) for r in found]
         yield from ("", f"### {CASES[key].about}", "")
         yield from ("| | | forward | forward + backward | peak MB | off by |", "|---|---|---|---|---|---|")
-        for r in sorted(found, key=lambda r: order.index(json.dumps(r["shape"]))):  # ours of a shape, then its peers
+        for r in sorted(found, key=lambda r: order.index(json.dumps(r["shape"]))):  # of a shape, ours is first
             ours = next((o for o in found if o["shape"] == r["shape"] and o["candidate"] == OURS), {})
             yield _row(r, ours)
 
@@ -483,24 +485,24 @@ def _cell(r: dict[str, Any], ours: dict[str, Any], field: str, least: float) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the Triton kernels on a CUDA device.")
-    parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
-    parser.add_argument("--minutes", type=float, default=9.0, help="nothing goes on after that")
+    parser.add_argument("--case", action="append", help="only cases whose names begin with this; may be repeated")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop after this time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, in Triton's interpreter")
-    parser.add_argument("--jobs", type=int, default=AT_ONCE, help="checks at once")
+    parser.add_argument("--jobs", type=int, default=AT_ONCE, help="number of checks at once")
     options = parser.parse_args()
     if not options.rehearse and not found_cuda():
-        print("there is no CUDA device here; --rehearse runs small shapes on the CPU", file=sys.stderr)
+        print("no CUDA device; --rehearse runs small shapes on the CPU", file=sys.stderr)
         return 2
     if options.rehearse and os.environ.get("TRITON_INTERPRET") != "1":
         print("--rehearse needs TRITON_INTERPRET=1 in the environment", file=sys.stderr)
         return 2
     chosen = [key for key in CASES if not options.case or any(key.startswith(word) for word in options.case)]
     if not chosen:
-        print(f"no case is called that; there are {', '.join(CASES)}", file=sys.stderr)
+        print(f"unknown case; the cases are {', '.join(CASES)}", file=sys.stderr)
         return 2
     device = "cpu" if options.rehearse else "cuda"
-    os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # what it would find, the checks here find
+    os.environ["SEQBLOCKS_SELF_CHECK"] = "0"  # the checks here do the same
     results = run(chosen, device, options)
     if results["wrong"]:
         print(f"wrong: {', '.join(results['wrong'])}", file=sys.stderr)
@@ -508,7 +510,7 @@ def main() -> int:
 
 
 def found_cuda() -> bool:
-    """Look for CUDA in a process of its own: a process that has touched CUDA cannot fork others that use it."""
+    """Look for CUDA in a separate process: a process that has used CUDA cannot fork others that use it."""
     return any(found is True for _, found in records(lambda: [torch.cuda.is_available()], [()], 1, math.inf, 120.0))
 
 
@@ -538,7 +540,7 @@ def absent(peer: Peer) -> bool:
 
 
 class Run:
-    """The results, written to files after each job, so that an interrupted run has what was measured."""
+    """The results, written to files after each job, so that an interrupted run loses only one job."""
 
     def __init__(self, chosen: list[str], device: str, options: argparse.Namespace) -> None:
         self.chosen, self.device, self.options = chosen, device, options

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# The GPU cases of tests/kernels, then benchmarks/gpu.py, in one command that ends within 10 minutes and leaves four files in a folder.
+# Run the GPU cases of tests/kernels, then benchmarks/gpu.py, within 10 minutes, and write four files to a folder.
 #
 #     bash benchmarks/gpu.sh FOLDER                          tests for up to 4 minutes, the benchmark for the rest
-#     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm     no tests; what follows the folder is for gpu.py
+#     TESTS=0 bash benchmarks/gpu.sh FOLDER --case mlstm     no tests; further arguments are passed to gpu.py
 #
-# Whatever is cut off leaves what it had: logs are written as they come, tables after every line. Needed are torch,
-# triton, pytest, pytest-xdist and hypothesis; nothing is installed or fetched.
+# An interrupted run loses nothing that was finished: logs are written as they arrive, and tables after every line. It
+# needs torch, triton, pytest, pytest-xdist and hypothesis; it installs and downloads nothing.
 #
-# Peers are found where Python finds modules. Where nothing can be installed, put their wheels (pure Python, with what
-# they need and is missing: mlstm_kernels, flash-linear-attention, fla-core, einops) into a folder and name it:
+# Other packages take part in the benchmark if Python can import them. If you cannot install packages, put their wheels
+# (pure Python, with missing dependencies: mlstm_kernels, flash-linear-attention, fla-core, einops) into a folder:
 #
 #     PEERS=WHEELS bash benchmarks/gpu.sh FOLDER
 #
-# They are unpacked, not installed, into a folder that follows this checkout on PYTHONPATH. By hand:
+# They are unpacked, not installed, into a folder that follows this checkout on PYTHONPATH. To do the same by hand:
 #
 #     for wheel in WHEELS/*.whl; do python3 -m zipfile -e "$wheel" UNPACKED; done; export PYTHONPATH=.:UNPACKED
 #
-# Of the environment: SECONDS_IN_ALL (570), TESTS (240: seconds of tests), WORKERS (12), PYTHON (python3), PEERS.
+# Variables: SECONDS_IN_ALL (570), TESTS (240: seconds of tests), WORKERS (12), PYTHON (python3), PEERS.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
-out=${1:?where to put the results}
+out=${1:?folder for the results}
 shift
 mkdir -p "$out"
 python=${PYTHON:-python3}
@@ -31,13 +31,13 @@ fi
 
 failed=0
 if [ "${TESTS:-240}" != 0 ]; then
-    # compilers within the processes, each of which would start a pool; only the named plugins of pytest are loaded
+    # compile within each process, which would otherwise start a pool; load only the named pytest plugins
     TORCHINDUCTOR_COMPILE_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout -s INT -k 15 "${TESTS:-240}" \
         "$python" -m pytest tests/kernels -m gpu -vv --tb=short -rfE -p xdist -o faulthandler_timeout=60 \
         -n "${WORKERS:-12}" --maxschedchunk 1 2>&1 | tee "$out/tests.log" | { grep -Ev ' PASSED | SKIPPED |^tests/kernels/.* $' || true; } || failed=1
 fi
 
-# for the benchmark only, so that no dependency of a peer hides one of the tests
+# for the benchmark only, so that no dependency of a peer shadows one of the tests
 [ -n "${PEERS:-}" ] && export PYTHONPATH=.:$unpacked
 left=$((${SECONDS_IN_ALL:-570} - SECONDS))
 timeout -k 5 $((left + 10)) "$python" benchmarks/gpu.py --out "$out" \

@@ -1,6 +1,6 @@
-"""What `gpu.py` checks and times: the shapes, how ours and its peers are called, and what a case costs at least.
+"""The cases of `gpu.py`: their shapes, calls of ours and of peers, and the least cost of each.
 
-A peer is any package that computes the same, or a landmark that does not. None is needed.
+A peer is any package that computes the same, or a landmark that does not. No peer is required.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Linear attention, delta rules and gated recurrences on a CPU, against the recurrent loop and others' torch code.
+"""Measure linear attention, delta rules and gated recurrences on a CPU, against other packages and a recurrent loop.
 
-    pip install 'seqblocks[peers]'        # packages that are absent are listed as such
+    pip install 'seqblocks[peers]'        # missing packages are listed as not installed
     python benchmarks/linear_attention.py [--case delta] [--length 2048] [--out benchmarks/results]
 
-A candidate takes part only where its outputs are ours. Candidates take turns, and medians of the ratios of adjacent
-runs are reported. Times are those of the process, in which other programs do not count, on one thread. Peers run as
-their packages run them on a CPU: fla's naive functions (by chunks where it has such), the torch paths of transformers.
+A candidate is measured only if its outputs equal ours. Candidates take turns, and medians of the ratios of adjacent
+runs are reported. Times are CPU times of the process on one thread, which do not include other programs. Other packages
+run their CPU code: fla's naive functions (in chunks if it has them), and the torch implementations of transformers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LENGTHS = (2048, 8192)
 ROUNDS = 9
 LIMIT = 1.5  # seconds that a candidate may take for one run
 BUDGET = 4.0  # seconds that all runs of a candidate may take for one kind of work
-TOLERANCE = 1e-4  # of outputs in float32, of the largest
+TOLERANCE = 1e-4  # of outputs in float32, relative to the largest
 Leaves = dict[str, Tensor]
 Run = Callable[[Leaves], Tensor]  # of inputs to outputs [B, S, HV, V] or [B, S, E]
 
 
 class Case(NamedTuple):
-    """One computation: how its inputs are drawn, length -> leaves, and who can do it; makers import their package."""
+    """One computation: a function that draws inputs of a length, and the candidates, which import their package."""
 
     about: str
     draw: Callable[[int], Leaves]
@@ -169,21 +169,21 @@ def fla_recurrence() -> Run:
 def qwen() -> Run:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    run = inspect.unwrap(torch_chunk_gated_delta_rule)  # transformers would call fla's kernels
+    run = inspect.unwrap(torch_chunk_gated_delta_rule)  # the wrapper in transformers would call fla's kernels
     return lambda x: first(run(x["q"], x["k"], x["v"], x["decay"], x["beta"]))
 
 
 def olmo() -> Run:
     from transformers.models.olmo_hybrid.modeling_olmo_hybrid import torch_chunk_gated_delta_rule
 
-    run = inspect.unwrap(torch_chunk_gated_delta_rule)  # transformers would call fla's kernels
+    run = inspect.unwrap(torch_chunk_gated_delta_rule)  # the wrapper in transformers would call fla's kernels
     return lambda x: first(run(x["q"], x["k"], x["v"], x["decay"], x["beta"]))
 
 
 def kimi() -> Run:
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
-    run = inspect.unwrap(chunk_kimi_delta_attention)  # transformers would call fla's kernels
+    run = inspect.unwrap(chunk_kimi_delta_attention)  # the wrapper in transformers would call fla's kernels
     return lambda x: first(run(x["q"], x["k"], x["v"], x["decay"], x["beta"]))
 
 
@@ -273,7 +273,7 @@ def seconds(work: Callable[[Run, Leaves], None], run: Run, x: Leaves) -> float:
 
 
 def timed(runs: dict[str, Run], x: Leaves, work: Callable[[Run, Leaves], None]) -> dict[str, Any]:
-    """Milliseconds, and the ratio to ours, the medians of interleaved runs; what is slow has fewer, or one."""
+    """Return milliseconds and the ratio to ours: medians of interleaved runs, of which slow candidates have fewer."""
     first_runs = {name: seconds(work, run, x) for name, run in runs.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     spent = dict.fromkeys(runs, 0.0)
@@ -294,7 +294,7 @@ def timed(runs: dict[str, Run], x: Leaves, work: Callable[[Run, Leaves], None]) 
 
 
 def compared(case: Case, x: Leaves) -> tuple[dict[str, Run], dict[str, str]]:
-    """The candidates whose outputs are ours, and why the others take no part."""
+    """Return the candidates whose outputs equal ours, and the reasons why the others are left out."""
     runs, absent = {}, {}
     with torch.no_grad():
         expected = case.candidates[LOOP]()(x)
@@ -335,8 +335,8 @@ def page(records: list[dict[str, Any]]) -> str:
     where = f"{platform.machine()}, 1 thread, Python {platform.python_version()}, {', '.join(versions(PEERS))}"
     lines = [
         f"# Linear attention on a CPU, {datetime.date.today()}", "",
-        f"{where}; float32, one sequence. `benchmarks/linear_attention.py` made this page.", "",
-        f"CPU time, medians of up to {ROUNDS} interleaved runs, ms; in brackets the median of the ratios to ours.", "",
+        f"{where}; float32, one sequence. Written by `benchmarks/linear_attention.py`.", "",
+        f"CPU time, medians of up to {ROUNDS} interleaved runs in ms; in parentheses the median ratio to ours.", "",
         "| case | tokens | | forward | forward + backward |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for r in records:
@@ -351,13 +351,13 @@ def cell(x: dict[str, float]) -> str:
 
 
 def growth(records: list[dict[str, Any]]) -> list[str]:
-    """How our time per token changes from the first length to the last."""
+    """Return lines on how our time per token changes from the first length to the last."""
     of_ours = {(r["case"], r["length"]): r for r in records if r["candidate"] == OURS}
     lengths = sorted({length for _, length in of_ours})
     if len(lengths) < 2:
         return []
     a, b = lengths[0], lengths[-1]
-    lines = [f"Time per token at {b:,} tokens against {a:,} (forward, forward + backward):", ""]
+    lines = [f"Time per token at {b:,} tokens relative to {a:,} (forward, forward + backward):", ""]
     for key in dict.fromkeys(case for case, _ in of_ours):
         change = [of_ours[key, b][f]["ms"] / b / (of_ours[key, a][f]["ms"] / a) for f in ("forward", "both")]
         lines.append(f"- {key}: {change[0]:.2f}, {change[1]:.2f}")
@@ -365,8 +365,8 @@ def growth(records: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Linear attention on a CPU, against the torch code of others.")
-    parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
+    parser = argparse.ArgumentParser(description="Measure linear attention on a CPU, against other packages.")
+    parser.add_argument("--case", action="append", choices=CASES, help="measure only this case; may be repeated")
     parser.add_argument("--length", action="append", type=int, help="tokens; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
     options = parser.parse_args()
@@ -376,7 +376,7 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     for key in options.case or CASES:
         records += measure(key, options.length or list(LENGTHS))
-        write(options.out / name, page(records))  # at once: an interrupt loses one case
+        write(options.out / name, page(records))  # after each case, so that an interrupt loses only one
     print(options.out / name)
     return 0
 

@@ -1,13 +1,14 @@
-"""Time and memory of whole language models on a CPU, against other packages that run the same weights.
+"""Measure time and memory of whole language models on a CPU, against other packages with the same weights.
 
-    pip install 'seqblocks[peers]'        # packages that are absent are listed as such
+    pip install 'seqblocks[peers]'        # missing packages are listed as not installed
     python benchmarks/models.py [--case mamba_128] [--out benchmarks/results]
 
-A candidate takes part only where its logits are ours. Candidates take turns, and the ratios of adjacent runs count:
-their medians are reported. Times are those of the process, in which other programs do not count, on one thread.
-Floors are measured in the same run: the multiply-accumulates of the model at the speed of a large matrix product
-(three times as many for a training step), its weights at the speed at which memory is read once, and, where
-benchmarks/steps.py knows the model, a token written by hand in torch.
+A candidate is measured only if its logits equal ours. Candidates take turns, and medians of the ratios of adjacent runs
+are reported. Times are CPU times of the process on one thread, which do not include other programs.
+
+Lower bounds are measured in the same run: the multiply-accumulates of the model at the speed of a large matrix product
+(three times as many for a training step); reading the weights once at the speed of memory; and, if benchmarks/steps.py
+has the model, a token written by hand in torch.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ PEERS = ("transformers", "xlstm", "mlstm_kernels", "mambapy")
 LIMIT = 8.0  # seconds that a candidate may take for one run of one kind of work
 BUDGET = 5.0  # seconds that all runs of a candidate may take for one kind of work
 ROUNDS = 15
-TOLERANCE = 1e-3  # of logits in float32, of the largest: 24 layers sum in other orders, some token by token
+TOLERANCE = 1e-3  # of logits in float32, relative to the largest: 24 layers, which add in different orders
 
 
 class Candidate(NamedTuple):
-    """A language model: token numbers [batch, seq] -> logits; prefill does so and returns a state somewhere.
+    """A language model: token numbers [batch, seq] -> logits. prefill does the same and returns a state as well.
 
     generate(ids, count) returns the greedy tokens [count] after one prompt.
     """
@@ -53,11 +54,11 @@ class Candidate(NamedTuple):
     logits: Callable[[Tensor], Tensor]
     prefill: Callable[[Tensor], Any] | None = None
     generate: Callable[[Tensor, int], Tensor] | None = None
-    streams_only: bool = False  # logits come token by token: it is no candidate for whole sequences
+    streams_only: bool = False  # it computes logits token by token only, so whole sequences are not measured
 
 
 class Case(NamedTuple):
-    """A model, and how much of each kind of work is measured: [batch, seq] in training, new tokens."""
+    """A model and the sizes that are measured: [batch, seq] in training, number of new tokens."""
 
     about: str
     make: Callable[[], tuple[seqblocks.SequenceModel, dict[str, Callable[[], Candidate]]]]
@@ -91,7 +92,7 @@ def continued(step: Callable[[Tensor, Any], tuple[Tensor, Any]], state: Any) -> 
 
 
 def of_transformers(model: Any, generating: Any = None) -> Candidate:
-    """generating: the model that generates and prefills, where that is another one."""
+    """generating: the model that generates and prefills, if it is a different one."""
     generating = generating or model
     generating.generation_config.eos_token_id = None
     options = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
@@ -102,7 +103,7 @@ def of_transformers(model: Any, generating: Any = None) -> Candidate:
 
 
 def spec_and_model(peer: Any) -> seqblocks.SequenceModel:
-    """Our model with the configuration and weights of one of transformers."""
+    """Return our model with the configuration and weights of a transformers model."""
     with tempfile.TemporaryDirectory() as folder:
         peer.save_pretrained(folder)
         return seqblocks.from_pretrained(folder).eval()
@@ -148,7 +149,7 @@ def by_hand(model: seqblocks.SequenceModel) -> Candidate:
 
 
 class OfMambapy(nn.Module):
-    """Its stack of blocks, between an embedding and a norm of ours: its own language model imports mamba_ssm."""
+    """mambapy's blocks between our embedding and norm, because its own language model imports mamba_ssm."""
 
     def __init__(self, dim: int, depth: int, vocabulary: int) -> None:
         from mambapy.mamba import Mamba, MambaConfig, RMSNorm
@@ -178,7 +179,7 @@ def of_mambapy(model: seqblocks.SequenceModel) -> Candidate:
 
 
 def xlstm_large() -> Any:
-    """xLSTM of the 7B kind, in transformers. Its heads have keys of half the width of values."""
+    """xLSTM-large in transformers. The keys of its heads have half the width of the values."""
     import transformers
 
     size = {"vocab_size": 1024, "hidden_size": 512, "embedding_dim": 512, "num_heads": 4, "num_hidden_layers": 6}
@@ -196,7 +197,7 @@ def xlstm_large() -> Any:
 
 
 def xlstm_language() -> Any:
-    """xLSTM[1:0] of the paper's code, the `xlstm` package."""
+    """xLSTM[1:0] in the authors' package, `xlstm`."""
     from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMLMModel, xLSTMLMModelConfig
 
     from seqblocks.checkpoint.official import load_official
@@ -236,7 +237,7 @@ CASES = {
 
 
 def train(candidate: Candidate, ids: Tensor) -> None:
-    """Run one training step, all but the optimiser, which is the same for all."""
+    """Run one training step without the optimiser, which is the same for all."""
     loss = cross_entropy(candidate.logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     candidate.model.zero_grad()
@@ -253,7 +254,7 @@ def drawn(vocabulary: int, batch: int, seq: int) -> Tensor:
 
 
 def works(candidate: Candidate, case: Case, vocabulary: int) -> dict[str, tuple[Callable[[int], Any], int]]:
-    """Return by the name of each kind of work a function of a number of tokens, and how many are measured."""
+    """Return for each kind of work a function of a number of tokens, and the number that is measured."""
     eval_only, training = candidate.model.eval, candidate.model.train
 
     def run(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -277,14 +278,14 @@ def works(candidate: Candidate, case: Case, vocabulary: int) -> dict[str, tuple[
 
 
 def measured(candidates: dict[str, Candidate], case: Case, vocabulary: int) -> dict[str, dict[str, Any]]:
-    """Return by candidate and kind of work {"ms", "ratio" to ours}, or {"left_out": why}."""
+    """Return for each candidate and kind of work {"ms", "ratio" to ours}, or {"left_out": reason}."""
     all_works = {name: works(candidate, case, vocabulary) for name, candidate in candidates.items()}
     found: dict[str, dict[str, Any]] = {name: {} for name in candidates}
     for kind in all_works[OURS]:
         able = {name: of[kind] for name, of in all_works.items() if kind in of}
         for name, (work, size) in [*able.items()]:
             few = max(size // 8, min(size, 64))  # 64 is what xLSTM computes at a time
-            work(few)  # a first run prepares much
+            work(few)  # the first run includes preparations
             expected = size / few * seconds(lambda work=work, few=few: work(few))  # type: ignore[misc]
             if expected > LIMIT:
                 found[name][kind] = {"left_out": f"about {expected:.0f} s"}
@@ -296,7 +297,7 @@ def measured(candidates: dict[str, Candidate], case: Case, vocabulary: int) -> d
 
 
 def compared(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-    """Medians of times, and of ratios to our run of the same round."""
+    """Return medians of times, and of ratios to our run in the same round."""
     times: dict[str, list[float]] = {name: [seconds(run)] for name, run in runs.items()}
     for _ in range(ROUNDS):
         if max(sum(each) for each in times.values()) > BUDGET and len(times[OURS]) > 2:
@@ -314,7 +315,7 @@ def compared(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
 
 
 def checked(candidate: Candidate, expected: Tensor, tokens: Tensor, ids: Tensor) -> str:
-    """Return "" if a candidate computes what ours does, else how it differs."""
+    """Return "" if a candidate gives the same results as ours, otherwise the difference."""
     with torch.inference_mode():
         off = (candidate.logits(ids) - expected).abs().max() / expected.abs().max()
         if not off <= TOLERANCE:
@@ -325,7 +326,7 @@ def checked(candidate: Candidate, expected: Tensor, tokens: Tensor, ids: Tensor)
 
 
 def measure(key: str) -> list[dict[str, Any]]:
-    """One record per candidate of a case, and per floor."""
+    """Return one record per candidate of a case, and per lower bound."""
     case = CASES[key]
     try:
         model, makers = case.make()
@@ -352,7 +353,7 @@ def measure(key: str) -> list[dict[str, Any]]:
 
 
 def floors(key: str, model: seqblocks.SequenceModel, case: Case) -> list[dict[str, Any]]:
-    """Arithmetic of a pass, and the reading of the weights for a token."""
+    """Return the lower bounds: the arithmetic of a pass, and reading the weights for one token."""
     flops = seqblocks.summarise(model).flops_per_token or 0
     bytes_of_weights = sum(x.numel() * x.element_size() for x in model.parameters())
     passes, batch = 1e3 * flops / (2 * product_rate()), case.training[0] * case.training[1]
@@ -365,26 +366,26 @@ def floors(key: str, model: seqblocks.SequenceModel, case: Case) -> list[dict[st
 
 
 def product_rate() -> float:
-    """Multiply-accumulates a second in a large matrix product."""
+    """Return the multiply-accumulates per second of a large matrix product."""
     a = torch.randn(1024, 1024)
     return 1024**3 / min(seconds(lambda: a @ a) for _ in range(9))
 
 
 def reading_rate() -> float:
-    """Bytes a second of memory that is read once, by a sum."""
+    """Return the bytes per second at which a sum reads memory once."""
     x = torch.ones(1 << 26)
     return x.numel() * 4 / min(seconds(x.sum) for _ in range(9))
 
 
 def peak(key: str, name: str) -> float | None:
-    """MB of a training step, in a process of its own; None where there is none or it did not survive."""
+    """Return the MB of a training step, in a separate process; None if there is no step or the process failed."""
     command = [sys.executable, __file__, "--worker", key, name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return float(done.stdout.split()[-1]) if done.returncode == 0 and done.stdout.strip() else None
 
 
 def worker(key: str, name: str) -> None:
-    """Print what is resident at most while a step runs, above what is resident when it begins (Linux)."""
+    """Print the highest resident size during a step, minus that at its start, in MB (Linux)."""
     case = CASES[key]
     model, makers = case.make()
     candidate = makers[name]()
@@ -410,18 +411,18 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = [
         f"# Whole models on a CPU, {datetime.date.today()}",
         "",
-        f"{where}, {', '.join(versions(PEERS))}; float32, the same weights. `benchmarks/models.py` made this page.",
-        f"Load of the machine at the end: {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores.",
+        f"{where}, {', '.join(versions(PEERS))}; float32, the same weights. Written by `benchmarks/models.py`.",
+        f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
-        "Process time in ms, medians of interleaved runs, and in brackets the median ratio to ours: forward and",
+        "Process time in ms, medians of interleaved runs, and in parentheses the median ratio to ours: forward and",
         "prefill of 512 tokens, a training step without the optimiser, tokens generated per second after a prompt",
-        "of 8, and the memory of the training step above the weights.",
+        "of 8, and the memory of the training step in addition to the weights.",
     ]
     for key in dict.fromkeys(r["case"] for r in records):
         case, of_case = CASES[key], [r for r in records if r["case"] == key]
         batch, seq = case.training
         lines += ["", f"## {case.about}", ""]
-        lines += [f"| | forward | training, {batch} x {seq} | prefill | tokens a second | peak MB |"]
+        lines += [f"| | forward | training, {batch} x {seq} | prefill | tokens per second | peak MB |"]
         lines += ["|---|---|---|---|---|---|", *(row(r, case) for r in of_case)]
     return "\n".join(lines)
 
@@ -444,13 +445,13 @@ def cell(found: dict[str, Any] | None, kind: str, case: Case) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Whole language models on a CPU, against other packages.")
-    parser.add_argument("--case", action="append", choices=CASES, help="only this; may be repeated")
+    parser = argparse.ArgumentParser(description="Measure whole language models on a CPU, against other packages.")
+    parser.add_argument("--case", action="append", choices=CASES, help="measure only this case; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
-    parser.add_argument("--keep", action="store_true", help="measure only what today's numbers in --out lack")
+    parser.add_argument("--keep", action="store_true", help="keep the cases that today's file in --out contains")
     parser.add_argument("--worker", nargs=2, metavar=("CASE", "CANDIDATE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+    warnings.filterwarnings("ignore")  # transformers warns about kernels that are not installed
     torch.set_num_threads(1)
     if options.worker:
         worker(*options.worker)

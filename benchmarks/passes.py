@@ -1,12 +1,12 @@
-"""How long passes of whole small models take, forward and in training, against the same arithmetic by hand in torch.
+"""Measure forward passes and training steps of small models, against the same arithmetic written by hand in torch.
 
     python benchmarks/passes.py [rounds]
 
-Both sides have the same weights and one thread; their outputs and gradients are compared first. Printed are the time of
-ours and the median of the ratios of interleaved runs, by model and length, in batches of 8. A training step is forward,
-loss and backward, and then also AdamW. The models by hand know their sizes and check nothing: a loop over tokens for
-recurrences, chunks of 64 tokens for the mLSTM, torch's attention with a mask, and derivatives by autograd. Times are
-those of the process: other programs do not count.
+Both sides have the same weights and one thread; their outputs and gradients are compared first. For each model and
+length, in batches of 8, this prints our time and the median of the ratios of interleaved runs. A training step is
+forward, loss and backward, first without and then with AdamW. The code by hand is written for these sizes and checks
+nothing: a loop over tokens for recurrences, chunks of 64 tokens for the mLSTM, torch's attention with a mask, and
+derivatives by autograd. Times are CPU times of the process, which do not include other programs.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def passes(model: seqblocks.SequenceModel, tokens: Tensor) -> dict[str, Callable
 
 
 def compare(work: Callable[[Any], Any], ours: Any, theirs: Any, rounds: int) -> tuple[float, float]:
-    """Return milliseconds of ours, and the median ratio to theirs."""
+    """Return our time in milliseconds, and its median ratio to theirs."""
     work(ours)
     work(theirs)
     times, ratios = [], []
@@ -240,7 +240,7 @@ def main() -> None:
             for what, work in passes(model, tokens_of(length)).items():
                 milliseconds, ratio = compare(work, model, by_hand(model), rounds)
                 found.append(f"{what} {milliseconds:.1f} ms, {ratio:.2f}")
-            print(f"  {length} tokens: {'; '.join(found)} of those by hand", flush=True)
+            print(f"  {length} tokens: {'; '.join(found)} of the time by hand", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long ranks wait for states in sequence parallelism, by way of handing them on: counted, not run.
+"""Estimate how long ranks wait for states in sequence parallelism, for each way of sending the states.
 
     python benchmarks/sequence_parallel.py [MODEL …] [--tokens N] [--ranks 2 4 8 16]
 
-One process runs a rank's part of the sequence and takes the CPU time of each step that carries state: of its forward
-pass from a given state, of its summary, and of the short way from one state to the next by the summary. From these the
-forward pass of n ranks is played through, with messages that take no time. Backward the order is the reverse.
-Times are relative to those of ranks that never wait and summarise nothing.
+One process runs a rank's part of the sequence and measures the CPU time of each step that carries state: of its forward
+pass from a given state, of its summary, and of applying the summary to a state. From these times the forward pass of n
+ranks is simulated, with messages that take no time; the backward pass has the reverse order. Times are relative to
+those of ranks that never wait and compute no summaries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODELS = ["mlstm_small", "mamba_small", "hybrid_small", "mingru_small", "transfo
 
 
 class Step(NamedTuple):
-    """CPU times, in seconds, of a step and of what the rank computes before it; bytes of its state."""
+    """CPU times in seconds of a step and of the computation before it, and the size of its state in bytes."""
 
     before: float
     run: float
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Recorder(Relay):
-    """Runs each step as a rank in the middle would, from the state before the first token, and takes times."""
+    """Run each step like a rank in the middle, from the state before the first token, and measure times."""
 
     def __init__(self, x: Tensor) -> None:
         link: Any = None
@@ -66,7 +66,7 @@ class Recorder(Relay):
 
 
 def recorded(model: SequenceModel, x: Tensor) -> tuple[list[Step], float]:
-    """Return the steps, and the time after the last of them: medians of some runs."""
+    """Return the steps, and the time after the last one: medians of several runs."""
     found = []
     for _ in range(RUNS):
         recorder = Recorder(x)
@@ -81,8 +81,8 @@ def recorded(model: SequenceModel, x: Tensor) -> tuple[list[Step], float]:
 
 
 def span(steps: list[Step], rest: float, ranks: int, summaries: bool) -> float:
-    """Return when the last of so many ranks is done."""
-    arrived = [0.0] * len(steps)  # when the state of a step comes from the rank before
+    """Return when the last rank has finished."""
+    arrived = [0.0] * len(steps)  # when the state of a step arrives from the previous rank
     now = 0.0
     for rank in range(ranks):
         now = 0.0
@@ -100,7 +100,7 @@ def span(steps: list[Step], rest: float, ranks: int, summaries: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a rank's part")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of one rank")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 16])
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,10 +1,11 @@
-"""How long a streaming step of a whole model takes, against the same arithmetic written by hand in torch.
+"""Measure a streaming step of whole models, against the same arithmetic written by hand in torch.
 
     python benchmarks/steps.py [rounds]
 
-Both sides have the same weights, one thread, and no gradients; their outputs are compared first. Printed is the median
-of the ratios of interleaved runs, by model and batch. The hand-written steps know their model: they check nothing,
-carry their state in a list, and prepare weights once. Times are those of the process: other programs do not count.
+Both sides have the same weights, one thread and no gradients; their outputs are compared first. For each model and
+batch size, this prints the median of the ratios of interleaved runs. The steps by hand are written for one model: they
+check nothing, carry their state in a list, and prepare weights once. Times are CPU times of the process, which do not
+include other programs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def convolved(window: Tensor, x: Tensor, w: Weights, name: str) -> tuple[Tensor, Tensor]:
-    """A causal convolution of one token, before it the window [batch, taps - 1, width]; then the next window."""
+    """Return a causal convolution of one token after the window [batch, taps - 1, width], and the next window."""
     window = torch.cat([window, x[:, None]], 1)
     return F.silu((window * w[f"{name}.taps"]).sum(1) + w[f"{name}.bias"]), window[:, 1:]
 
@@ -243,7 +244,7 @@ def largest_difference(name: str, batch: int = 2, tokens: int = 70) -> float:
 
 
 def compare(name: str, batch: int, rounds: int) -> tuple[float, float]:
-    """Return milliseconds of our step, and the median ratio to the step by hand."""
+    """Return the time of our step in milliseconds, and its median ratio to the step by hand."""
     model = build(name)
     step, state = by_hand(model, batch)
     ours, token = model.init_state(batch), torch.zeros(batch, dtype=torch.long)
@@ -269,7 +270,7 @@ def main() -> None:
         print(f"{name}: largest difference {largest_difference(name):.1e}")
         for batch in (1, 64):
             milliseconds, ratio = compare(name, batch, rounds)
-            print(f"  batch {batch}: {milliseconds:.2f} ms, {ratio:.2f} of the step by hand", flush=True)
+            print(f"  batch {batch}: {milliseconds:.2f} ms, {ratio:.2f} of the time by hand", flush=True)
 
 
 if __name__ == "__main__":
