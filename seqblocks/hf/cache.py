@@ -88,17 +88,12 @@ class StateCache:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence, for several continuations of it."""
-        size = _batch(self.state) if self.state is not None else 0
-        if size:
-            device = _leaf(self.state).device
-            self.reorder_cache(torch.arange(size, device=device).repeat_interleave(repeats))
+        rows = self.recorded.tokens if self.recorded else _leaf(self.state) if self.state else None
+        if rows is not None:
+            self.reorder_cache(torch.arange(len(rows), device=rows.device).repeat_interleave(repeats))
 
 
 def _leaf(tree: Any) -> Tensor:
     while isinstance(tree, dict):
         tree = next(iter(tree.values()))
     return tree
-
-
-def _batch(state: States) -> int:
-    return _leaf(state).shape[0] if state else 0

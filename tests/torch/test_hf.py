@@ -581,6 +581,25 @@ def test_going_back(saved: Path) -> None:
             cache.crop(-13)
 
 
+def test_sequences_are_repeated_and_reordered_after_going_back(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    x, rows = ids(2, 8), torch.tensor([0, 0, 1, 1])
+    whole = model(x).logits
+    with torch.no_grad():
+        for prefix in (0, 4):  # the record begins with the sequence, or after a prefix
+            cache = model(x[:, :prefix], use_cache=True).past_key_values if prefix else hf.StateCache()
+            cache.activate_past_recording()
+            cache = model(x[:, prefix:7], past_key_values=cache).past_key_values
+            cache.crop(-2)
+            cache.batch_repeat_interleave(2)
+            torch.testing.assert_close(model(x[rows, 5:], past_key_values=cache).logits, whole[rows, 5:])
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            torch.testing.assert_close(model(x.flip(0)[:, 5:], past_key_values=cache).logits, whole.flip(0)[:, 5:])
+    empty = hf.StateCache()
+    empty.batch_repeat_interleave(3)
+    assert empty.get_seq_length() == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
