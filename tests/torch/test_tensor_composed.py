@@ -1,0 +1,189 @@
+"""Tensor parallelism of random specs: outputs, gradients and streams of the ranks' parts are those of the whole model.
+
+The ranks are threads of this process, and what they exchange goes through a list; test_distributed.py has processes.
+float64: 1e-9 of the largest value, some hundreds of operations.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import seqblocks
+from seqblocks.distributed import tensor
+from seqblocks.distributed.plan import Plan, tensor_plan
+from seqblocks.runtime.model import SequenceModel
+from seqblocks.runtime.shards import Parts
+from seqblocks.testing import _by_name, random_context, random_input
+from tests.compose import compose
+from tests.torch.sequence_ranks import larger, relative
+
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
+
+FRAMES = 5
+WAIT = 60  # seconds; a rank that waits for one that failed is ended
+GENERAL = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+CASES = {"seed": st.integers(0, 2**32), "ranks": st.sampled_from([2, 2, 2, 3, 4])}  # three quarters cannot be split
+
+
+class Threads:
+    """Ranks as threads: each runs a function with its rank, and `gathered` returns what all ranks pass to it."""
+
+    def __init__(self) -> None:
+        self.own = threading.local()
+
+    def run(self, ranks: int, work: Callable[[int], Any]) -> list[Any]:
+        """Return what the ranks return. Raise the error of one, but for those that waited for another."""
+        self.barrier, self.slots = threading.Barrier(ranks, timeout=WAIT), [None] * ranks
+        found: list[Any] = [None] * ranks
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            self.own.rank = rank
+            try:
+                found[rank] = work(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return found
+
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        self.slots[self.own.rank] = x.contiguous()
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[Threads]:
+    made = Threads()
+    group = SimpleNamespace(get_world_size=lambda group: len(made.slots), get_rank=lambda group: made.own.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor, "dist", group)
+        patch.setattr(tensor, "_added", lambda x, group: torch.stack(made.gathered(x)).sum(0))
+        patch.setattr(tensor, "_joined", lambda x, group, axis: torch.cat(made.gathered(x), axis))
+        yield made
+
+
+def part_of(model: SequenceModel, plan: Plan, rank: int) -> SequenceModel:
+    """Return what `tensor_parallel` returns on a rank."""
+    with torch.device("meta"):
+        local = SequenceModel(plan.part)
+    local._parts = Parts(None, rank, plan.ranks, plan.cuts, plan.whole)
+    tensor._exchange(local, plan, None)
+    tensor._take_weights(local, model)
+    return local.train(model.training)
+
+
+class Example:
+    """An input of a model, and what it is compared by: outputs, gradients, and the outputs of a stream."""
+
+    def __init__(self, model: SequenceModel, seed: int) -> None:
+        length = model.spec.input.length
+        length = length if isinstance(length, int) else FRAMES * model.frame_size
+        self.x = random_input(model, 2, length, seed).detach()
+        self.context = {name: x.detach() for name, x in random_context(model, 2, seed).items()}
+        self.resets: Tensor | None = None
+        if model._resets_obstacle is None and seed % 2:
+            self.resets = torch.zeros(2, length, dtype=torch.bool)
+            self.resets[1, length // 2] = True
+
+    def outputs(self, model: SequenceModel) -> dict[str, Tensor]:
+        """Run the model forward and back."""
+        found = _by_name(model(self.x, resets=self.resets, **self.context))
+        generator = torch.Generator().manual_seed(1)
+        losses = [
+            (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
+            for y in found.values() if y.requires_grad
+        ]  # fmt: skip
+        if losses:
+            torch.stack(losses).sum().backward()
+        return {name: y.detach().double() for name, y in found.items()}
+
+    @torch.no_grad()
+    def stream(self, model: SequenceModel) -> dict[str, Tensor]:
+        """Run the model frame by frame, and return the outputs by name and time."""
+        state, found, frame = model.init_state(2, None, None, **self.context), {}, model.frame_size
+        for at in range(0, self.x.shape[1], frame):
+            y, state = model.step(self.x[:, at] if frame == 1 else self.x[:, at : at + frame], state)
+            found |= {f"{name} {at}": each.double() for name, each in _by_name(y).items()}
+        return found
+
+
+def check(model: SequenceModel, plan: Plan, example: Example, threads: Threads) -> None:
+    """Compare a model and the parts of it that ranks have."""
+    model.zero_grad()
+    expected = example.outputs(model)
+    if model._obstacle is None:
+        expected |= example.stream(model)
+    largest = max([1.0, *(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)])
+
+    def work(rank: int) -> tuple[dict[str, Tensor], float]:
+        local = part_of(model, plan, rank)
+        found = example.outputs(local)
+        if model._obstacle is None:
+            found |= example.stream(local)
+        return found, _gradient_error(local, model) / largest
+
+    for found, error in threads.run(plan.ranks, work):
+        assert found.keys() == expected.keys()
+        assert max(relative(found[name], y) for name, y in expected.items()) <= 1e-9
+        assert error <= 1e-9
+
+
+def _gradient_error(local: SequenceModel, model: SequenceModel) -> float:
+    assert local._parts
+    worst = 0.0
+    for name, parameter in local.named_parameters():
+        whole = model.get_parameter(name).grad
+        assert (parameter.grad is None) == (whole is None), name
+        if parameter.grad is not None and whole is not None:
+            worst = max(worst, (parameter.grad - local._parts.take(name, whole)).abs().max().item())
+    return worst
+
+
+def holds(seed: int, ranks: int, threads: Threads) -> None:
+    text = compose(seed)
+    note(text)
+    try:
+        model = larger(seqblocks.build_text(text, dtype="float64", seed=seed))
+        plan = tensor_plan(model.spec, ranks)
+    except (seqblocks.SpecError, seqblocks.UsageError):  # not right, or nothing can be split
+        return
+    note(str(plan))
+    try:
+        check(model, plan, Example(model, seed), threads)
+    except seqblocks.RunError as error:
+        if not re.search(r"is past the \d+ of position_embed|its cache holds", str(error)):
+            raise
+
+
+@settings(GENERAL, max_examples=36)
+@given(**CASES)
+def test_parts_make_the_whole(seed: int, ranks: int, threads: Threads) -> None:
+    holds(seed, ranks, threads)
+
+
+@pytest.mark.long
+@settings(GENERAL, max_examples=1500)
+@given(**CASES)
+def test_parts_of_many_specs_make_the_whole(seed: int, ranks: int, threads: Threads) -> None:
+    holds(seed, ranks, threads)
