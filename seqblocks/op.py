@@ -156,6 +156,10 @@ class Op(BaseModel):
         """Return whether rows and columns of an image are not alike to it, so that no scan may exchange them."""
         return False
 
+    def makes_grid(self) -> bool:
+        """Return whether `forward` sets rows and columns of its output (`call.set_grid`): they are not its input's."""
+        return False
+
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
         """Return the kernel that `forward` calls, and the options that decide its implementation."""
         return None

@@ -30,7 +30,7 @@ class Stage(Body):
 
     def __init__(self, part: Graph, spec: ModelSpec, types: dict[int, Any]) -> None:
         shared = [item for item in graph.parameters(part, shared=True) if item.shared]
-        place = Place(types, "", frozenset(item.name for item in shared), exact=graph.is_exact(spec.graph))
+        place = Place(types, {}, "", frozenset(item.name for item in shared), exact=graph.is_exact(spec.graph))
         super().__init__(part, place, spec.name)
         connect(self, shared)
         self.graph = part

@@ -208,6 +208,10 @@ class _Axes(Op):
     def is_upright(self, x: Wire) -> bool:
         return any(len(side) == 3 for side in parse(self.pattern))
 
+    def makes_grid(self) -> bool:
+        _, right = parse(self.pattern)
+        return len(right) == 3 and not to_image(right)
+
     def transform(self, x: Any, pattern: str) -> Any:
         """Run einops on x with the axes of `pattern`, the batch included."""
         from einops import rearrange

@@ -57,6 +57,9 @@ class PatchEmbed(Op):
     def cannot_stream(self, x: Wire) -> str | None:
         return "it reads a whole image"
 
+    def makes_grid(self) -> bool:
+        return True
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange
         from torch.nn.functional import conv2d

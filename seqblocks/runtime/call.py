@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,20 +16,56 @@ from seqblocks.runtime.sharing import Holder
 from seqblocks.state import States
 
 Phase = Literal["context", "stream"] | None
+Size = tuple[int, int]
+NO_VALUE = -1  # no value of a graph has this number
+
+
+class Gridded(NamedTuple):
+    """A step that reads or makes tokens with rows and columns.
+
+    expected: those of what it reads, in the spec; source: the value that they were first of, an input or what a step
+    cut; made: the value whose grid the step sets.
+    """
+
+    expected: Size | None
+    source: int
+    made: int | None
 
 
 @dataclass(slots=True)
 class Grid:
-    """Rows and columns of the images that tokens were cut from. patch_embed sets them for the steps that follow."""
+    """Rows and columns of the images that tokens were cut from. patch_embed sets them for the steps that follow.
 
-    size: tuple[int, int] | None = None  # the latest
-    others: tuple[tuple[int, int], ...] = ()  # the earlier ones, where several steps cut the image
-    expected: tuple[int, int] | None = None  # those of the tokens that the present step reads, in the spec
+    sizes: those of inputs and of what steps cut, by value. context: the names of inputs that do not stream, by value.
+    """
 
-    def of(self, tokens: int) -> tuple[int, int] | None:
-        """Return the rows and columns that make `tokens` tokens, or None: those of the spec first, then the latest."""
+    size: Size | None = None  # the latest
+    others: tuple[Size, ...] = ()  # the earlier ones, where several steps cut the image
+    sizes: dict[int, Size] = field(default_factory=dict)
+    context: Mapping[int, str] = field(default_factory=dict)
+    step: Gridded | None = None  # the present step
+
+    def of(self, tokens: int) -> Size | None:
+        """Return the rows and columns of the tokens that the present step reads, or None where none make so many.
+
+        Where it is not known which step cut them: those of the spec first, then the latest.
+        """
         grids = [grid for grid in (self.size, *self.others) if grid and grid[0] * grid[1] == tokens]
-        return self.expected if self.expected in grids else next(iter(grids), None)
+        if self.step is None:
+            return next(iter(grids), None)
+        if (known := self.sizes.get(self.step.source)) and known[0] * known[1] == tokens:
+            return known
+        return self.step.expected if self.step.expected in grids else next(iter(grids), None)
+
+    def set(self, size: Size) -> None:
+        """Note the rows and columns of what the present step cuts."""
+        if self.size and self.size != size:
+            self.others = (self.size, *self.others)
+        self.size = size
+        if self.step and self.step.made is not None:
+            self.sizes[self.step.made] = size
+        else:  # the grids of the values that follow are not those that were expected
+            self.sizes.clear()
 
 
 class Carrying(NamedTuple):
@@ -104,21 +141,23 @@ class Call:
         """Return the call for a step that depends on the context alone: resets and direction are the stream's."""
         return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed)
 
-    def set_grid(self, size: tuple[int, int]) -> None:
+    def set_grid(self, size: Size) -> None:
         """Note the rows and columns of an image that was cut into tokens."""
         if self.grid:
-            if self.grid.size and self.grid.size != size:
-                self.grid.others = (self.grid.size, *self.grid.others)
-            self.grid.size = size
+            self.grid.set(size)
 
-    def grid_of(self, x: Tensor) -> tuple[int, int]:
+    def grid_of(self, x: Tensor) -> Size:
         """Return rows and columns of the tokens x [batch, seq, features]. Raise RunError where they are unknown."""
         found = self.grid.of(x.shape[1]) if self.grid else None
         if found is None:
-            size = self.grid.size if self.grid else None
-            raise RunError(
-                f"the {x.shape[1]} tokens are not a grid"
-                + (f" of {size[0]} x {size[1]}" if size else "")
-                + "; pass grid=(rows, columns) in the call"
-            )
+            raise RunError(_without_grid(self.grid, x.shape[1]))
         return found
+
+
+def _without_grid(grid: Grid | None, tokens: int) -> str:
+    """Return what to do about tokens that have no rows and columns."""
+    if grid and grid.step and grid.step.expected and (name := grid.context.get(grid.step.source)):
+        rows, columns = grid.step.expected
+        return f"the input {name} has {tokens} tokens, and its grid is {rows} x {columns}: pass {rows * columns} tokens"
+    size = f" of {grid.size[0]} x {grid.size[1]}" if grid and grid.size else ""
+    return f"the {tokens} tokens are not a grid{size}; pass grid=(rows, columns) in the call"

@@ -18,6 +18,7 @@ from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noq
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
+from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect
@@ -46,11 +47,13 @@ class SequenceModel(Body):
         shared = [item for item in graph.parameters(spec.graph, shared=True) if item.shared]
         self._exact = graph.is_exact(spec.graph)
         names = frozenset(item.name for item in shared)
-        place = Place(spec.types, "", names, streams=bool(spec.graph.ports), exact=self._exact)
+        sources = grid_sources(spec.graph, spec.types)
+        place = Place(spec.types, sources, "", names, streams=bool(spec.graph.ports), exact=self._exact)
         super().__init__(spec.graph, place, spec.name)
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
         self._has_context = bool(spec.graph.ports)
+        self._context_names = {value: name for name, value in spec.graph.ports.items()}
         self._inputs = tuple(spec.inputs.values()) or (spec.input,)
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)
@@ -133,7 +136,9 @@ class SequenceModel(Body):
     def _grid(self, size: tuple[int, int] | None = None) -> Grid:
         """Return the rows and columns of the inputs that are tokens; `size` replaces those of the first input."""
         first, *others = [wire.grid if wire.kind != "image" else None for wire in self._inputs]
-        return Grid(size or first, tuple(grid for grid in others if grid))
+        given = dict(zip(self.graph.reads, (size or first, *others), strict=True))
+        sizes = {value: grid for value, grid in given.items() if grid}
+        return Grid(size or first, tuple(grid for grid in others if grid), sizes, self._context_names)
 
     def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
         arguments.check_input(self.spec.input, x, who, axes)

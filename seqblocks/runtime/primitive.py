@@ -19,7 +19,7 @@ from seqblocks.runtime.call import Call, Carrying
 from seqblocks.runtime.fusion import Following, Part
 from seqblocks.runtime.shards import replicated
 from seqblocks.runtime.sharing import Holder, shared_parameters
-from seqblocks.runtime.step import Place, StepModule, broadcast, grid_of, joining_axis, makes, vectors_of
+from seqblocks.runtime.step import Place, StepModule, broadcast, gridded, joining_axis, makes, vectors_of
 from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States, compact
 
@@ -48,7 +48,7 @@ class Primitive(StepModule, Holder):
         has_step = kind.prepare_step is not Op.prepare_step and kind.matrix is Op.matrix
         sequences = not node.whole_inputs and all(wire.kind == "sequence" and not wire.context for wire in wires)
         self._has_step = has_step and sequences  # a function for one token, and not for weights in another layout alone
-        self._grid = grid_of(node, place)
+        self._gridded = gridded(node, place)
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
         if place.held_elsewhere:
@@ -78,8 +78,8 @@ class Primitive(StepModule, Holder):
         return found
 
     def forward(self, *tensors: Tensor, call: Call) -> tuple[Tensor, States]:
-        if self._grid and call.grid:
-            call.grid.expected = self._grid
+        if self._gridded and call.grid:
+            call.grid.step = self._gridded
         parameters = self.parameters_by_name(call)
         if self._converts_to is not None:
             tensors = tuple(narrowed(x, parameters[self._converts_to].dtype) for x in tensors)

@@ -16,7 +16,7 @@ from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
 from seqblocks.runtime.parallel import merged
 from seqblocks.runtime.sharing import Holder
-from seqblocks.runtime.step import Place, StepModule, call_child, grid_of, makes
+from seqblocks.runtime.step import Place, StepModule, call_child, gridded, makes
 from seqblocks.state import States
 from seqblocks.types import Wire
 
@@ -38,7 +38,7 @@ class Scan(Body):
 
     def _describe(self, node: Node, place: Place) -> None:
         self._orders: tuple[str, ...] = node.arguments.orders
-        self._grid = grid_of(node, place)
+        self._gridded = gridded(node, place)
         self._merge: str = node.arguments.merge
         self._sequences = [_is_ordered(place.types[value], node) for value in node.reads]
         self._in_place = _is_reversible(node.bodies[""])
@@ -84,7 +84,7 @@ class Scan(Body):
 
     def _grid_of(self, x: Tensor, call: Call) -> tuple[int, int]:
         if call.grid:
-            call.grid.expected = self._grid
+            call.grid.step = self._gridded
         return call.grid_of(x)
 
     def _each(self, tensors: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

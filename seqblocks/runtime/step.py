@@ -7,7 +7,7 @@ A module is called with the values that its node reads, in the order of `Node.re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,8 @@ from seqblocks import graph
 from seqblocks.errors import RunError
 from seqblocks.graph import Node, is_context
 from seqblocks.kernels.dispatch.compiled import constant
-from seqblocks.runtime.call import Call
+from seqblocks.runtime.call import NO_VALUE, Call, Gridded
+from seqblocks.runtime.grids import has_grid
 from seqblocks.state import States
 from seqblocks.types import Wire
 
@@ -29,9 +30,13 @@ class StepModule(nn.Module):
 
 
 class Place(NamedTuple):
-    """Where a module is made: the types of all values, its path in the model, parameters held by another module."""
+    """Where a module is made: the types of all values, its path in the model, parameters held by another module.
+
+    sources: the first values of the grids of others (`grid_sources`).
+    """
 
     types: dict[int, Wire | None]
+    sources: Mapping[int, int]
     path: str = ""
     held_elsewhere: frozenset[str] = frozenset()
     streams: bool = False  # whether the model has context, and the module reads more than that
@@ -70,10 +75,15 @@ def make(node: Node, place: Place) -> StepModule:
     return module
 
 
-def grid_of(node: Node, place: Place) -> tuple[int, int] | None:
-    """Return the rows and columns that the spec has for the tokens that a step reads, or None."""
-    types = (place.types[value] for value in node.reads)
-    return next((wire.grid for wire in types if wire and wire.grid and wire.kind != "image"), None)
+def gridded(node: Node, place: Place) -> Gridded | None:
+    """Return which rows and columns a step reads and makes, or None."""
+    made = node.outputs[0] if node.op and node.op.makes_grid() else None
+    read = next((value for value in node.reads if has_grid(place.types[value])), None)
+    if read is None:
+        return None if made is None else Gridded(None, NO_VALUE, made)
+    wire = place.types[read]
+    assert wire
+    return Gridded(wire.grid, place.sources.get(read, NO_VALUE), made)
 
 
 def call_child(

@@ -194,6 +194,62 @@ def test_as_many_tokens_in_another_grid() -> None:
     agrees(columns, x, rearrange(shifted, "b (c r) f -> b (r c) f", r=2))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_call_with_another_grid_of_as_many_tokens(wrapped: bool) -> None:
+    """The grid of the call, and what steps make of it, have as many tokens, and the spec cannot tell them apart."""
+    turn, rows = 'rearrange: {pattern: "rows columns f -> columns rows f"}', "rows columns f -> rows f"
+    steps = [turn, f'reduce: {{from: input, pattern: "{rows}", as: a}}']
+    if wrapped:
+        steps = ["identity: {as: x}", f"residual: [{{{turn}}}]", f'reduce: {{from: x, pattern: "{rows}"}}']
+    model, x = built("features: 2, grid: [4, 4]", *steps), draw(1, 16, 2)
+    torch.testing.assert_close(model(x, grid=(2, 8)), x.unflatten(1, (2, 8)).mean(2))
+
+
+def test_images_of_other_sizes_with_as_many_tokens() -> None:
+    text = """
+    seqblocks: 1
+    model:
+      inputs: {x: {image: {size: 4, channels: 1}}, other: {image: {size: 4, channels: 1}}}
+      steps:
+        - patch_embed: {from: x, patch: 1, features: 2, as: a}
+        - patch_embed: {from: other, patch: 1, features: 2, as: b}
+        - reduce: {from: a, pattern: "rows columns f -> rows f", as: of_x}
+        - reduce: {from: b, pattern: "rows columns f -> rows f", as: of_other}
+      outputs: [of_x, of_other]
+    """
+    _, graph = load_text(text)
+    assert graph
+    model = build_model(graph, device="cpu", dtype=torch.float64)
+    x, other = draw(1, 1, 2, 8), draw(1, 1, 8, 2)
+    found = model(x=x, other=other)
+    for name, image in (("a", x), ("b", other)):
+        step = model.get_submodule(name)
+        tokens = torch.nn.functional.conv2d(image, step.weight, step.bias)
+        expected = rearrange(tokens, "b f r c -> b r c f").mean(2)
+        torch.testing.assert_close(found["of_x" if name == "a" else "of_other"], expected)
+
+
+def test_a_context_of_a_wrong_number_of_tokens_is_named() -> None:
+    text = """
+    seqblocks: 1
+    model:
+      inputs: {x: {features: 8}, scene: {features: 6, grid: [3, 4]}}
+      steps:
+        - conv2d: {from: scene, as: seen}
+        - linear: {features: 8, as: memory}
+        - linear: {from: x, features: 8, as: q}
+        - cross_attention: {q: q, k: memory, v: memory, heads: 2}
+    """
+    _, graph = load_text(text)
+    assert graph
+    model = build_model(graph, device="cpu", dtype=torch.float64)
+    message = "the input scene has 10 tokens, and its grid is 3 x 4: pass 12 tokens"
+    with pytest.raises(RunError, match=message):
+        model(x=draw(1, 5, 8), scene=draw(1, 10, 6))
+    with pytest.raises(RunError, match=message):
+        model.init_state(1, scene=draw(1, 10, 6))
+
+
 def test_the_grid_of_an_input_that_does_not_stream() -> None:
     text = """
     seqblocks: 1

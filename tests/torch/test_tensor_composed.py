@@ -25,6 +25,7 @@ from seqblocks.runtime.model import SequenceModel
 from seqblocks.runtime.shards import Parts
 from seqblocks.testing import _by_name, random_context, random_input
 from tests.compose import compose
+from tests.torch import judge
 from tests.torch.sequence_ranks import larger, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
@@ -169,6 +170,7 @@ def holds(seed: int, ranks: int, threads: Threads) -> None:
     except (seqblocks.SpecError, seqblocks.UsageError):  # not right, or nothing can be split
         return
     note(str(plan))
+    judge.moderate(model, seed)
     try:
         check(model, plan, Example(model, seed), threads)
     except seqblocks.RunError as error:

@@ -1,0 +1,49 @@
+"""Where the rows and columns of tokens come from: an input of the model, or a step that cuts an image into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from seqblocks.graph import Graph, Node
+from seqblocks.types import Wire
+
+Types = Mapping[int, Wire | None]
+
+
+def grid_sources(body: Graph, types: Types) -> dict[int, int]:
+    """Return by value, where its tokens have rows and columns, the value that had them first.
+
+    Left out are values whose grid has more than one source, and those that a scan reads column by column.
+    """
+    found = {value: value for value in body.reads if has_grid(types.get(value))}
+    _trace(body, types, found)
+    return found
+
+
+def has_grid(wire: Wire | None) -> bool:
+    """Return whether a value is a sequence of tokens with rows and columns."""
+    return wire is not None and wire.grid is not None and wire.kind != "image"
+
+
+def _trace(body: Graph, types: Types, found: dict[int, int]) -> None:
+    for node in body.nodes:
+        for inner in node.bodies.values():
+            if node.kind == "block":  # other bodies read values by the numbers that these have outside
+                own = zip(inner.reads, node.reads, strict=True)
+                found |= {value: found[outer] for value, outer in own if outer in found}
+            _trace(inner, types, found)
+        source = _source(node, found)
+        if source is not None:
+            found |= {value: source for value in node.outputs if has_grid(types.get(value))}
+
+
+def _source(node: Node, found: dict[int, int]) -> int | None:
+    """Return the first value of the grid of what a step returns, or None."""
+    if node.op and node.op.makes_grid():
+        return node.outputs[0]
+    results = [found.get(body.result) for body in node.bodies.values()]
+    if results and node.kind in ("block", "repeat"):
+        return results[-1]
+    if node.kind == "parallel":
+        return results[0] if len(set(results)) == 1 else None
+    return next((found[value] for value in node.reads if value in found), None)
