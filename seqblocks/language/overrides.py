@@ -81,6 +81,11 @@ def apply(
         if slot is None:
             continue
         holder, key = slot.holder, slot.key
+        if (block := _block_with_steps(root, slot)) and not _is_steps(value):
+            message = f"{quote(key)} of block {block} is steps, and only steps can replace them"
+            hint = f"{path}=[layer_norm, silu]"
+            report.add(Diagnostic("E203", message, value.span, found=document.kind_of(value), hint=hint))
+            continue
         whole = Span(value.span.source, 1, 1, 1, len(value.span.source.text) + 1)
         span, old = holder.entries.get(key, (whole, None))
         if old is None or document.plain(old) != document.plain(value):
@@ -89,6 +94,21 @@ def apply(
         else:
             done.append(Override(path, text))
     return tuple(done)
+
+
+def _block_with_steps(root: Node, slot: Slot) -> str | None:
+    """Return the name of the block of whose arguments that are steps the slot is one, or None."""
+    blocks = root.get("blocks") if isinstance(root, Mapping) else None
+    if isinstance(blocks, Mapping) and (known := slot.holder.get(slot.key)) and _is_steps(known):
+        for name, _, block in blocks:
+            if isinstance(block, Mapping) and block.get("args") is slot.holder:
+                return name
+    return None
+
+
+def _is_steps(node: Node) -> bool:
+    """Return whether the declaration of an argument says that it is steps."""
+    return isinstance(node, Sequence) or (isinstance(node, Scalar) and node.value == "steps")
 
 
 def _source(path: str, text: str, from_call: bool) -> Source:

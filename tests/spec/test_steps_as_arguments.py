@@ -126,6 +126,23 @@ def test_overrides_reach_into_them() -> None:
     assert count(spec("[b]", blocks, **{"blocks.b.m.linear.bias": False}).graph) == 64
 
 
+@pytest.mark.parametrize("declared", ["steps", "[{linear: 8}]"])
+@pytest.mark.parametrize("value", [5, "silu", {"linear": 8}, True])
+def test_an_override_by_something_else_is_named(declared: str, value: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec("[b: {m: [{linear: 8}]}]", f"b: {{args: {{m: {declared}}}, steps: [m]}}", **{"blocks.b.m": value})
+    (fault,) = caught.value.diagnostics
+    assert fault.message == "'m' of block b is steps, and only steps can replace them"
+    assert fault.span
+    assert (fault.code, fault.hint) == ("E203", "blocks.b.m=[layer_norm, silu]")
+    assert "blocks.b.m" in fault.span.source.text
+
+
+def test_overrides_of_default_steps() -> None:
+    blocks = "b: {args: {m: [{linear: 8}]}, steps: [m]}"
+    assert count(spec("[b]", blocks, **{"blocks.b.m": ["layer_norm"]}).graph) == 16
+
+
 def test_checkpoint_maps_reach_into_them() -> None:
     block = "b: {args: {m: steps}, steps: [{residual: [{m: {name: mix}}]}], checkpoint: {residual.mix: mixer}}"
     inner = "inner: {steps: [{linear: 8}], checkpoint: {linear: fc}}"
