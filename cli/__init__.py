@@ -1,4 +1,4 @@
-"""The command line: argparse verbs over the library. Nothing imports it."""
+"""Command-line interface: argparse verbs over the library. No other module imports it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ INTERRUPTED = 130
 def entry() -> NoReturn:
     """Run the installed command, `seqblocks VERB …`.
 
-    An interrupt ends it at once. As an exception it would be lost in an import that is under way: torch turns it into
-    errors of its own. Where the caller ignores interrupts, as a shell does for what runs in the background, so do we.
+    An interrupt ends the process at once. A KeyboardInterrupt raised during an import could be lost, because torch
+    replaces it by its own errors. If the caller ignores interrupts, as a shell does for background jobs, so do we.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))

@@ -1,4 +1,4 @@
-"""The command line's grammar: verbs, their arguments, and messages that say what to type instead."""
+"""Define the verbs of the command line and their arguments, and report invalid ones with a hint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from seqblocks.cli import output
 from seqblocks.errors import UsageError, visible
 from seqblocks.language.vocabulary import did_you_mean
 
-SPEC = "path of a spec, name of a bundled one, or - for standard input"
+SPEC = "path of a spec, name of a bundled spec, or - for standard input"
 
 
 class Formatter(argparse.HelpFormatter):
-    """Finds out how wide the terminal is by itself: argparse imports shutil for it, and so three compressors."""
+    """Determine the width of the terminal without shutil, which imports three compression modules."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_columns() - 2)
@@ -36,7 +36,7 @@ def _columns() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError with a hint where argparse would print its usage and exit."""
+    """Raise UsageError with a hint instead of printing the usage and exiting."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(formatter_class=Formatter, **more)
@@ -47,24 +47,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{visible(message)}{': ' + hint if hint else ''}\n{self.format_usage().rstrip()}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version where results go. argparse drops an error of writing there."""
+        """Print help and version to the stream of results. argparse itself would ignore write errors."""
         output.write(message.rstrip("\n"), None if file in (None, sys.stdout) else file)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the words of a command. Raises UsageError, or SystemExit after --help and --version."""
+    """Parse a command line. Raises UsageError, or SystemExit after --help and --version."""
     _check_words(words)
-    top = Parser(prog="seqblocks", description="Check the YAML spec of a sequence model, and build it.")
+    top = Parser(prog="seqblocks", description="Check YAML specs of sequence models, and build them.")
     version = f"seqblocks {__version__} (Python {sys.version.split()[0]})"
     top.add_argument("--version", action="version", version=version)
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     first = words[0] if words else ""
-    for name in [first] if first in VERBS else VERBS:  # a parser takes time, and nothing reads those of other verbs
+    for name in [first] if first in VERBS else VERBS:  # creating the parsers of all verbs is slow
         about, add_arguments = VERBS[name]
         _declare(verbs.add_parser(name, help=about, description=about), add_arguments)
     options, extra = top.parse_known_args(words)
     if isinstance(getattr(options, "spec", None), list) and not any(word.startswith("-") for word in extra):
-        options.spec += extra  # specs that follow an option, which argparse does not collect
+        options.spec += extra  # argparse does not collect positional arguments after an option
     elif extra:
         raise UsageError(_unknown_option(options.verb, extra[0]))
     return options
@@ -76,83 +76,100 @@ def _declare(parser: Parser, add_arguments: Sequence[Arguments]) -> None:
     _common(parser)
 
 
-# --- the arguments of the verbs -----------------------------------------------------------------------------------
+# --- arguments of the verbs ---------------------------------------------------------------------------------------
 
 
 def _common(parser: Parser) -> None:
     group = parser.add_argument_group("common options")
-    group.add_argument("--format", choices=("text", "json", "github"), default="text", help="how results are printed")
-    group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colours (NO_COLOR counts)")
-    group.add_argument("--traceback", action="store_true", help="show Python's traceback with an error")
-    group.add_argument("-q", "--quiet", action="store_true", help="print nothing when all is well")
+    group.add_argument("--format", choices=("text", "json", "github"), default="text", help="format of the output")
+    group.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="use colours (auto respects NO_COLOR)"
+    )
+    group.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    group.add_argument("-q", "--quiet", action="store_true", help="print nothing on success")
 
 
 def _set(parser: Parser) -> None:
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value by its name")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override a value of the spec")
 
 
 def _overrides(parser: Parser) -> None:
     _set(parser)
-    parser.add_argument("--strict", action="store_true", help="warnings are errors")
-    parser.add_argument("--stdin-filename", default="<stdin>", metavar="NAME", help="what `-` is called in messages")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    parser.add_argument(
+        "--stdin-filename", default="<stdin>", metavar="NAME", help="name shown for standard input in messages"
+    )
 
 
 def _use(parser: Parser) -> None:
     parser.add_argument(
         "--allow-use", action="append", default=[], metavar="DIR",
-        help="let the spec's `use:` read files below this folder too, not only below its own",
+        help="also allow `use:` to read files below this folder, besides the folder of the spec",
     )  # fmt: skip
 
 
 def _imports(parser: Parser) -> None:
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
-        help="a module, or a file.py, of your own that defines primitives; may be given several times",
+        help="import a module or file.py that defines primitives; may be repeated",
     )  # fmt: skip
 
 
 def _build(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help=SPEC)
-    parser.add_argument("--summary", action="store_true", help="show a table of its steps")
-    parser.add_argument("--depth", type=_count, metavar="N", help="levels of the table")
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences, for the totals")
-    parser.add_argument("--length", type=_count, metavar="N", help="tokens of a sequence, where the spec is open")
-    parser.add_argument("--image-size", metavar="N", help="another size of the input image (N, or HxW)")
+    parser.add_argument("--summary", action="store_true", help="show a table of the steps")
+    parser.add_argument("--depth", type=_count, metavar="N", help="maximum depth of the table")
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="batch size used for the totals")
+    parser.add_argument("--length", type=_count, metavar="N", help="sequence length, if the spec does not fix it")
+    parser.add_argument("--image-size", metavar="N", help="override the size of the input image (N, or HxW)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates nothing")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, …; meta allocates no memory")
     parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights")
 
 
 def _convert(parser: Parser) -> None:
-    parser.add_argument("path", metavar="DIR", help="what seqblocks.save wrote, or weights of others")
-    parser.add_argument("--to", required=True, metavar="LAYOUT", help="official, hub, … (of the spec), or seqblocks")
-    parser.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist yet")
-    parser.add_argument("--spec", metavar="SPEC", help="path or bundled name; needed where DIR does not say it")
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file, at most: 5GB, 500MB, …")
+    parser.add_argument(
+        "path", metavar="DIR", help="a checkpoint saved by seqblocks.save, or weights in another layout"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="LAYOUT",
+        help="output layout: seqblocks, or one that the spec defines, such as official or hub",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="output folder; must not exist yet")
+    parser.add_argument(
+        "--spec", metavar="SPEC", help="path or bundled name; required if DIR does not contain the spec"
+    )
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="maximum size of a file: 5GB, 500MB, …")
 
 
 def _export(parser: Parser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder that seqblocks.save wrote")
+    parser.add_argument("spec", metavar="SPEC", help=f"{SPEC}, or a folder written by seqblocks.save")
     file = parser.add_mutually_exclusive_group(required=True)
-    file.add_argument("--onnx", metavar="FILE", help="write ONNX; needs pip install 'seqblocks[onnx]'")
-    file.add_argument("--pt2", metavar="FILE.pt2", help="write a program that torch.export.load reads")
-    file.add_argument("--aoti", metavar="FILE.pt2", help="compile to machine code, with a C++ compiler")
+    file.add_argument("--onnx", metavar="FILE", help="export to ONNX; requires pip install 'seqblocks[onnx]'")
+    file.add_argument("--pt2", metavar="FILE.pt2", help="export a program for torch.export.load")
+    file.add_argument("--aoti", metavar="FILE.pt2", help="compile to machine code; requires a C++ compiler")
     graph = parser.add_mutually_exclusive_group()
     graph.set_defaults(graph="forward")
-    graph.add_argument("--step", dest="graph", action="store_const", const="step", help="one token of a stream")
-    graph.add_argument("--chunk", dest="graph", action="store_const", const="chunk", help="some tokens of a stream")
+    graph.add_argument("--step", dest="graph", action="store_const", const="step", help="process one token of a stream")
+    graph.add_argument("--chunk", dest="graph", action="store_const", const="chunk", help="process a chunk of a stream")
     graph.add_argument(
         "--context", dest="graph", action="store_const", const="context",
-        help="the state before the first token, from the inputs that do not stream",
+        help="compute the initial state from the inputs that do not stream",
     )  # fmt: skip
-    parser.add_argument("--weights", metavar="PATH", help="what seqblocks.save wrote, or weights of others")
-    parser.add_argument("--batch", default="dynamic", metavar="N", help="sequences of a call, or dynamic (the default)")
-    parser.add_argument("--length", default="dynamic", metavar="N", help="tokens of a call, or dynamic (the default)")
+    parser.add_argument(
+        "--weights", metavar="PATH", help="a checkpoint saved by seqblocks.save, or weights in another layout"
+    )
+    parser.add_argument("--batch", default="dynamic", metavar="N", help="batch size, or dynamic (the default)")
+    parser.add_argument(
+        "--length", default="dynamic", metavar="N", help="number of tokens per call, or dynamic (the default)"
+    )
     parser.add_argument("--dtype", default="float32", help="float32, float16, bfloat16 or float64")
     parser.add_argument("--seed", type=_whole, default=0, help="of the initial weights, without --weights")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=None,
-        help="compare with the model (the default; ONNX: where onnxruntime is installed)",
+        help="compare the result with the model (the default; for ONNX, requires onnxruntime)",
     )  # fmt: skip
 
 
@@ -171,65 +188,75 @@ def _show(parser: Parser) -> None:
         help="document: the YAML with positions; spec: blocks, arguments, steps; graph: shapes, lookahead, parameters; "
         "plan: which kernel each step would use on a CPU (seqblocks explain: on any device)",
     )  # fmt: skip
-    parser.add_argument("--source", action="store_true", help="print the YAML of a bundled spec, to copy and change")
+    parser.add_argument("--source", action="store_true", help="print the YAML of a bundled spec")
 
 
 def _schema(parser: Parser) -> None:
-    parser.add_argument("--for", dest="spec", metavar="SPEC", help="know the blocks of this spec and what it uses")
+    parser.add_argument(
+        "--for", dest="spec", metavar="SPEC", help="include the blocks of this spec and of the files it uses"
+    )
 
 
 def _explain(parser: Parser) -> None:
     parser.add_argument("what", metavar="CODE|SPEC", help="a code such as E401, or a spec")
     parser.add_argument("--dtype", default="float32", help="of the model")
-    parser.add_argument("--device", help="cpu (the default), cuda, …; the device need not be present")
-    parser.add_argument("--arch", help="of the GPU, for the size of tiles: sm_90 (the default), gfx942, …")
+    parser.add_argument("--device", help="cpu (the default), cuda, …; no such device is needed")
+    parser.add_argument(
+        "--arch", help="GPU architecture, which determines the tile sizes: sm_90 (the default), gfx942, …"
+    )
 
 
 Arguments = Callable[[Parser], None]
 
 
 class Verb(NamedTuple):
-    """What a verb does, and what adds its arguments to a parser."""
+    """The description of a verb, and a function that adds its arguments to a parser."""
 
     about: str
     arguments: tuple[Arguments, ...] = ()
 
 
 VERBS = {
-    "build": Verb("check a spec, build it, and show its steps", (_overrides, _use, _imports, _build)),
-    "check": Verb("check specs without torch", (_overrides, _use, _imports, _check)),
-    "convert": Verb("write weights in another layout", (_set, _imports, _convert)),
-    "export": Verb("export a model as ONNX, or as a program of torch", (_overrides, _use, _imports, _export)),
+    "build": Verb("build a model and show its steps", (_overrides, _use, _imports, _build)),
+    "check": Verb("check specs, without importing torch", (_overrides, _use, _imports, _check)),
+    "convert": Verb("convert weights to another layout", (_set, _imports, _convert)),
+    "export": Verb("export a model to ONNX or torch.export", (_overrides, _use, _imports, _export)),
     "list": Verb("list the bundled specs"),
     "ops": Verb("list the verbs of the language, or describe one", (_use, _imports, _ops)),
-    "show": Verb("show a spec at any stage, or the YAML of a bundled one", (_overrides, _use, _imports, _show)),
+    "show": Verb(
+        "show a spec at one stage of the analysis, or the YAML of a bundled spec", (_overrides, _use, _imports, _show)
+    ),
     "schema": Verb("print a JSON schema for editors", (_overrides, _use, _imports, _schema)),
-    "explain": Verb("explain an error code, or which kernels a spec would run", (_overrides, _use, _imports, _explain)),
+    "explain": Verb(
+        "explain an error code, or show which kernels a model would use", (_overrides, _use, _imports, _explain)
+    ),
 }
 
 
 def _whole(text: str) -> int:
     try:
         return int(text)
-    except ValueError:  # argparse would show the name of this function
+    except ValueError:  # argparse would put the name of this function into the message
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _count(text: str) -> int:
     value = _whole(text)
-    if not 1 <= value <= 10**9:  # as in a spec; totals of larger numbers do not fit a float
+    if not 1 <= value <= 10**9:  # the limit of specs; totals of larger numbers would overflow a float
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000,000")
     return value
 
 
-# --- words that the grammar does not know -------------------------------------------------------------------------
+# --- unknown words and options ------------------------------------------------------------------------------------
 
 
 def _check_words(words: Sequence[str]) -> None:
     """Raise UsageError for a wrong dash, an option before the verb, or an unknown verb."""
     dashes = next((w for w in words if w.startswith(("–", "—", "−"))), None)
     if dashes:
-        raise UsageError(f"'{visible(dashes)}' begins with another dash; an option begins with two of these: --")
+        raise UsageError(
+            f"'{visible(dashes)}' begins with a different dash character; options begin with two hyphens: --"
+        )
     first = words[0] if words else ""
     if first.startswith("-") and not any(own.startswith(first) for own in ("-h", "--help", "--version")):
         hint = _near(first, ("--help", "--version")) or "options follow the verb, as in `seqblocks list -q`"
@@ -243,7 +270,7 @@ def _check_words(words: Sequence[str]) -> None:
 def _unknown_option(verb: str, word: str) -> str:
     helps = f"`seqblocks {verb} --help` lists what {verb} takes"
     if not word.startswith("-"):
-        return f"there is a word too many: '{visible(word)}'; {helps}"
+        return f"unexpected argument '{visible(word)}'; {helps}"
     name = visible(word.partition("=")[0])
     options = {each: _options(each) for each in VERBS}
     others = [other for other, known in options.items() if name in known]
@@ -255,13 +282,13 @@ def _unknown_option(verb: str, word: str) -> str:
 
 
 def _options(verb: str) -> list[str]:
-    """The long options of a verb."""
+    """Return the long options of a verb."""
     parser = Parser()
     _declare(parser, VERBS[verb].arguments)
     return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
 
 
 def _near(option: str, known: Iterable[str]) -> str | None:
-    """`did_you_mean` for options, without the dashes that all of them share."""
+    """Return a `did_you_mean` hint for an option, compared without the leading dashes."""
     hint = did_you_mean(option.lstrip("-"), [name.lstrip("-") for name in known])
     return hint and hint.replace("'", "'--", 1)

@@ -1,4 +1,4 @@
-"""`seqblocks build`: check a spec, build it, and show its steps."""
+"""`seqblocks build`: build a model and show its steps."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _model(options: argparse.Namespace) -> ModelSpec:
     inputs = require_model(*load(options.spec, options, {})).inputs
     images = {f"inputs.{name}.image.size": size for name, wire in inputs.items() if wire.kind == "image"}
     if not images:
-        raise UsageError(f"--image-size is for images, and {visible(options.spec)} reads none")
+        raise UsageError(f"--image-size requires an image input, and {visible(options.spec)} has none")
     return require_model(*load(options.spec, options, images))
 
 
 def _image_size(options: argparse.Namespace) -> str | None:
-    """Return the rows and columns as YAML; None where no size is given."""
+    """Return the rows and columns as YAML, or None if no size is given."""
     if options.image_size is None:
         return None
     sides = options.image_size.lower().split("x")
@@ -69,7 +69,7 @@ def _image_size(options: argparse.Namespace) -> str | None:
 
 
 def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:
-    """Raise UnavailableError for a model that the machine cannot hold, before the machine starts to swap."""
+    """Raise UnavailableError if the parameters do not fit in memory, before the machine starts to swap."""
     if not device.startswith("cpu") or not hasattr(os, "sysconf"):
         return
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -82,7 +82,7 @@ def _must_fit(model: ModelSpec, dtype: str, device: str) -> None:
 
 
 def _built(model: ModelSpec, dtype: str, options: argparse.Namespace) -> int:
-    torch = import_torch("building needs torch", " (`seqblocks check` does without)")
+    torch = import_torch("building requires torch", " (`seqblocks check` does not)")
     from seqblocks.runtime.builder import build_model
 
     module: Any = build_model(model, device=options.device, dtype=getattr(torch, dtype), seed=options.seed)

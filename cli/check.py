@@ -1,4 +1,4 @@
-"""`seqblocks check`: check specs, without torch."""
+"""`seqblocks check`: check specs without importing torch."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def _load(spec: str, options: argparse.Namespace, changes: dict[str, str]) -> tu
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check all specs, also after one that is at fault."""
+    """Check all specs, continuing after errors."""
     records: list[dict[str, Any]] = []
     status = 0
     for spec in options.spec:
         try:
             file, model = load(spec, options)
         except SpecError as error:
-            # a spec at fault outweighs one that only breaks its `expect:`
+            # an invalid spec takes precedence over a broken `expect:`
             status = error.exit_status if status == 0 else min(status, error.exit_status)
             if options.format == "json":
                 records.append({"spec": spec, **output.failed(error)})

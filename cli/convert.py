@@ -1,4 +1,4 @@
-"""`seqblocks convert`: write weights in another layout."""
+"""`seqblocks convert`: convert weights to another layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqblocks.errors import visible
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print what was written."""
+    """Convert, and print a summary of the files written."""
     import_torch("converting needs torch")
     from seqblocks.checkpoint.convert import convert
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain a code, or anything that does not look like one as a spec."""
+    """Explain an error code; treat any other argument as a spec."""
     return code(options) if re.fullmatch(r"[A-Za-z]\d{1,4}", options.what, re.ASCII) else kernels(options)
 
 
 def code(options: argparse.Namespace) -> int:
-    """Print what a code means, with an example and its fix."""
+    """Print the meaning of a code, with an example and its fix."""
     from seqblocks.language.codes import CODES, text
 
     name = options.what.upper()
@@ -41,7 +41,7 @@ def code(options: argparse.Namespace) -> int:
 
 
 def kernels(options: argparse.Namespace) -> int:
-    """Print for each step with a kernel what would run on the device, how it is launched, and why nothing faster is."""
+    """Print, for each step with a kernel, the implementation for the device, its tile sizes, and why none is faster."""
     dtype = dtype_named(options.dtype, "--dtype")
     arch = "sm_90" if options.arch is None else options.arch
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch, re.ASCII):
@@ -49,7 +49,7 @@ def kernels(options: argparse.Namespace) -> int:
     model = require_model(*load(options.what, options))
     device = _device(import_torch("the kernels need torch"), options.device or ("cuda" if options.arch else "cpu"))
     if options.arch and device != "cuda":
-        raise UsageError(f"--arch {arch} is the architecture of a GPU, and --device is {device}")
+        raise UsageError(f"--arch {arch} is a GPU architecture, but --device is {device}")
     return show_plan(model, options.what, options, device, dtype, arch)
 
 
@@ -61,7 +61,7 @@ def show_plan(
     dtype: str = "float32",
     arch: str = "sm_90",
 ) -> int:
-    """Print the kernel that each step would use; returns the exit status. Raises UnavailableError without torch."""
+    """Print the kernel that each step would use; return the exit status. Raises UnavailableError without torch."""
     torch = import_torch("the kernels need torch")
     from seqblocks.kernels.dispatch import requested
     from seqblocks.runtime.plan import plan
@@ -74,7 +74,7 @@ def show_plan(
         output.dump(facts | output.remarks_on(model))
     elif not options.quiet:
         where = f"{device} ({arch})" if device == "cuda" else device
-        output.write(f"{visible(model.name)} on {where} in {dtype}: what {requested()} would run")
+        output.write(f"{visible(model.name)} on {where} in {dtype}, backend {requested()}")
         _table(steps, requested())
     return UnavailableError.exit_status if stuck else 0
 
@@ -88,7 +88,7 @@ def _device(torch: Any, name: str) -> str:
 
 def _table(steps: list[Step], backend: str) -> None:
     if not steps:
-        output.write("no step uses a kernel of its own")
+        output.write("no step uses a kernel")
         return
     names = [f"{step.pattern} ({len(step.names)} x)" if len(step.names) > 1 else step.pattern for step in steps]
     wide = max(map(len, names))
@@ -99,9 +99,11 @@ def _table(steps: list[Step], backend: str) -> None:
         longest = max(map(len, step.tiles), default=0)
         for way, tile in step.tiles.items():
             output.write(f"    {way:<{longest}}  {' '.join(f'{key}={value}' for key, value in tile.items())}")
-        remarks = step.reasons() if step.implementation else [
-            f"{v.implementation}: {v.reason}" for v in step.verdicts if backend in ("auto", v.implementation)
-        ]
+        remarks = (
+            step.reasons()
+            if step.implementation
+            else [f"{v.implementation}: {v.reason}" for v in step.verdicts if backend in ("auto", v.implementation)]
+        )
         for remark in remarks:
             text = remark if remark not in printed else f"{remark.partition(':')[0]}: as above"
             printed.add(remark)

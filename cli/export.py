@@ -1,4 +1,4 @@
-"""`seqblocks export`: write a graph of a model as ONNX, as a program of torch, or compiled."""
+"""`seqblocks export`: export a graph of a model to ONNX, torch.export or machine code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqblocks.errors import UsageError, visible
 
 
 def run(options: argparse.Namespace) -> int:
-    """Export, and print what was written."""
+    """Export, and print a summary of the file written."""
     import_torch("exporting needs torch")
     from seqblocks import export
 
@@ -45,11 +45,11 @@ def _described(written: Any, name: str, size: int) -> str:
 
 
 def _size(text: str, option: str) -> int | None:
-    """Read a number, or `dynamic` as None."""
+    """Parse a number; return None for `dynamic`."""
     if text == "dynamic":
         return None
     if not text.isdecimal() or not 1 <= int(text) <= 10**9:
-        raise UsageError(f"{option} takes a whole number from 1 on, or dynamic, not {text!r}")
+        raise UsageError(f"{option} takes a positive whole number or dynamic, not {text!r}")
     return int(text)
 
 
@@ -66,7 +66,7 @@ def _model(options: argparse.Namespace) -> Any:
     if options.weights:
         return _with_weights(spec, options.weights, dtype)
     if not options.quiet:
-        output.notes([f"no --weights: the weights are drawn with --seed {options.seed}"], options)
+        output.notes([f"no --weights given: the weights are random, with --seed {options.seed}"], options)
     return build_model(spec, dtype=dtype, seed=options.seed)
 
 
@@ -83,5 +83,5 @@ def _with_weights(spec: Any, path: str, dtype: str) -> Any:
         model.load_state_dict(saved)
     except RuntimeError as error:
         first = "; ".join(line.strip() for line in str(error).splitlines()[1:4])
-        raise UsageError(f"the weights in {visible(path)} are not of {visible(spec.name)}: {visible(first)}") from error
+        raise UsageError(f"the weights in {visible(path)} do not fit {visible(spec.name)}: {visible(first)}") from error
     return model

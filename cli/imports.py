@@ -1,4 +1,4 @@
-"""Modules of the user that define primitives, by `--import`, SEQBLOCKS_IMPORT and pyproject.toml; where one failed."""
+"""Import the user's modules with primitives (`--import`, SEQBLOCKS_IMPORT, pyproject.toml), and report failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROJECT = "pyproject.toml"
 
 
 class Request(NamedTuple):
-    """A module that the user wants imported, and where they said so."""
+    """A module to import, and where it was requested."""
 
     name: str
     place: str = "--import"
@@ -36,8 +36,7 @@ class Request(NamedTuple):
 def run(options: argparse.Namespace, table: bytes) -> None:
     """Import what pyproject.toml, SEQBLOCKS_IMPORT and `--import` name, in that order.
 
-    table: the text of pyproject.toml where it has a table for seqblocks. Raises UsageError that says what failed,
-    where, and what to do.
+    table: the text of pyproject.toml if it has a table for seqblocks. Raises UsageError if a module cannot be imported.
     """
     try:
         os.getcwd()
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace, table: bytes) -> None:
     for request in [*requests, *map(Request, options.imports)]:
         before = dict(op.PRIMITIVES)
         module = _module(request)
-        # a module that another one, or a plug-in, has imported before has registered its primitives already
+        # a module imported earlier, by another module or a plug-in, has already registered its primitives
         theirs = any(cls.__module__.split(".")[0] == module.__name__.split(".")[0] for cls in op.PRIMITIVES.values())
         if before == op.PRIMITIVES and not theirs and not options.quiet:
             output.notes([f'{request} defines no primitive (with @primitive("verb"))'], options)
@@ -61,13 +60,15 @@ def _configured(table: bytes) -> list[str]:
     """Return the modules that `[tool.seqblocks]` of pyproject.toml names. Raises UsageError where it is malformed."""
     found = _parsed(table).get("tool", {}).get("seqblocks", {})
     if not isinstance(found, dict):
-        raise UsageError(f"{PROJECT}: tool.seqblocks is a table, for instance: [tool.seqblocks] import = [\"my_ops\"]")
+        raise UsageError(
+            f'{PROJECT}: tool.seqblocks must be a table, for instance: [tool.seqblocks] import = ["my_ops"]'
+        )
     for key in found.keys() - {"import"}:
-        hint = did_you_mean(key, ("import",)) or "it takes `import`"
+        hint = did_you_mean(key, ("import",)) or "the only key is `import`"
         raise UsageError(f"{PROJECT}: [tool.seqblocks] has no key '{visible(key)}': {hint}")
     names = found.get("import", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"{PROJECT}: import of [tool.seqblocks] is a list of modules, for instance [\"my_ops\"]")
+        raise UsageError(f'{PROJECT}: import of [tool.seqblocks] must be a list of modules, for instance ["my_ops"]')
     return names
 
 
@@ -84,7 +85,7 @@ def _parsed(table: bytes) -> dict[str, Any]:
 
 
 def import_torch(why: str, otherwise: str = "") -> Any:
-    """Return the module torch. Raises UnavailableError if it is absent or does not load."""
+    """Import and return torch. Raises UnavailableError if it is absent or fails to load."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -110,12 +111,12 @@ def _module(request: Request) -> ModuleType:
         if not is_file and _not_found(error, name):
             raise UsageError(f"{request}: there is no such module; {_instead(request)}") from None
         at = f" at {where}" if (where := place(error)) else ""
-        hint = "fix it there; --traceback shows the calls that led to it"
+        hint = "fix the error there; --traceback shows the traceback"
         if isinstance(error, ModuleNotFoundError):
-            hint = "the modules that it imports must be installed, or be in the same folder"
+            hint = "modules that it imports must be installed or in the same folder"
         elif is_file and "relative import" in str(error):
             dotted = request._replace(name=".".join(Path(name).with_suffix("").parts))
-            hint = f"name a module of a package with dots: {dotted}"
+            hint = f"write a module of a package with dots: {dotted}"
         raise UsageError(f"{request} failed{at}: {op.one_line(error)}\n{hint}") from error
 
 
@@ -127,7 +128,7 @@ def _from_file(request: Request) -> ModuleType:
         raise UsageError(f"{request}: there is no such file; {where}")
     name = path.stem.replace(".", "_")
     found = importlib.util.find_spec(name)
-    if found and Path(found.origin or "").resolve() != path:  # another module has this name, and must not be replaced
+    if found and Path(found.origin or "").resolve() != path:  # another module has this name and must not be replaced
         name += op.RENAMED
     if name in sys.modules:
         return sys.modules[name]
@@ -145,7 +146,7 @@ def _from_file(request: Request) -> ModuleType:
 
 
 def _not_found(error: BaseException, name: str) -> bool:
-    """Whether the module itself was not found, or its name cannot be a module's."""
+    """Return whether the module itself was not found, or its name is invalid."""
     if isinstance(error, ModuleNotFoundError):
         return error.name == name or name.startswith(f"{error.name}.")
     return isinstance(error, (ValueError, TypeError)) and not place(error)
@@ -153,22 +154,22 @@ def _not_found(error: BaseException, name: str) -> bool:
 
 def _instead(request: Request) -> str:
     if Path(f"{request.name}.py").is_file():
-        return f"write a file with its ending: {request}.py"
-    return "looked in the current folder and among installed modules; write a file as its path, my_ops.py"
+        return f"write a file with its extension: {request}.py"
+    return "searched the current folder and installed modules; to import a file, write its path, such as my_ops.py"
 
 
 def failed_primitive(error: BaseException) -> str | None:
-    """Return the message for an error that a primitive from a plug-in raised; None if it is no such error."""
+    """Return a message for an error raised by a plug-in's primitive, or None for any other error."""
     theirs = {cls.__module__.split(".")[0] for cls in op.PRIMITIVES.values()} - {"seqblocks"}
     where = place(error, theirs) if theirs else None
-    hint = "fix it there; --traceback shows how it was called"
+    hint = "fix the error there; --traceback shows the traceback"
     return where and f"a primitive failed at {where}: {op.one_line(error)}\n{hint}"
 
 
 def place(error: BaseException, modules: Collection[str] = ()) -> str | None:
-    """Return `file:line` where an error arose outside seqblocks and Python.
+    """Return `file:line` of the innermost frame of an error outside seqblocks and Python.
 
-    Files of the user come before installed packages. With `modules`, only these count.
+    Files of the user take precedence over installed packages. With `modules`, only frames of these count.
     """
     if isinstance(error, SyntaxError) and error.filename and not modules:
         return f"{_shown(error.filename)}:{error.lineno}"

@@ -1,4 +1,4 @@
-"""The verbs that describe the language and specs: list, ops, show, schema."""
+"""Verbs that describe the language and specs: list, ops, show, schema."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list(options: argparse.Namespace) -> int:
 
 
 def ops(options: argparse.Namespace) -> int:
-    """List all verbs or the blocks of a spec, or describe one."""
+    """List all verbs or the blocks of a spec, or describe a single one."""
     from seqblocks.report import reference
 
     source, colons, name = (options.name or "").partition("::")
@@ -76,19 +76,21 @@ def _list_verbs(verbs: dict[str, Verb], options: argparse.Namespace) -> None:
 
 def _unknown_verb(name: str, verbs: Iterable[str]) -> UsageError:
     blocks = [n for s, p in bundled().items() if p.parent.name == "blocks" for n in check.load_spec(s)[0].blocks]
-    lists = "`seqblocks ops` lists them, `seqblocks ops my.yaml` a file's blocks, `seqblocks list` the bundled ones"
+    lists = (
+        "list verbs with `seqblocks ops`, blocks of a file with `seqblocks ops my.yaml`, specs with `seqblocks list`"
+    )
     return UsageError(f"there is no verb {quote(name)}: {did_you_mean(name, [*verbs, *blocks]) or lists}")
 
 
 def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
-    """List the blocks of a spec, `my.yaml`, or describe one, `my.yaml::block`."""
+    """List the blocks of a spec (`my.yaml`), or describe one of them (`my.yaml::block`)."""
     blocks = check.load_spec(source, allow_use=options.allow_use)[0].blocks
     if not blocks:
         raise UsageError(f"{visible(source)} defines no blocks")
     use = source if source in bundled() or "/" in source else f"./{source}"
     if name:
         if name not in blocks:
-            hint = did_you_mean(name, blocks) or f"its blocks are {listing(blocks)}"
+            hint = did_you_mean(name, blocks) or f"it defines {listing(blocks)}"
             raise UsageError(f"{visible(source)} defines no block {quote(name)}: {hint}")
         _show_block(blocks[name], use, options)
     elif options.format == "json":
@@ -101,7 +103,7 @@ def _blocks_of(source: str, name: str, options: argparse.Namespace) -> int:
 
 
 def _bundle(name: str) -> str | None:
-    """The bundled file that defines a block; None if none does."""
+    """Return the bundled file that defines a block, or None."""
     for source, path in bundled().items():
         if path.parent.name == "blocks" and name in check.load_spec(source)[0].blocks:
             return source
@@ -136,7 +138,7 @@ def _described(block: dict[str, Any]) -> str:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show a spec at one stage on its way to a model, or the YAML of a bundled one."""
+    """Show a spec at one stage of the analysis, or the YAML of a bundled spec."""
     from seqblocks.cli.check import load
 
     if options.source:
@@ -175,16 +177,16 @@ def _stage_data(stage: str, file: SpecFile, model: ModelSpec | None) -> Any:
 
 
 def _source(options: argparse.Namespace) -> int:
-    """Print a bundled spec exactly as it ships, to copy and change."""
+    """Print a bundled spec verbatim, as a template for your own."""
     if options.stage:
-        raise UsageError("--source prints the YAML as it ships, before any --stage: give one of the two")
+        raise UsageError("--source prints the original YAML and cannot be combined with --stage")
     if options.set:
-        raise UsageError("--source prints the YAML as it ships: --set changes nothing in it")
+        raise UsageError("--source prints the original YAML and cannot be combined with --set")
     path = bundled().get(options.spec)
     if path is None:
         if options.spec == "-" or looks_like_path(options.spec):
-            raise UsageError(f"--source is for bundled specs, and {quote(options.spec)} is a file of your own")
-        hint = did_you_mean(options.spec, bundled()) or "`seqblocks list` shows them"
+            raise UsageError(f"--source prints bundled specs, and {quote(options.spec)} is a file")
+        hint = did_you_mean(options.spec, bundled()) or "`seqblocks list` shows the bundled specs"
         raise UsageError(f"there is no bundled spec {quote(options.spec)}: {hint}")
     text = path.read_text(encoding="utf-8")
     if options.format == "json":

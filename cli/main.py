@@ -1,7 +1,7 @@
-"""`seqblocks VERB …`: arguments in, exit status out.
+"""Run `seqblocks VERB …` and return the exit status.
 
-0 good · 1 the spec is at fault · 2 the command is · 3 an `expect:` is not met · 4 something needed is absent or full ·
-70 a fault of ours. Results go to stdout, everything else to stderr.
+0 success · 1 invalid spec · 2 invalid command · 3 an `expect:` is not met · 4 a dependency, a device, memory or disk
+space is missing · 70 internal error. Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _broken_pipe()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BaseException as error:  # SystemExit too: a primitive that ends the program must not end it well
+    except BaseException as error:  # SystemExit too: a primitive that exits must not make the command succeed
         return _internal(error, options)
 
 
@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
             from seqblocks.cli import imports
 
             imports.run(options, table)
-    # a verb's module is imported when the verb runs: `check` must pay neither for tables nor for torch
+    # import the module of a verb only when it runs, so that `check` loads neither rich nor torch
     if options.verb in ("build", "check", "convert", "explain", "export"):
         run = importlib.import_module(f"seqblocks.cli.{options.verb}").run
     else:
@@ -68,18 +68,18 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _project() -> bytes:
-    """Return the text of the working directory's pyproject.toml, if it has a table `[tool.seqblocks]`."""
+    """Return the text of pyproject.toml in the working directory if it has a table `[tool.seqblocks]`."""
     try:
         with open("pyproject.toml", "rb") as file:
             text = file.read()
     except OSError:
         return b""
-    plain = text.translate(None, b" \t\"'")  # TOML allows both around the parts of a name
+    plain = text.translate(None, b" \t\"'")  # TOML allows spaces and quotes around the parts of a name
     return text if any(table in plain for table in (b"tool.seqblocks", b"[tool]", b"tool={")) else b""
 
 
 def _report(error: SeqblocksError, options: Any) -> int:
-    """Print what is wrong; returns the exit status."""
+    """Print an error and return its exit status."""
     if options is not None and options.traceback:
         _traceback(error)
     if isinstance(error, SpecError):
@@ -119,18 +119,20 @@ def _broken_pipe() -> int:
 
 
 def process() -> NoReturn:
-    """Run `main` in a process of its own, and end the process.
+    """Run `main`, then end the process without cleaning up.
 
-    Collecting garbage and finalising modules at exit would take a quarter of the time of `check`.
+    Garbage collection and module finalisation at exit would take a quarter of the time of `check`.
     """
     gc.disable()
-    sys.stdin, sys.stdout, sys.stderr = (  # a stream that the caller closed is None here
+    sys.stdin, sys.stdout, sys.stderr = (  # a stream closed by the caller is None
         stream or open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
         for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
     )
     _results_apart()
     _disable_pydantic_plugins()
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch warns on import; nothing here needs it
+    warnings.filterwarnings(
+        "ignore", "Failed to initialize NumPy"
+    )  # torch warns on import if NumPy is absent, which is not needed here
     if sys.argv[1:2] in (["build"], ["export"]):
         gc.enable()
     status = _flushed(main())
@@ -140,10 +142,10 @@ def process() -> NoReturn:
 
 
 def _disable_pydantic_plugins() -> None:
-    """Spare pydantic the search for plug-ins, unless the user configured it.
+    """Disable pydantic's search for plug-ins, unless the user configured it.
 
-    The search reads every installed package, and importing its module alone, for `importlib.metadata`, takes as long as
-    checking a small spec. Everything works without this stub, only later.
+    The search reads the metadata of all installed packages, and importing `importlib.metadata` alone takes as long as
+    checking a small spec. This is only an optimisation.
     """
     if os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__") == "__all__":
         loader = ModuleType("pydantic.plugin._loader")
@@ -152,7 +154,7 @@ def _disable_pydantic_plugins() -> None:
 
 
 def _flushed(status: int) -> int:
-    """Write out what is buffered; returns the exit status, changed where results cannot be written."""
+    """Flush the streams; return the exit status, or that of a write error if results cannot be written."""
     try:
         output.stdout().flush()
     except BrokenPipeError:
@@ -161,17 +163,17 @@ def _flushed(status: int) -> int:
         output.silence(output.stdout())
         status = _report(output.Unwritable(error), None)
     for stream in (sys.stdout, output.stderr()):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # remarks that cannot be written change nothing
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # write errors on stderr are ignored
             stream.flush()
     return status
 
 
 def _results_apart() -> None:
-    """Keep standard output for results: what plug-ins and their children print there goes to standard error."""
+    """Reserve standard output for results by redirecting prints of plug-ins and child processes to standard error."""
     try:
         results = os.dup(1)
         os.dup2(2, 1)
-    except OSError:  # a stream is closed, or there are none
+    except OSError:  # a stream is closed or absent
         return
     output.results = open(  # noqa: SIM115  # for as long as the process lives
         results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors

@@ -1,4 +1,4 @@
-"""How things are printed: diagnostics as text, JSON or workflow annotations; colours; numbers for people."""
+"""Print results and diagnostics as text, JSON or workflow annotations, with colours and readable numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 results: TextIO | None = None
 remarks: TextIO | None = None
-"""Where results and everything else go in a process of our own, whatever plug-ins do to `sys.stdout` and `sys.stderr`.
-None: they go to `sys.stdout` and `sys.stderr`. Only this module writes there."""
+"""The streams of results and of everything else when run as a command, independent of what plug-ins do to `sys.stdout`
+and `sys.stderr`. None: use `sys.stdout` and `sys.stderr`. Only this module writes to them."""
 
 _CODES = {
     "error": "1;31",
@@ -32,7 +32,7 @@ _CODES = {
 
 
 def coloured(stream: TextIO, choice: str) -> bool:
-    """Whether to colour what goes to `stream`."""
+    """Return whether to colour output to `stream`."""
     if choice != "auto":
         return choice == "always"
     if os.environ.get("NO_COLOR"):
@@ -50,7 +50,7 @@ def style(stream: TextIO, choice: str) -> Style:
 
 
 class Unwritable(UnavailableError):
-    """Results cannot be written, for instance because the disk is full."""
+    """Raised when results cannot be written, for instance because the disk is full."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the result cannot be written: {getattr(error, 'strerror', None) or error}")
@@ -67,10 +67,10 @@ def stderr() -> TextIO:
 
 
 def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None:
-    """Print lines, in characters that the stream's encoding has.
+    """Print lines, escaping characters that the encoding of the stream lacks.
 
-    raw: the text is our own, perhaps with colours; otherwise control characters are shown as escapes. Raises Unwritable
-    if the stream is that of the results.
+    raw: do not escape control characters (for our own text, which may contain colours). Raises Unwritable if writing
+    to the stream of results fails.
     """
     stream = stream or stdout()
     text = text if raw else inert(text)
@@ -78,12 +78,12 @@ def write(text: str, stream: TextIO | None = None, *, raw: bool = False) -> None
         stream.write(_encodable(text, stream.encoding or "utf-8") + "\n")
     except BrokenPipeError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: it is closed
+    except (OSError, ValueError) as error:  # ValueError: the stream is closed
         with contextlib.suppress(OSError, ValueError):
             silence(stream)
         if stream is stdout():
             raise Unwritable(error) from error
-        # remarks that cannot be written change nothing: the exit status says what happened
+        # write errors on stderr are ignored: the exit status still reports the outcome
 
 
 _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "─": "-"})
@@ -103,7 +103,7 @@ def inert(text: str) -> str:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream to the null device, after a closed pipe or on a full disk."""
+    """Redirect a stream to the null device, after the pipe was closed or the disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -115,7 +115,7 @@ def dump(data: Any) -> None:
 
 
 def diagnostics(error: SpecError, options: Any) -> None:
-    """Print the faults of a spec in the requested format."""
+    """Print the diagnostics of a spec in the requested format."""
     kind = options.format if options else "text"
     if kind == "json":
         dump(failed(error))
@@ -128,7 +128,7 @@ def diagnostics(error: SpecError, options: Any) -> None:
 
 
 def failed(error: SpecError) -> dict[str, Any]:
-    """Return the JSON record of a spec that does not validate."""
+    """Return the JSON record of an invalid spec."""
     from seqblocks._version import __version__
 
     return {
@@ -149,11 +149,11 @@ def _escape(text: str, more: str = "") -> str:
 
 
 def annotation(diagnostic: Diagnostic) -> str:
-    """Return a workflow command that marks the line in a review."""
+    """Return a GitHub workflow command that annotates the line in a review."""
 
     where = ""
     span = diagnostic.span
-    if span and span.source.bundled:  # mark the line of the user's file that led there
+    if span and span.source.bundled:  # annotate the line of the user's own file that led to the fault
         own = [note.span for note in diagnostic.notes if note.span and note.span.source.kind == "own"]
         span = own[-1] if own else None
     if span:
@@ -165,7 +165,7 @@ def annotation(diagnostic: Diagnostic) -> str:
 
 
 def warnings(found: Sequence[Diagnostic], dropped: int, options: Any) -> None:
-    """Print warnings. In JSON they are among the results."""
+    """Print warnings. With `--format json` they are part of the result instead."""
     if not found or options.format == "json":
         return
     if options.format == "github":
@@ -176,12 +176,12 @@ def warnings(found: Sequence[Diagnostic], dropped: int, options: Any) -> None:
 
 
 def remarks_on(model: ModelSpec) -> dict[str, Any]:
-    """Return the warnings and notes of a checked model as data."""
+    """Return the warnings and notes of a checked model as plain data."""
     return {"warnings": [each.as_data() for each in model.warnings], "notes": [*model.notes]}
 
 
 def notes(texts: list[str], options: Any) -> None:
-    """Print remarks that are not errors. In JSON they are among the results."""
+    """Print notes. With `--format json` they are part of the result instead."""
     for text in texts if options.format != "json" else ():
         if options.format == "github":
             write(f"::notice ::{_escape(text)}")
@@ -190,7 +190,7 @@ def notes(texts: list[str], options: Any) -> None:
 
 
 def problem(message: str, options: Any) -> None:
-    """Print an error that is not a fault of a spec."""
+    """Print an error that is not about a spec."""
     if options is not None and options.format == "json":
         dump({"ok": False, "error": message})
     elif options is not None and options.format == "github":
@@ -208,7 +208,7 @@ def count(value: float) -> str:
 def short(value: float, unit: str = "") -> str:
     """Format a number to three digits with a prefix: 1.23 M, 1.23 MMACs, 980 MACs."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:  # rounded to three digits it is 1.00 of this size
+        if abs(value) >= 0.9995 * size:  # the limit at which three-digit rounding gives 1.00 of this unit
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
 

@@ -1,4 +1,4 @@
-"""The summary as a table: a tree of steps by their YAML names, with what each costs."""
+"""Print the summary of a model as a table: a tree of steps by their YAML names, with parameters and cost."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def _print(found: Summary, options: argparse.Namespace, out: Console) -> None:
             out.print(" " * LABEL + _text(line), soft_wrap=True)
 
 
-NARROWEST = 60  # columns: in a narrower terminal wrapped lines show more than truncated cells
+NARROWEST = 60  # minimum width in columns: below it, wrapped lines are more readable than truncated cells
 STYLES = {"verb": "cyan", "in": "dim", "out": "dim", "notes": "yellow"}
-LABEL = 12  # columns of the labels under the table
+LABEL = 12  # width of the labels below the table
 
-# The columns that a narrow terminal drops, step by step; verb, output and parameters stay. Without the column "verb"
+# Columns dropped one after another in a narrow terminal; output and parameters always stay. Without the column "verb",
 # the verb follows the name, as in the YAML. Names are truncated as a last resort.
 _DROPPED = ("in", "rate", "ahead", "notes", "verb", "state", "MACs")
 LAYOUTS = tuple(_DROPPED[:count] for count in (0, 1, 3, 4, 5, 6, 7))
 
 
 def _table(found: Summary, width: int, plain: bool) -> Table:
-    """Lay the table out as wide as fits, dropping columns where all of them would be too narrow to read."""
+    """Lay out the table for the width of the terminal, dropping columns that would be too narrow to read."""
     rows = list(_flat(found.rows, 0))
     titles = {"in": f"in {_arrow(plain)} out", "MACs": f"MACs/{found.counted_per}"}
     columns, widths = _fitting(rows, _columns(rows, found.counted_per, plain), titles, width, plain)
@@ -79,7 +79,7 @@ def _table(found: Summary, width: int, plain: bool) -> Table:
 def _fitting(
     rows: list[tuple[Row, int]], columns: dict[str, list[str]], titles: dict[str, str], width: int, plain: bool
 ) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Return the columns of the first layout that fits, and their widths."""
+    """Return the columns and widths of the first layout that fits."""
     for dropped in LAYOUTS:
         kept = {title: cells for title, cells in columns.items() if title not in dropped}
         if "in" in kept:
@@ -87,7 +87,9 @@ def _fitting(
         if "verb" in dropped:
             kept["step"] = [_step(row, depth) for row, depth in rows]
         widths = {title: max(map(len, (titles.get(title, title), *cells))) for title, cells in kept.items()}
-        spare = width - sum(widths.values()) - 3 * (len(kept) - 1)  # a space, a rule and a space between columns
+        spare = (
+            width - sum(widths.values()) - 3 * (len(kept) - 1)
+        )  # columns are separated by a space, a rule and a space
         if spare >= 0:
             return kept, widths
     room = max(widths["step"] + spare, 0)
@@ -95,7 +97,7 @@ def _fitting(
 
 
 def _step(row: Row, depth: int, room: int = 10**9, plain: bool = False) -> str:
-    """Return a name with its verb. Where the room is too small the name is truncated, since the verb says more."""
+    """Return a name with its verb. If it is too long, the name is truncated, since the verb is more informative."""
     name = _name(row)
     verb = f": {row.verb}" if row.verb and row.verb != row.names[0] else ""
     over = depth + len(name) + len(verb) - room
@@ -120,7 +122,7 @@ def _columns(rows: list[tuple[Row, int]], per: str, plain: bool) -> dict[str, li
         "state": [_number(row.state) for row, _ in rows],
         "notes": [", ".join(row.notes) for row, _ in rows],
     }
-    # a column without values is left out
+    # omit empty columns
     return {title: cells for title, cells in columns.items() if any(cell.strip("- ") for cell in cells)}
 
 
@@ -139,7 +141,7 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
         yield "state", f"{found.state:,} numbers, {output.bytes_of(found.state_bytes)} per sequence{many}"
     if found.lookahead is not None:
         many = "every later token" if found.lookahead == "all" else f"{_tokens(found.lookahead)} ahead"
-        yield "causal", f"no: an output sees {many}, from {found.future} on" if found.lookahead else "yes"
+        yield "causal", f"no: an output depends on {many}, because of {found.future}" if found.lookahead else "yes"
     if found.sample_rate and found.lookahead is not None:
         yield "latency", _latency(found)
     how = "step by step" if found.frame_size == 1 else f"{found.frame_size} tokens at a time"
@@ -149,16 +151,16 @@ def _totals(found: Summary, options: argparse.Namespace) -> Iterator[tuple[str, 
 
 
 def _latency(found: Summary) -> str:
-    """Return how long an output waits for samples after its own."""
+    """Return how long an output waits for later samples, as text."""
     if found.latency is None:
         return "the whole sequence"
     samples = f"{found.latency:,} sample{'s' if found.latency != 1 else ''}"
-    frame = f", the rest of a frame of {found.frame_size:,}" if found.frame_size > 1 and found.streams is None else ""
+    frame = f", because of frames of {found.frame_size:,}" if found.frame_size > 1 and found.streams is None else ""
     return f"{samples} = {found.latency_ms:.4g} ms at {found.sample_rate:,g} Hz{frame}"
 
 
 def _cost(found: Summary, options: argparse.Namespace) -> str:
-    """Return the cost per token, or per input where a model is counted by inputs, and that of the batch."""
+    """Return the cost per token, or per input for models counted by inputs, and that of the batch, as text."""
     tokens = found.tokens or options.length
     batch = "" if found.input_macs is None else output.short(options.batch * found.input_macs, "MACs")
     if found.counted_per != "token" and found.input_macs is not None:
@@ -166,7 +168,7 @@ def _cost(found: Summary, options: argparse.Namespace) -> str:
         each = f"{one} = {flops} per {found.counted_per}" + (f" ({tokens:,} tokens)" if tokens else "")
         return each + (f"; {batch} for {options.batch}" if options.batch > 1 else "")
     if found.open_memories:
-        return f"MACs per token depend on the length of {', '.join(found.open_memories)}, which the spec leaves open"
+        return f"MACs per token depend on the length of {', '.join(found.open_memories)}, which the spec does not fix"
     if found.macs_per_token is None:
         return "MACs per token depend on the length of the sequence: give --length"
     each = f"{output.count(found.macs_per_token)} MACs = {output.count(2 * found.macs_per_token)} FLOPs per token"
@@ -192,7 +194,7 @@ def _name(row: Row) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Abbreviate layers: 0-5; 0, 2, ..., 22 if evenly spaced; else runs, 0-2, 4, the middle of many left out."""
+    """Abbreviate layer numbers: 0-5; 0, 2, ..., 22 if evenly spaced; else runs such as 0-2, 4, with an ellipsis."""
     steps = {after - before for before, after in pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"

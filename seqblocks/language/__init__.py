@@ -1,1 +1,1 @@
-"""Text to declarations: the YAML dialect with positions, expressions, the typed spec, overrides, fault codes."""
+"""Parse YAML specs: the YAML dialect with source positions, expressions, the typed spec, overrides, error codes."""

@@ -1,4 +1,4 @@
-"""The catalogue of fault codes, `seqblocks explain E401`: a reader of `codes.yaml`."""
+"""Load the catalogue of error codes from `codes.yaml`, for `seqblocks explain E401`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class Code(NamedTuple):
-    """What a code means. `example` and `fix` are specs, or empty where files or machines are at fault."""
+    """Describe one error code. `example` and `fix` are specs, or empty if no spec can produce the code."""
 
     title: str
     about: str
@@ -21,7 +21,7 @@ FRAME = "seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:\n"
 
 
 def framed(text: str) -> str:
-    """Return an example as a whole spec: one that begins with a step is put into a model on 8 features."""
+    """Return an example as a complete spec. An example that begins with a step becomes a model on 8 features."""
     if not text.startswith("- "):
         return text
     return FRAME + "".join(f"    {line}\n" for line in text.splitlines())
@@ -36,7 +36,7 @@ CODES: dict[str, Code] = _read()
 
 
 def text(code: str) -> str:
-    """Return all about a code, for a terminal."""
+    """Return the description of a code as text for a terminal."""
     known = CODES[code]
     out = [f"{code}: {known.title}", "", known.about]
     for label, example in (("For instance", known.example), ("Fixed", known.fix)):

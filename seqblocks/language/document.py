@@ -1,8 +1,8 @@
-"""YAML text -> a tree whose nodes have their places.
+"""Parse YAML text into a tree of nodes with source positions.
 
-The dialect is a stated subset of YAML 1.2: core-schema scalars (`7:1`, `on` and `no` are words, `1e-3` is a number),
-one document, no tags, no merge keys, no duplicate keys, bounded size, depth and aliases. The parser works on events,
-so that limits hold while reading, before anything is built.
+The dialect is a subset of YAML 1.2: core-schema scalars (`7:1`, `on` and `no` are words, `1e-3` is a number), one
+document, no tags, no merge keys, no duplicate keys, and limits on size, depth and aliases. The parser works on events,
+so the limits are enforced while reading, before any large structure is built.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from seqblocks.record import Record
 
 MAX_BYTES = 2 * 1024 * 1024
 MAX_DEPTH = 48
-MAX_NODES = 100_000  # after aliases are followed
-SOLE = "\0"  # the key of a step's only argument, where an override made a mapping of `linear: 64`
+MAX_NODES = 100_000  # after alias expansion
+SOLE = "\0"  # key of a step's only argument after an override turned `linear: 64` into a mapping
 
 Value = None | bool | int | float | str
 
@@ -28,7 +28,7 @@ Value = None | bool | int | float | str
 
 
 class Node(Record):
-    """Base of the tree: a place, and the number and depth of the nodes below it (aliases followed)."""
+    """Base class of tree nodes: a span, and the number and depth of the nodes below it (after alias expansion)."""
 
     span: Span
     size: int
@@ -39,11 +39,11 @@ class Node(Record):
 
 
 class Scalar(Node):
-    """A leaf: `value` by the core schema, `text` as written (without quotes)."""
+    """A leaf: `value` resolved by the core schema, `text` as written (without quotes)."""
 
     value: Value
     text: str
-    offset: int  # 1 if quoted: where the text begins inside the span
+    offset: int  # offset of the text inside the span: 1 if quoted
 
     def __init__(self, span: Span, size: int, depth: int, value: Value, text: str, offset: int) -> None:
         self.span, self.size, self.depth = span, size, depth
@@ -63,8 +63,8 @@ class Sequence(Node):
 class Mapping(Node):
     """Keys in order of appearance, each with its own span and its value.
 
-    An incomplete mapping has keys that could not be read, or that are unknown where it is used: what it lacks is
-    UNKNOWN, and is not reported as missing.
+    An incomplete mapping has invalid keys, or keys that are unknown where the mapping is used. Any key that it lacks
+    is UNKNOWN, and is not reported as missing.
     """
 
     entries: dict[str, tuple[Span, Node]]
@@ -85,7 +85,7 @@ class Mapping(Node):
 
 
 def kind_of(node: Node | None) -> str:
-    """Return what a node is, in the words of a message."""
+    """Describe a node for a message, such as "a mapping" or "the number 3"."""
     match node:
         case None | Scalar(value=None):
             return "nothing"
@@ -94,7 +94,7 @@ def kind_of(node: Node | None) -> str:
         case Sequence():
             return "a list"
         case Scalar(value=bool()):
-            return f"the truth value {node.text}"
+            return f"the boolean {node.text}"
         case Scalar(value=int() | float()):
             return f"the number {node.text}" if len(node.text) < 40 else "a number"
         case Scalar():
@@ -103,7 +103,7 @@ def kind_of(node: Node | None) -> str:
 
 
 def plain(node: Node) -> Any:
-    """Return the tree as plain Python data, without places."""
+    """Return the tree as plain Python data, without positions."""
     match node:
         case Mapping():
             return {key: plain(value) for key, _, value in node}
@@ -115,7 +115,7 @@ def plain(node: Node) -> Any:
 
 
 def show(node: Node) -> str:
-    """Return the tree as text, a line for each node: what `seqblocks show --stage document` prints."""
+    """Return the tree as text, one line per node, as printed by `seqblocks show --stage document`."""
     return "\n".join(_show(node, "", 0))
 
 
@@ -137,7 +137,7 @@ def _show(node: Node, label: str, depth: int) -> Iterator[str]:
 # --- YAML 1.2 core schema, section 10.3.2 -----------------------------------------------------------------------
 
 _INT = re.compile(r"[-+]?[0-9]{1,300}\Z")
-_HEX = r"0x[0-9a-fA-F]{1,64}\Z"  # compiled when one is met
+_HEX = r"0x[0-9a-fA-F]{1,64}\Z"  # compiled on first use
 _OCT = r"0o[0-7]{1,64}\Z"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,10})?\Z")
 _WORDS: dict[str, Value] = {
@@ -171,14 +171,14 @@ def resolve(text: str) -> Value:
 
 
 class _Stop(Exception):
-    """Reading cannot go on; the diagnostic is in the report."""
+    """Raised when parsing cannot continue. The diagnostic is already in the report."""
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def decode(data: bytes, name: str, report: Report) -> str | None:
-    """Return bytes as text, or None with a diagnostic."""
+    """Decode bytes as UTF-8, or report an error and return None."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -193,7 +193,7 @@ def decode(data: bytes, name: str, report: Report) -> str | None:
 
 
 def parse(source: Source, report: Report) -> Node | None:
-    """Return the tree of one YAML text, or None where it is not YAML of the dialect (see the report)."""
+    """Parse YAML text into a tree. Errors go to the report; return None if the text cannot be parsed."""
     start = Span(source, 1, 1, 1, 1)
     if len(source.text) > MAX_BYTES:
         message = f"the text has {len(source.text):,} characters"
@@ -209,7 +209,7 @@ def parse(source: Source, report: Report) -> Node | None:
 
 
 class _Open:
-    """A collection that is being read."""
+    """A list or mapping whose end has not been read yet."""
 
     __slots__ = ("anchor", "depth", "entries", "flow", "incomplete", "items", "key", "keyed", "mapping", "size", "span")
 
@@ -248,10 +248,10 @@ class _Reader:
                         raise self.stop(
                             Diagnostic(
                                 "E105",
-                                "a second document begins here",
+                                "a second YAML document begins here",
                                 self.span(event),
-                                expected="one document in a file",
-                                hint="put it into a file of its own and bring it in with `use:`",
+                                expected="one document per file",
+                                hint="move it to its own file and import it with `use:`",
                             )
                         )
                 self.take(event)
@@ -289,13 +289,11 @@ class _Reader:
                 self.alias(event)
 
     def refuse_tag(self, event: Any, span: Span) -> None:
-        # the quoted form of a scalar carries the non-specific tag "!" only when written
+        # A quoted scalar has the tag "!" only if it is written out.
         if event.tag is not None:
             written = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise self.stop(
-                Diagnostic(
-                    "E106", f"tags are not part of the language: {quote(written)}", span, hint="remove the tag"
-                )
+                Diagnostic("E106", f"YAML tags are not allowed: {quote(written)}", span, hint="remove the tag")
             )
 
     def alias(self, event: Any) -> None:
@@ -303,9 +301,9 @@ class _Reader:
         node = self.anchors.get(event.anchor)
         if node is None:
             inside = any(o.anchor == event.anchor for o in self.stack)
-            message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor before it")
+            message = f"alias '*{event.anchor}' " + ("refers to itself" if inside else "has no anchor above it")
             raise self.stop(Diagnostic("E101", message, span))
-        # What is inside has the place where it is written; the whole has that of the alias.
+        # The alias gets its own position; nodes below it keep those of the anchor.
         self.put(node if isinstance(node, Scalar) else node._replace(span=span), None, False)
 
     def put(self, node: Node, anchor: str | None, styled: bool) -> None:
@@ -316,7 +314,7 @@ class _Reader:
             raise self.stop(
                 Diagnostic(
                     "E104",
-                    "the document is too large" + (" once its aliases are followed" if self.anchors else ""),
+                    "the document is too large" + (" after alias expansion" if self.anchors else ""),
                     node.span,
                     expected=f"at most {MAX_NODES:,} nodes",
                 )
@@ -340,16 +338,14 @@ class _Reader:
                 top.entries[name] = (span, node)
 
     def key(self, node: Node, styled: bool) -> tuple[str, Span] | None:
-        """Return a key's name; None where the key is at fault, and its value is dropped."""
+        """Return the name and span of a key, or report an invalid key and return None."""
         top = self.stack[-1]
         if not isinstance(node, Scalar):
             self.report.add(Diagnostic("E112", "a key must be a word", node.span, found=kind_of(node)))
             top.incomplete = True
             return None
         if node.text == "<<" and not styled:
-            self.report.add(
-                Diagnostic("E107", "merge keys are not part of the language", node.span, hint="write the keys out")
-            )
+            self.report.add(Diagnostic("E107", "merge keys are not allowed", node.span, hint="write out the keys"))
             top.incomplete = True
             return None
         if node.text in top.entries:
@@ -368,7 +364,7 @@ class _Reader:
 
     def close(self, event: Any) -> None:
         top = self.stack.pop()
-        self.nodes -= top.size - 1  # its children were counted one by one; put() counts the whole
+        self.nodes -= top.size - 1  # children were already counted; put() adds the size of the whole
         end = event.end_mark
         span = Span(self.source, top.span.line, top.span.column, end.line + 1, end.column + 1)
         node: Node
@@ -381,10 +377,10 @@ class _Reader:
         self.put(node, top.anchor, False)
 
     def drop_split_calls(self, top: _Open) -> None:
-        """Report calls that a comma inside braces splits into several keys, and drop those keys."""
+        """Report function calls that are split into several keys by a comma inside braces, and drop those keys."""
         for key, pieces in _split_calls(top.entries):
             text = ", ".join(pieces)
-            message = f"the comma in {quote(text)} ends the value: inside braces, quote a call that has a comma"
+            message = f"the comma in {quote(text)} ends the value: inside braces, quote a call with several arguments"
             self.report.add(Diagnostic("E110", message, top.entries[key][1].span, hint=f'{key}: "{text}"'))
             for each in (key, *pieces[1:]):
                 top.entries.pop(each, None)
@@ -402,7 +398,7 @@ class _Reader:
         if "quoted scalar" in (getattr(error, "context", None) or "") and error.context_mark:  # type: ignore[attr-defined]
             start = error.context_mark  # type: ignore[attr-defined]
             at = Span(self.source, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
-            return Diagnostic("E101", "not YAML: the quote that opens here is not closed", at)
+            return Diagnostic("E101", "invalid YAML: the quote that opens here is not closed", at)
         notes, hint = [], self.slip(line)
         if problem.startswith(_NO_COLON) and not any(o.flow for o in self.stack):
             found = self.colon(line)
@@ -418,7 +414,7 @@ class _Reader:
         unclosed = next((o for o in reversed(self.stack) if o.flow), None)
         if unclosed:
             bracket = "{" if unclosed.mapping else "["
-            notes.append(Note(f"the '{bracket}' that is still open is here", unclosed.span))
+            notes.append(Note(f"the '{bracket}' that is not closed is here", unclosed.span))
             hint = f"is a '{'}' if unclosed.mapping else ']'}' missing?"
         text = self.source.line(line)
         inside = text[unclosed.span.column : column - 1] if unclosed and unclosed.span.line == line else ""
@@ -428,7 +424,7 @@ class _Reader:
         return Diagnostic("E101", f"not YAML: {problem}", span, notes=tuple(notes), hint=hint)
 
     def colon(self, line: int) -> tuple[int, int, str] | None:
-        """Return the word that a colon is most likely missing after (line, column, word): here or just above."""
+        """Return (line, column, word) of the word after which a colon is probably missing, here or just above."""
         numbers = [n for n in range(line, 0, -1) if _bare(self.source.line(n))][:4]
         for at, number in enumerate(numbers):
             text = _bare(self.source.line(number))
@@ -438,16 +434,16 @@ class _Reader:
             if not word or re.search(r":(\s|$)", text):
                 continue
             if before and _indent(before) < _indent(text) and not re.search(r":$|^\s*- ", before):
-                continue  # the text of the line above goes on here
+                continue  # this line continues the text of the line above
             if text.lstrip().startswith("- ") and _indent(below) <= _indent(text):
                 continue  # a step without arguments
             return number, len(word[1]) + 1, word[2]
         return None
 
     def slip(self, line: int) -> str | None:
-        """Return a hint on what is wrong where a block ends too early, from this line and those above it."""
+        """Return a hint for a block that ends too early, based on this line and the lines above it."""
         here = self.source.line(line)
-        above: list[tuple[int, str]] = []  # with ever less indentation, the nearest first
+        above: list[tuple[int, str]] = []  # with decreasing indentation, nearest first
         for number in range(line - 1, 0, -1):
             text = self.source.line(number)
             if text.strip() and (not above or _indent(text) < _indent(above[-1][1])):
@@ -457,10 +453,10 @@ class _Reader:
                 return f"a space is missing after the '-' in line {number}"
         same = next(((number, text) for number, text in above if _indent(text) == _indent(here)), None)
         if same and here.lstrip().startswith("- ") and not same[1].lstrip().startswith("-"):
-            return f"line {same[0]} is among the items of a list: it needs '- ' in front"
+            return f"line {same[0]} is among the items of a list: add '- ' in front"
         if not same and above and here.strip():
             known = " or ".join(str(n) for n in sorted({_indent(text) for _, text in above[:2]}, reverse=True))
-            return f"this line is indented by {_indent(here)} spaces, and those above by {known}"
+            return f"this line is indented by {_indent(here)} spaces, the lines above by {known}"
         return None
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
@@ -470,7 +466,7 @@ class _Reader:
         span = Span(self.source, line, column, line, column + 1)
         return (
             Diagnostic(
-                "E109", f"character U+{ord(text[at]):04X} may not appear in YAML", span, hint="remove or escape it"
+                "E109", f"character U+{ord(text[at]):04X} is not allowed in YAML", span, hint="remove or escape it"
             )
             if text
             else Diagnostic("E101", f"not YAML: {error.reason}", span)
@@ -478,7 +474,7 @@ class _Reader:
 
 
 def _split_calls(entries: dict[str, tuple[Span, Node]]) -> list[tuple[str, list[str]]]:
-    """Return the keys whose value is the beginning of a call, each with the value and the keys that hold the rest."""
+    """Find calls split by commas: return each key with the beginning of the call, its value, and the keys after it."""
     found: list[tuple[str, list[str]]] = []
     keys = list(entries)
     for at, key in enumerate(keys):
@@ -502,54 +498,54 @@ def _indent(line: str) -> int:
 
 
 def _bare(line: str) -> str:
-    """Return a line without its comment."""
+    """Strip the comment from a line."""
     return re.sub(r"(^|\s)#.*", "", line).rstrip()
 
 
 def _two_keys(line: str) -> str | None:
-    """Return a hint where a key and its value are in place of another key's value: `- embed: features: 64`."""
+    """Return a hint if a key and value appear where another key's value is expected: `- embed: features: 64`."""
     match = re.match(r"\s*(?:- +)?(\w+): +(\w+): +([^#]*[^#\s])", line)
     if not match:
         return None
     key, text = match[1], f"{match[2]}: {match[3]}"
     if key == "about":
-        return f'text with a colon is quoted: `{key}: "{text}"`'
+        return f'quote text that contains a colon: `{key}: "{text}"`'
     if text.count("}") > text.count("{"):
         return f"a '{{' is missing: `{key}: {{{text}`"
-    return f"two keys in one line: `{key}: {{{text}}}`"
+    return f"write a mapping in one line with braces: `{key}: {{{text}}}`"
 
 
 def _character(line: str, column: int) -> str | None:
-    """Return a hint on a character that does not belong at its column, whatever is around it."""
+    """Return a hint for an unexpected character, based on the character alone."""
     at, before = line[column - 1 : column], line[: column - 1]
     name = re.match(r"\{ *(\w+) *\}", line[column - 1 :])
     if before.endswith("$") and name:
-        return f"a name is replaced by its value as it is: `{name[1]}`"
+        return f"write the name without braces: `{name[1]}`"
     if at and at in "%@`":
-        return f"no value begins with '{at}': leave it away, or quote the value"
+        return f"a value cannot begin with '{at}': remove it, or quote the value"
     for left, right in ("{}", "[]"):
         if at == right and before.count(right) >= before.count(left):
-            return f"a '{right}' too many, or a '{left}' is missing"
+            return f"remove the extra '{right}', or add the missing '{left}'"
     return None
 
 
 def _comma(inside: str, rest: str) -> str | None:
-    """Return a hint where a value in braces goes on into the next key: `{features: 8 bias: false}`."""
+    """Return a hint for a missing comma between a value and the next key in braces: `{features: 8 bias: false}`."""
     match = re.search(r"[:,][^:,;]*[^\s:,;](;?) *(?<=[\s;])(\w+)$", inside)
     if not match or not rest.startswith(":"):
         return None
     return f"a ',' {'is wanted in place of the ' + repr(';') if match[1] else 'is missing'} before `{match[2]}`"
 
 
-_NEAR = 200  # characters that a hint looks back
-_NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # as libyaml and PyYAML say it
+_NEAR = 200  # number of characters before an error that hints examine
+_NO_COLON = ("could not find expected ':'", "mapping values are not allowed")  # wording of libyaml and PyYAML
 
 
 def _place(before: str) -> tuple[int, int]:
-    """Return the line and column of what follows `before`, with the line breaks of `Source.lines`."""
+    """Return the line and column of the position after `before`, using the line breaks of `Source.lines`."""
     lines = f"{before}.".splitlines()
     return len(lines), len(lines[-1])
 
 
-# compiled when first needed: the large class takes 5 ms
+# compiled on first use: the large character class takes 5 ms
 _PRINTABLE = "[\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"

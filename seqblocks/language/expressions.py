@@ -1,10 +1,10 @@
-"""Numbers that are computed: `2 * inner`, `round_up(expand * dim, 64)`, `0.1 * layer / max(layers - 1, 1)`.
+"""Evaluate arithmetic expressions: `2 * inner`, `round_up(expand * dim, 64)`, `0.1 * layer / max(layers - 1, 1)`.
 
-An expression is parsed to a Python syntax tree, checked against a short list of node kinds, and walked. Nothing is
-ever evaluated by Python itself, and size, depth and magnitude are bounded.
+An expression is parsed to a Python syntax tree, checked against a short list of allowed nodes, and walked. It is never
+passed to `eval`, and its size, depth and magnitude are limited.
 
-A value may be `UNKNOWN`: what could not be read, or an argument without a value in an unused block. What is computed
-from it is UNKNOWN too.
+A value may be `UNKNOWN`: it was invalid, or it is an argument without a value in an unused block. Every expression
+that uses an UNKNOWN value is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Number = int | float
 
 
 class _Unknown:
-    """The value of what could not be read, or is not given."""
+    """The type of `UNKNOWN`, the value of anything invalid or not given."""
 
     def __repr__(self) -> str:
         return "?"
@@ -43,7 +43,7 @@ UNKNOWN = _Unknown()
 
 def _divide(a: Number, b: Number) -> Number:
     quotient = a / b
-    # 384 / 2 is a width: exact quotients of integers stay integers
+    # exact quotients of integers stay integers, so that 384 / 2 is a valid width
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
 
 
@@ -116,14 +116,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 
 class Expression(NamedTuple):
-    """A checked syntax tree and the names in it, each with its place in the text."""
+    """A checked syntax tree, and the names in it with their offsets in the text."""
 
     text: str
     tree: ast.expr
     names: tuple[tuple[str, int], ...]
 
     def evaluate(self, names: Mapping[str, Any]) -> Any:
-        """Return the value, or UNKNOWN where a name is. Raises Fault (E303, E502, E503, E504)."""
+        """Return the value, or UNKNOWN if a name is UNKNOWN. Raises Fault (E303, E502, E503, E504)."""
         for name, offset in self.names:
             if name not in names:
                 raise unknown_name(name, names, offset)
@@ -132,7 +132,7 @@ class Expression(NamedTuple):
         try:
             value = _walk(self.tree, names)
         except ZeroDivisionError:
-            hint = "max(…, 1) keeps a divisor from being 0"
+            hint = "use max(…, 1) to avoid dividing by 0"
             raise Fault("E502", f"{quote(self.text)} divides by zero", hint=hint) from None
         except OverflowError:
             raise Fault("E504", f"{quote(self.text)} is too large a number") from None
@@ -144,10 +144,10 @@ class Expression(NamedTuple):
 
 
 class NameFault(Fault):
-    """An unknown name; `offset` is its place in the text of the expression."""
+    """An unknown name at `offset` in the text of the expression."""
 
     def __init__(self, name: str, offset: int, hint: Lazy, known: Lazy) -> None:
-        super().__init__("E303", f"nothing is called {quote(name)} here", hint=hint, expected=known)
+        super().__init__("E303", f"unknown name {quote(name)}", hint=hint, expected=known)
         self.name, self.offset = name, offset
 
 
@@ -190,13 +190,13 @@ def _walk(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _any(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A side of a comparison: a number, or a word or flag by its name."""
+    """Evaluate one side of a comparison: a number, or a name whose value is a word or a boolean."""
     value = names[node.id] if isinstance(node, ast.Name) else None
     return value if isinstance(value, bool | str) else _walk(node, names)
 
 
 def _flag(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    """A condition. Numbers are true where they are not 0."""
+    """Evaluate a condition. Numbers other than 0 are true."""
     return bool(_any(node, names))
 
 
@@ -207,7 +207,7 @@ def _bounded(value: Any) -> Any:
 
 
 def parse(text: str) -> Expression:
-    """Return the expression in a text. Raises Fault (E501, E504)."""
+    """Parse an expression. Raises Fault (E501, E504)."""
     found = _parsed(text)
     if isinstance(found, Fault):
         raise found.again()
@@ -216,7 +216,7 @@ def parse(text: str) -> Expression:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Expression | Fault:
-    """Return what `parse` returns or raises, so that a faulty expression in many layers is parsed once too."""
+    """Return what `parse` returns or raises, so that an invalid expression in many layers is also parsed only once."""
     try:
         return _parse(text)
     except Fault as fault:
@@ -230,27 +230,27 @@ def _parse(text: str) -> Expression:
     names: list[tuple[str, int]] = []
     nodes = list(islice(ast.walk(tree), MAX_NODES * 2 + 2))
     if len(nodes) > MAX_NODES * 2 + 1:
-        raise Fault("E504", "the expression is too complex", hint="split it up with `let:`")
+        raise Fault("E504", "the expression is too complex", hint="split it into several entries of `let:`")
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     equal = (n for n in nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq))
     compared = {id(n.comparators[0]) for n in equal}
     for node in nodes:
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in compared):
-            _check(node, text)  # words are only compared: order == 'reverse'
+            _check(node, text)  # words may only be compared: order == 'reverse'
         if isinstance(node, ast.Name) and id(node) not in called:
             names.append((node.id, node.col_offset))
     return Expression(text, tree, tuple(names))
 
 
 def syntax_tree(text: str) -> ast.expr:
-    """`text` as an unchecked Python syntax tree. Raises Fault (E501)."""
+    """Parse text into an unchecked Python syntax tree. Raises Fault (E501)."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "2 if": Python warns about literals run into words
+            warnings.simplefilter("ignore")  # Python warns about literals next to keywords, such as "2if"
             return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        hint = "write `//` for whole division, `**` for powers" if "^" in text else None
-        raise Fault("E501", f"{quote(text)} is not an expression", hint=hint) from None
+        hint = "write `//` for integer division and `**` for powers" if "^" in text else None
+        raise Fault("E501", f"{quote(text)} is not a valid expression", hint=hint) from None
 
 
 _ALLOWED = (
@@ -285,10 +285,10 @@ def _check(node: ast.AST, text: str) -> None:
             pass
         case _ if isinstance(node, _ALLOWED):
             return
-    hint = "powers are written `**`" if isinstance(getattr(node, "op", None), ast.BitXor) else None
+    hint = "use `**` for powers" if isinstance(getattr(node, "op", None), ast.BitXor) else None
     raise Fault(
         "E501",
-        f"{quote(text)} uses what expressions do not have",
-        expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, and functions",
+        f"{quote(text)} uses syntax that expressions do not support",
+        expected="numbers, names, + - * / // % **, comparisons, and, or, not, `a if c else b`, or functions",
         hint=hint,
     )

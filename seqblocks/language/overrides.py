@@ -1,13 +1,13 @@
-"""`--set dim=384` and `set={...}`: replace values of a document before it is read, addressed by names.
+"""Apply `--set dim=384` and `set={...}`: replace values of a document, addressed by a path of names.
 
     dim, let.dim                     an entry of the file's own `let:`
     blocks.vil.heads                 the default of a block's argument (or an entry of its `let:`)
-    blocks.vil.residual.drop_path    an argument of a step, by the namespaces of the steps
-    model.blocks.m.vil.heads         likewise inside the model (here through the word m of a repeat)
-    input.image.size, expect.params  likewise
+    blocks.vil.residual.drop_path    an argument of a step, addressed by the namespaces of the steps
+    model.blocks.m.vil.heads         likewise inside the model (here through the word `m` of a repeat)
+    input.image.size, expect.params  entries of other sections
 
-What is not there already is an error, but for the arguments of a step: one that the step leaves to its default can be
-given, and whether the verb has it is checked as if it stood in the file.
+A path to a value that does not exist is an error, except for arguments of a step: an argument that the step leaves at
+its default can be set, and is checked as if it were written in the file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from seqblocks.language import document
 from seqblocks.language.document import Mapping, Node, Scalar, Sequence
 from seqblocks.language.vocabulary import did_you_mean
 
-NOT_THERE = "an override replaces what the spec says, or a step's argument"
-USED = "the defaults of a file in `use:` stay as they are: give the argument where the block is used"
+NOT_THERE = "an override replaces a value of the spec or sets an argument of a step"
+USED = "defaults in a file imported with `use:` cannot be overridden: set the argument where the block is used"
 
 
 class Override(NamedTuple):
-    """A value from outside, as `path=text`; `node` is what the document now holds, None if it did so before."""
+    """An override `path=text`. `node` is the new node of the document, None if the value was the same before."""
 
     path: str
     text: str
@@ -38,7 +38,7 @@ class Override(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place for a value: a key of a mapping, which `open` puts in where the step is a verb alone."""
+    """A key of a mapping. For a step without arguments, `open` first inserts the mapping."""
 
     holder: Mapping
     key: str
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
     at: int = 0
 
     def open(self) -> None:
-        """Put the mapping in."""
+        """Insert the mapping into the document."""
         if self.items is not None:
             self.items[self.at] = self.holder
 
@@ -67,9 +67,9 @@ def as_text(value: Any) -> str:
 def apply(
     root: Node, overrides: MappingABC[str, str], report: Report, called: Container[str] = ()
 ) -> tuple[Override, ...]:
-    """Apply `path -> YAML text` to a document in place. Returns what came of those that found their place.
+    """Apply `path -> YAML text` to a document in place. Return the overrides whose path was found.
 
-    Those in `called` came with a call from Python, and are shown so.
+    Messages show overrides in `called` as Python keyword arguments, the others as command-line options.
     """
     done = []
     for path, text in overrides.items():
@@ -112,7 +112,7 @@ def _is_steps(node: Node) -> bool:
 
 
 def _source(path: str, text: str, from_call: bool) -> Source:
-    """Return an override as the user wrote it: in a call from Python, or as an option of the command."""
+    """Return the source text of an override as the user wrote it: in Python, or as a command-line option."""
     shown = f"set={{{path!r}: {text}}}" if from_call else f"--set {path}={text}"
     return Source.of(shown, shown, "call" if from_call else "override")
 
@@ -121,8 +121,8 @@ def _parse(text: str, source: Source, report: Report) -> Node | None:
     if not text.strip():
         report.add(_fault(source, "the override has no value", hint="--set dim=384"))
         return None
-    if text.strip() in ("null", "~"):  # a document of nothing is no document
-        report.add(_fault(source, "an override is a value, and null is none", hint="leave it out for the default"))
+    if text.strip() in ("null", "~"):  # an empty text is not a YAML document
+        report.add(_fault(source, "an override cannot be null", hint="remove the override to use the default"))
         return None
     try:
         node = document.parse(Source.of(source.name, text, source.kind), report)
@@ -134,7 +134,7 @@ def _parse(text: str, source: Source, report: Report) -> Node | None:
 
 
 def _moved(node: Node, source: Source, before: int) -> Node:
-    """Return the value with its places in the override, rather than in a text of its own."""
+    """Return the value with its spans shifted to their place in the override."""
     a = node.span
     if a.line == a.end_line == 1:
         span = Span(source, 1, a.column + before, 1, a.end_column + before)
@@ -155,7 +155,7 @@ def _fault(source: Source, message: str, **more: Any) -> Diagnostic:
 
 
 def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
-    """Return the mapping and key that a path names; a path that leads nowhere changes nothing."""
+    """Return the slot that a path names, or report an error and return None without changing the document."""
     parts = path.split(".")
     if isinstance(root, Mapping) and parts[0] not in root.entries:
         let = root.get("let")
@@ -180,7 +180,7 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
             elsewhere = _elsewhere(root, parts)
             hint = elsewhere or did_you_mean(part, known) or NOT_THERE
             if part.isdecimal() and "pattern" in choices:
-                hint = "a path through a pattern has the word, not the layer's number"
+                hint = "in a path through a pattern, use the word instead of the layer number"
             if parts[0] == "blocks" and depth < 2 and isinstance(root, Mapping) and "use" in root.entries:
                 hint = f"{USED}; {elsewhere}" if elsewhere else USED
             expected = f"one of {listing(known)}" if known else None
@@ -196,7 +196,7 @@ def _find(root: Node, path: str, source: Source, report: Report) -> Slot | None:
 
 
 def _elsewhere(root: Node, parts: list[str]) -> str | None:
-    """Return a hint that names the whole path, where its end is right or a layer's number is in it."""
+    """Return a hint with the full path if only its end was given, or if it contains a layer number."""
     wanted = [part for part in parts if not part.isdecimal()]
     room = wanted[0] if wanted[:1] in (["model"], ["blocks"]) else None
     wanted = wanted[1:] if room else wanted
@@ -204,19 +204,19 @@ def _elsewhere(root: Node, parts: list[str]) -> str | None:
     for path, of_step in sorted(paths, key=lambda each: each[0][0] != room):
         found = path if path[-len(wanted) :] == wanted else None
         if of_step and len(wanted) > 1 and path[1 - len(wanted) :] == wanted[:-1]:
-            found = [*path, wanted[-1]]  # an argument that the step leaves to its default
+            found = [*path, wanted[-1]]  # an argument that the step leaves at its default
         if found:
             return f"did you mean '{'.'.join(found)}'?"
     return None
 
 
 def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
-    """Yield all paths below a node, and whether each is a step's; near ones first."""
+    """Yield all paths below a node, short ones first, and whether each one names a step."""
     below = []
     for name, slot in _choices(node).items():
         if before or name in ("let", "blocks", "model"):
             child = slot.holder.entries[slot.key][1]
-            if name not in ("steps", "branches", "args", "checkpoint"):  # their entries have shorter paths
+            if name not in ("steps", "branches", "args", "checkpoint"):  # entries of these sections have shorter paths
                 yield [*before, name], slot.holder is not node and not isinstance(child, Sequence)
                 below.append((child, [*before, name]))
     for child, path in below:
@@ -224,7 +224,7 @@ def _paths(node: Node, before: list[str]) -> Iterator[tuple[list[str], bool]]:
 
 
 def _choices(node: Node) -> dict[str, Slot]:
-    """Return what the next part of a path may be: keys, a block's arguments, the namespaces of steps."""
+    """Return the possible next parts of a path: keys, arguments of a block, namespaces of steps."""
     out: dict[str, Slot] = {}
     if isinstance(node, Mapping):
         for key, _, value in node:
@@ -240,7 +240,7 @@ def _choices(node: Node) -> dict[str, Slot]:
 
 
 def _with_arguments(item: Node) -> Node:
-    """Return a step with its arguments as a mapping, which `- silu` and `- linear: 64` are short for."""
+    """Return a step with its arguments as a mapping, expanding the short forms `- silu` and `- linear: 64`."""
     match item:
         case Scalar(value=str(verb)):
             return Mapping(item.span, 2, 2, {verb: (item.span, Mapping(item.span, 1, 1, {}))})

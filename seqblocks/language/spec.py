@@ -1,7 +1,7 @@
-"""The typed spec: what a document says, sorted into let, blocks, model, expect; other files brought in by `use`.
+"""Read a document into a typed spec (let, blocks, model, expect), including the files that it imports with `use`.
 
-Only structure is decided here (known keys, legal names, which file a name comes from). What a step means is settled
-in `seqblocks/analysis`, once the numbers are known.
+Only structure is checked here (known keys, valid names, which file a name comes from). The meaning of the steps is
+analysed in `seqblocks/analysis`, once the numbers are known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seqblocks.record import Record
 
 VERSION = 1
 ENDINGS = (".yaml", ".yml")
-MAX_USES = 32  # files that use one another: each is read while the one before is open
+MAX_USES = 32  # depth of nested `use:`, as files are read recursively
 FILE_KEYS = ("seqblocks", "about", "needs", "use", "let", "blocks", "model", "expect", "checkpoint")
 BLOCK_KEYS = ("about", "args", "let", "steps", "checkpoint")
 MODEL_KEYS = ("about", "input", "inputs", "steps", "outputs")
@@ -33,7 +33,7 @@ EXPECT_KEYS = (
     "params", "active_params", "state_bytes", "flops_per_token", "output", "lookahead", "latency_ms", "tolerance",
 )  # fmt: skip
 ARGUMENT_TYPES = ("int", "float", "bool", "word", "wire", "steps")
-_LIKE = {  # what the mappings look like
+_LIKE = {  # example of each mapping, for hints
     "args": "{dim: int, heads: 4}", "blocks": "{mine: {steps: […]}}", "checkpoint": "{head: classifier}",
     "expect": "{params: 1_000}", "let": "{dim: 64}",
     "model": "{input: {tokens: 256}, steps: […]}",
@@ -45,7 +45,7 @@ class Argument(Record):
     """An argument of a block: its type, and its default node unless it is required."""
 
     name: str
-    type: str  # one of ARGUMENT_TYPES, or "any" where the default is a list, a mapping or nothing
+    type: str  # one of ARGUMENT_TYPES, or "any" if the default is a list, a mapping or empty
     span: Span
     default: Node | None
     sound: bool = True  # whether the default can be used
@@ -62,7 +62,7 @@ class Block(Record):
     let: Mapping | None
     steps: Node | None
     checkpoint: Mapping | None
-    incomplete: bool = False  # whether it may have arguments that could not be read
+    incomplete: bool = False  # whether some of its arguments were invalid
 
 
 class SpecFile(Record):
@@ -78,12 +78,12 @@ class SpecFile(Record):
     model_span: Span | None = None
     expect: Mapping | None = None
     checkpoint: Mapping | None = None
-    incomplete: bool = False  # whether `use:` or `blocks:` may define verbs that could not be read
-    warnings: tuple[Diagnostic, ...] = ()  # after the analysis: what is legal and most likely a mistake
-    dropped: int = 0  # how many more warnings there are
+    incomplete: bool = False  # whether some verbs of `use:` or `blocks:` could not be read
+    warnings: tuple[Diagnostic, ...] = ()  # set by the analysis
+    dropped: int = 0  # number of warnings over the limit
 
 
-# --- where specs are found ------------------------------------------------------------------------------------------
+# --- locating specs -------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -96,13 +96,13 @@ def bundled() -> dict[str, Path]:
 
 
 def looks_like_path(name: str) -> bool:
-    """Return whether a SPEC or `use:` entry means a file rather than a bundled name."""
+    """Return whether a SPEC or `use:` entry is a path rather than the name of a bundled spec."""
     return name.endswith(ENDINGS) or "/" in name or os.sep in name
 
 
 def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """Return the rest of an open file as text, or None with a diagnostic. No more is read than a spec may have."""
-    most = 4 * document.MAX_BYTES  # of bytes, so that whatever the characters are, `document.parse` counts them
+    """Read an open file as text, up to the size limit of a spec, or report an error and return None."""
+    most = 4 * document.MAX_BYTES  # UTF-8 has up to 4 bytes per character; `document.parse` counts characters
     data = file.read(most + 1)
     if len(data) > most:
         expected = f"at most {document.MAX_BYTES:,} bytes"
@@ -112,10 +112,10 @@ def read_stream(file: BinaryIO, shown: str, report: Report, used: Span | None = 
 
 
 def read_text(path: Path, shown: str, report: Report, used: Span | None = None) -> str | None:
-    """Return a file's text, or None with a diagnostic.
+    """Read a file as text, or report an error and return None.
 
-    `used` is the entry of `use:` that names the file, if one does. Then it must be a regular file: a pipe or a device
-    could keep its reader waiting for ever.
+    `used` is the entry of `use:` that names the file, if any. In that case the file must be a regular one, since
+    reading a pipe or a device could block forever.
     """
     try:
         if used is None:
@@ -128,7 +128,7 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
     except OSError as error:
         reason = error.strerror or str(error)
         others = path.parent.glob("*.y*ml") if os.path.isdir(path.parent) else ()
-        exists = os.path.lexists(path)  # a link that leads nowhere exists, and no other file is meant
+        exists = os.path.lexists(path)  # a broken link exists, so it is not a misspelt name
         near = None if exists else did_you_mean(path.name, (other.name for other in others))
         report.add(Diagnostic("E803", f"{quote(shown)} cannot be read: {reason}", used, hint=near or _inside(path)))
     except ValueError as error:  # a null byte in the name
@@ -137,20 +137,20 @@ def read_text(path: Path, shown: str, report: Report, used: Span | None = None) 
 
 
 def _inside(path: Path) -> str | None:
-    """Return which spec a folder has, if it has one: that of a saved model, or the only one."""
+    """Return a hint with the spec in a folder: `spec.yaml` of a saved model, or the only YAML file."""
     try:
         found = [name for name in os.listdir(path) if name.endswith(ENDINGS)]
     except OSError:
         return None
     name = "spec.yaml" if "spec.yaml" in found else found[0] if len(found) == 1 else None
-    return f"the folder has the spec {quote(str(path / name))}" if name else None
+    return f"this is a folder; its spec is {quote(str(path / name))}" if name else None
 
 
-# --- checks that every room of the spec shares -------------------------------------------------------------------
+# --- checks shared by all sections of a spec -------------------------------------------------------------------------
 
 
 def known_keys(report: Report, node: Mapping, known: Iterable[str], what: str) -> None:
-    """Report keys that are not known here (E201). They make the mapping incomplete."""
+    """Report unknown keys (E201) and mark a mapping that has any as incomplete."""
     words = tuple(known)
     for key, span, _ in node:
         if key not in words:
@@ -171,7 +171,7 @@ class Holder(Protocol):
 def required(
     report: Callable[[Fault, Span | None], object], holder: Holder, key: str, missing: Fault, where: Span | None
 ) -> Node | None:
-    """Return what is under a key. Where there is nothing, report `missing` unless the holder is incomplete."""
+    """Return the value of a key. If it is absent, report `missing`, unless the holder is incomplete."""
     node = holder.get(key)
     if node is None and not holder.incomplete:
         report(missing, where)
@@ -179,24 +179,24 @@ def required(
 
 
 def is_name(report: Report, name: str, span: Span | None, key: bool = False) -> bool:
-    """Return whether a word may be a name; report it (E207, E311) if not. key: whether it is the key of a value."""
+    """Return whether a word is a valid name; report it (E207, E311) if not. `key`: whether a colon could be missing."""
     if keyword.iskeyword(name):
-        message = f"{quote(name)} has a meaning in expressions"
+        message = f"{quote(name)} is a reserved word in expressions"
         report.add(Diagnostic("E311", message, span, hint="choose another name"))
     elif not (name.isascii() and name.isidentifier()) or len(name) > 64:
         expected = "letters, digits and _, not beginning with a digit"
         hint = missing_colon(name) if key else None
-        report.add(Diagnostic("E207", f"{quote(name)} is not a name", span, expected, hint=hint))
+        report.add(Diagnostic("E207", f"{quote(name)} is not a valid name", span, expected, hint=hint))
     else:
         return True
     return False
 
 
-# --- one file -------------------------------------------------------------------------------------------------------
+# --- reading a file ---------------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Reads a file, and each of the files that it uses once."""
+    """Read a file, and each of the files that it uses, once."""
 
     def __init__(
         self,
@@ -208,13 +208,13 @@ class Reader:
         allowed: Iterable[Path] = (),
     ) -> None:
         self.report = report
-        self.is_builtin = is_builtin  # whether a verb is built in, so that no block may have its name
-        self.has_plugin = has_plugin  # whether a plug-in that a spec needs is there
+        self.is_builtin = is_builtin  # whether a verb is built in
+        self.has_plugin = has_plugin  # whether a plug-in was imported
         self.base = base or Path()
-        self.provided = provided  # texts of used files, in place of the disk
-        self.allowed = tuple(allowed)  # folders whose files may be used, besides the base
-        self.texts: dict[str, str] = {}  # what was read: by path relative to the base, bundled files by name
-        self.size = 0  # nodes of the files in use, which count together
+        self.provided = provided  # texts of used files, if they are not read from disk
+        self.allowed = tuple(allowed)  # further folders whose files may be used
+        self.texts: dict[str, str] = {}  # texts read so far, by path relative to the base; bundled files by name
+        self.size = 0  # total nodes of the files in use
         self.files: dict[str, SpecFile | None] = {}
         self.open: list[str] = []
 
@@ -225,13 +225,13 @@ class Reader:
         self.report.fault(Fault(code, message, expected=expected, found=found, hint=hint), span)
 
     def read(self, root: Node | None, source: Source, folder: str) -> SpecFile | None:
-        """Return a parsed document as a spec. Relative `use:` entries start from `folder`, itself relative to base."""
+        """Turn a parsed document into a spec. `use:` paths are relative to `folder`, which is relative to base."""
         if root is None:
             return None
         if not isinstance(root, Mapping):
             hint = missing_colon(root.text, FILE_KEYS) if isinstance(root, Scalar) else None
             hint = hint or f"begin with `seqblocks: {VERSION}`"
-            self.fault("E203", "a spec is a mapping", root.span, found=kind_of(root), hint=hint)
+            self.fault("E203", "a spec must be a mapping", root.span, found=kind_of(root), hint=hint)
             return None
         file = SpecFile(source, root)
         known_keys(self.report, root, FILE_KEYS, "a spec")
@@ -257,7 +257,7 @@ class Reader:
         return file
 
     def _mapping(self, root: Mapping, key: str) -> Mapping | None:
-        """Return the mapping under a key: an empty, incomplete one where there may be one that could not be read."""
+        """Return the mapping under a key, None if absent, or an empty incomplete one if it may have been lost."""
         node = root.get(key)
         if isinstance(node, Mapping):
             return node
@@ -282,7 +282,7 @@ class Reader:
 
     def _version(self, root: Mapping) -> None:
         start = root.span._replace(end_line=root.span.line, end_column=root.span.column + 1)
-        message = "the spec does not say which version of the language it is written in"
+        message = "the spec does not declare its language version"
         missing = Fault("E205", message, hint=f"begin with `seqblocks: {VERSION}`")
         node = required(self.report.fault, root, "seqblocks", missing, start)
         if node and (not isinstance(node, Scalar) or node.value != VERSION or isinstance(node.value, bool)):
@@ -299,7 +299,7 @@ class Reader:
             return
         for item in node.items:
             if not isinstance(item, Scalar) or not isinstance(item.value, str):
-                self.fault("E203", "use takes names and paths", item.span, found=kind_of(item))
+                self.fault("E203", "use takes names of bundled specs and paths", item.span, found=kind_of(item))
                 file.incomplete = True
                 continue
             other = self._used(item.value, item.span, folder)
@@ -310,7 +310,7 @@ class Reader:
                     self.report.add(
                         Diagnostic(
                             "E309",
-                            f"block {quote(name)} is defined by two of the files in use",
+                            f"block {quote(name)} is defined in two of the used files",
                             item.span,
                             notes=(Note("defined here", clash.span), Note("and here", block.span)),
                         )
@@ -318,7 +318,7 @@ class Reader:
                 file.visible[name] = block
 
     def _needs(self, file: SpecFile) -> None:
-        """Report plug-ins that are not there. Their verbs are unknown then, which is no further fault."""
+        """Report missing plug-ins. Their verbs become UNKNOWN, so that they cause no follow-on errors."""
         node = file.root.get("needs")
         if node is None:
             return
@@ -330,11 +330,11 @@ class Reader:
             name = item.value if isinstance(item, Scalar) else None
             if not isinstance(name, str) or name.endswith(".py") or not re.fullmatch(_MODULE, name):
                 hint = f"needs: [{Path(name).stem}]" if isinstance(name, str) and name.endswith(".py") else None
-                message = "needs takes names of modules"
+                message = "needs takes module names"
                 self.fault("E203", message, item.span, "a name such as my_ops", kind_of(item), hint)
                 file.incomplete = True
             elif not self.has_plugin(name):
-                message = f"the spec needs the plug-in {quote(name)}, and no such module was imported"
+                message = f"the spec needs the plug-in {quote(name)}, which was not imported"
                 self.fault("E329", message, item.span, hint=partial(_how_to_import, name))
                 file.incomplete = True
 
@@ -354,20 +354,20 @@ class Reader:
                     f"there is no bundled spec {quote(name)}",
                     span,
                     expected=f"one of {listing(found)}",
-                    hint=lambda: did_you_mean(name, found) or "a file of your own is named by its path: ./blocks.yaml",
+                    hint=lambda: did_you_mean(name, found) or "to use a file, write its path: ./blocks.yaml",
                 )
                 return None
             path, shown, relative = found.get(name, Path(name)), f"<bundled {name}>", str(found.get(name, name))
         key = os.path.abspath(path)
         if key in self.open:
             ring = " -> ".join(os.path.basename(p) for p in [*self.open[self.open.index(key) :], key])
-            self.fault("E307", f"the files use each other: {ring}", span, hint="move what both need to a third file")
+            self.fault("E307", f"the files use each other: {ring}", span, hint="move the shared blocks to a third file")
             return None
         if key not in self.files:
             self.files[key] = None
             if len(self.open) > MAX_USES:
-                expected = f"at most {MAX_USES} files that use one another"
-                self.fault("E104", "the files in use are nested too deeply", span, expected=expected)
+                expected = f"at most {MAX_USES} levels"
+                self.fault("E104", "`use` is nested too deeply", span, expected=expected)
                 return None
             if own:
                 text = self._text_in_use(name, relative, path, shown, span)
@@ -380,8 +380,8 @@ class Reader:
             tree = document.parse(source, self.report)
             self.size += tree.size if tree and (own or name in provided) else 0
             if self.size > document.MAX_NODES:
-                expected = f"at most {document.MAX_NODES:,} nodes in all of them"
-                self.fault("E104", "the files in use are too large together", span, expected=expected)
+                expected = f"at most {document.MAX_NODES:,} nodes in total"
+                self.fault("E104", "the used files are too large", span, expected=expected)
                 return None
             self.open.append(key)
             self.files[key] = self.read(tree, source, os.path.dirname(relative))
@@ -389,33 +389,33 @@ class Reader:
         return self.files[key]
 
     def _text_in_use(self, name: str, relative: str, path: Path, shown: str, span: Span) -> str | None:
-        """Return the text of a file in `use:`; None after a fault. Nothing is read that may not be."""
+        """Return the text of a file in `use:`, or report an error and return None. Check permission before reading."""
         if self.provided is not None:
             if relative not in self.provided:
-                self.fault("E306", f"there is no file {quote(name)} among those that came with the spec", span)
+                self.fault("E306", f"there is no file {quote(name)} among the files provided with the spec", span)
             return self.provided.get(relative)
         refused = f"`use` may not read {quote(name)}"
         try:
             target = path.resolve()
             folders = [folder.resolve() for folder in (self.base, *self.allowed)]
-        except (OSError, RuntimeError, ValueError) as error:  # a ring of links, a null byte
+        except (OSError, RuntimeError, ValueError) as error:  # circular links, a null byte
             self.fault("E803", f"{quote(shown)} cannot be read: {error}", span)
             return None
         if not (name.endswith(ENDINGS) and target.name.endswith(ENDINGS)):
-            what = "leads to one of another kind" if name.endswith(ENDINGS) else "is of another kind"
+            what = "links to a file with another extension" if name.endswith(ENDINGS) else "has another extension"
             self.fault("E804", f"{refused}: it {what}", span, expected=f"a file that ends in {' or '.join(ENDINGS)}")
             return None
         if not any(target.is_relative_to(folder) for folder in folders):
             expected = "a file below the folder of the spec"
             hint = "if you trust the spec, allow the folder: `--allow-use DIR`, in Python `allow_use=`"
-            self.fault("E804", f"{refused}: it lies elsewhere", span, expected=expected, hint=hint)
+            self.fault("E804", f"{refused}: it is outside the allowed folders", span, expected=expected, hint=hint)
             return None
         if not os.path.lexists(path):
             self.fault(
                 "E306",
                 f"there is no file {quote(name)}",
                 span,
-                found=f"looked at {shown}",
+                found=f"no such file: {shown}",
                 hint=lambda: did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml"))),
             )
             return None
@@ -455,7 +455,7 @@ class Reader:
         file.blocks[name] = file.visible[name] = block
 
     def _check_passed(self, block: Block) -> None:
-        """Check the arguments of a block that are steps: the block runs them, and no other verb has their name."""
+        """Check that a block runs its arguments of type `steps`, and that their names do not clash with other verbs."""
         passed = {name: argument for name, argument in block.args.items() if argument.type == "steps"}
         run = verbs_in(block.steps) if passed else set()
         unknown = [verb for verb in run if not (self.is_builtin(verb) or verb in block.home.visible)]
@@ -464,31 +464,31 @@ class Reader:
                 other = block.home.visible.get(name)
                 what = "a block" if other else "a built-in verb"
                 notes = (Note("the block is here", other.span),) if other else ()
-                message = f"an argument that is steps becomes a verb, and {quote(name)} is {what}"
+                message = f"an argument of type `steps` becomes a verb, but {quote(name)} is already {what}"
                 hint = "give the argument another name"
                 self.report.add(Diagnostic("E309", message, argument.span, notes=notes, hint=hint))
-            elif name not in run and block.steps and not nearest(name, unknown):  # else it is misspelt
+            elif name not in run and block.steps and not nearest(name, unknown):  # a near match is a misspelt verb
                 message = f"block {block.name} never runs the steps of its argument {quote(name)}"
-                self.fault("E323", message, argument.span, hint=f"write `- {name}` where they run, or remove it")
+                self.fault("E323", message, argument.span, hint=f"add the step `- {name}`, or remove the argument")
 
     def _plain_default(self, argument: Argument, names: Collection[str]) -> None:
-        """Report a default that is meant as an expression over other arguments."""
+        """Report a default that looks like an expression over other arguments."""
         node = argument.default
         if not isinstance(node, Scalar) or not isinstance(node.value, str) or node.value.isidentifier():
             return
         try:
             needed = parse(node.value).names
-        except Fault:  # a word, then
+        except Fault:  # not an expression, so a plain word
             return
         if needed and all(name in names for name, _ in needed):
-            message = f"a default is a value, and {quote(node.value)} is an expression"
-            hint = f"compute it in the block's `let:`, for instance `let: {{{argument.name}: {node.value}}}`"
+            message = f"a default must be a value, but {quote(node.value)} is an expression"
+            hint = f"compute it in `let:` of the block, for example `let: {{{argument.name}: {node.value}}}`"
             self.fault("E203", message, node.span, hint=hint)
             argument.sound = False
 
     def _argument(self, name: str, span: Span, node: Node) -> Argument | None:
         if name in STEP_KEYS:
-            message = f"{quote(name)} means something in every step"
+            message = f"{quote(name)} is a reserved key of every step"
             self.fault("E311", message, span, hint="give the argument another name")
             return None
         if not is_name(self.report, name, span, key=True):
@@ -499,8 +499,8 @@ class Reader:
             case str() if node.value in ARGUMENT_TYPES:
                 return Argument(name, node.value, span, None)
             case str() if meant := _type_meant(node.value):
-                message = f"{quote(node.value)} is no type of an argument"
-                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default"
+                message = f"{quote(node.value)} is not an argument type"
+                expected = f"one of {listing(ARGUMENT_TYPES)}, or a default value"
                 self.fault("E208", message, node.span, expected=expected, hint=f"did you mean '{meant}'?")
                 return Argument(name, meant, span, None)
             case bool():
@@ -513,7 +513,7 @@ class Reader:
 
 
 def verbs_in(steps: Node | None) -> set[str]:
-    """Return the verbs of all steps in a list of steps, those of inner lists included."""
+    """Return the verbs of all steps in a list of steps, including inner lists."""
     found: set[str] = set()
     waiting = [steps]
     while waiting:
@@ -528,24 +528,24 @@ def verbs_in(steps: Node | None) -> set[str]:
 
 
 def _how_to_import(name: str) -> str:
-    """Return how the user lets a plug-in in. Looks for a file of the name in the working directory, and runs none."""
+    """Return a hint on how to import a plug-in. Looks for a file with its name, without running it."""
     file = f"{name.replace('.', os.sep)}.py"
     if os.path.isfile(file):
         return f"if you trust it: `--import {file}`, in Python `import {name}`"
-    return f"install the package that has it, and import it: `--import {name}`, in Python `import {name}`"
+    return f"install the package that contains it, then import it: `--import {name}`, in Python `import {name}`"
 
 
 STEP_KEYS = ("from", "as", "name", "init", "tie", "share", "when")
 
 
 def _type_meant(word: str) -> str | None:
-    """Return the type of an argument that another language calls so."""
+    """Return the argument type that corresponds to a name from another language, such as `str`."""
     words = [word.lower(), *called_elsewhere(word)]
     return next((each for each in words if each in ARGUMENT_TYPES), None)
 
 
 def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> SpecFile | None:
-    """Read one file. `edit(root)` may replace nodes first (overrides)."""
+    """Read one file. `edit(root)` may first replace nodes (to apply overrides)."""
     tree = document.parse(source, reader.report)
     if tree is not None:
         edit(tree)
@@ -554,10 +554,15 @@ def read_file(reader: Reader, source: Source, edit: Callable[[Node], None]) -> S
 
 
 def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
-    """Return a SPEC argument (path or bundled name) as (text, shown name, folder). Raises SpecError, UsageError."""
+    """Find a spec by path or bundled name. Return (text, name shown in messages, folder).
+
+    Raises SpecError if there is no such spec or it cannot be read, and UsageError if `spec` is not a string or path.
+    """
     if not isinstance(spec, str | os.PathLike) or not isinstance(os.fspath(spec), str):
         kind = type(spec).__name__
-        raise UsageError(f"a spec is a path or a bundled name, not {kind}; load_text and build_text take its text")
+        raise UsageError(
+            f"expected a path or the name of a bundled spec, not {kind}; use load_text or build_text for text"
+        )
     name = os.fspath(spec)
     report = Report()
     is_path = looks_like_path(name) or os.path.isfile(name)
@@ -566,7 +571,7 @@ def locate(spec: str | os.PathLike[str]) -> tuple[str, str, Path | None]:
     else:
         found = bundled()
         if name not in found:
-            hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled ones; a file ends in .yaml"
+            hint = did_you_mean(name, found) or "`seqblocks list` shows the bundled specs; files end in .yaml"
             ending = next((end for end in (".yaml", ".yml") if os.path.isfile(name + end)), None)
             hint = f"did you mean '{name}{ending}'?" if ending else hint
             raise SpecError([Diagnostic("E803", f"there is no bundled spec {quote(name)}", hint=hint)])

@@ -1,6 +1,6 @@
-"""Near words: what a misspelt word may mean, and what other libraries call the same thing.
+"""Find the word that was probably meant: by spelling, or by the name that other libraries use.
 
-The words of other libraries are in `vocabulary.yaml`, which is read when a fault needs a hint.
+Names used by other libraries are in `vocabulary.yaml`, which is read only when a hint needs it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_KNOWN = 2000  # words that a hint looks through
+MAX_KNOWN = 2000  # limit on the number of words compared for a hint
 
 
 class Vocabulary(NamedTuple):
-    """Words of other libraries."""
+    """Names used by other libraries."""
 
     elsewhere: dict[str, list[str]]
-    """By a word of another library: what it may be called in seqblocks."""
+    """Name in another library -> possible names in seqblocks."""
     instead: dict[str, str]
-    """By a word that has no counterpart: what there is."""
+    """Name without a counterpart in seqblocks -> what to use instead."""
 
 
 @lru_cache(maxsize=1)
@@ -30,7 +30,7 @@ def vocabulary() -> Vocabulary:
     import yaml
 
     text = Path(__file__).with_name("vocabulary.yaml").read_text(encoding="utf-8")
-    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C a tenth of the time
+    data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C loader is ten times faster
     elsewhere: dict[str, list[str]] = {}
     for ours, theirs in data["called"].items():
         for name in theirs.split():
@@ -40,18 +40,18 @@ def vocabulary() -> Vocabulary:
 
 
 def called_elsewhere(word: str) -> list[str]:
-    """Return what a word of another library may be called in seqblocks."""
+    """Return the possible seqblocks names for a name used by another library."""
     return vocabulary().elsewhere.get(word.lower(), [])
 
 
 def instead_of(word: str) -> str | None:
-    """Return what there is in place of something that other libraries have."""
+    """Return what to use instead of a feature that seqblocks does not have, as a hint."""
     return vocabulary().instead.get(word)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that is meant: one close in letters, or what another library's word is called here."""
-    import difflib  # only a spec with a fault pays for it
+    """Return the known word that was probably meant, by spelling or by its name in another library."""
+    import difflib  # slow to import, and only needed after an error
 
     lowered = {w.lower(): w for w in reversed(list(islice(known, MAX_KNOWN)))}
     word = word[:80].lower()
@@ -63,16 +63,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return a hint that names the known word that is meant, if there is one."""
+    """Return a "did you mean" hint, or None if no known word is close."""
     meant = nearest(word, known)
-    only = " It is the exact one; gelu_tanh approximates it" if "gelu" in called_elsewhere(word) else ""
+    only = " It is exact; gelu_tanh is the approximation" if "gelu" in called_elsewhere(word) else ""
     return meant and f"did you mean '{meant}'?{only if meant == 'gelu' else ''}"
 
 
 def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
-    """Return a hint where `text` is a key and its value without the colon (or the space) between them.
+    """Return a hint if `text` looks like a key and its value without the colon (or the space) between them.
 
-    `known` are the keys that there may be; without them any word will do.
+    Only the keys in `known` are considered, or any word if `known` is not given.
     """
     match = re.match(r"([A-Za-z_]\w*)(\s*=\s*|:|\s+)\S", text)
     if not match or (known is not None and match[1] not in known):
@@ -80,11 +80,11 @@ def missing_colon(text: str, known: Iterable[str] | None = None) -> str | None:
     if match[2] == ":":
         return f"a space is missing after the colon of `{match[1]}:`"
     if "=" in match[2]:
-        return f"a key and its value are separated by a colon: `{match[1]}: …`"
+        return f"write a colon between the key and its value: `{match[1]}: …`"
     return f"a colon is missing after `{match[1]}`"
 
 
 def key_hint(key: str, known: Iterable[str]) -> str | None:
-    """Return a hint for a key that is not known: it holds its value too, or is misspelt."""
+    """Return a hint for an unknown key: it contains its value too (a missing colon), or is misspelt."""
     words = list(known)
     return missing_colon(key, words) or did_you_mean(key, words)

@@ -115,10 +115,10 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
         ("check good.yaml -set dim=3", "check has no option -set: did you mean '--set'?"),
         ("check good.yaml --summary", "check has no option --summary, but build has"),
         ("list --zzz", "list has no option --zzz: `seqblocks list --help` lists what list takes"),
-        ("build good.yaml extra", "there is a word too many: 'extra'; `seqblocks build --help` lists what build takes"),
+        ("build good.yaml extra", "unexpected argument 'extra'; `seqblocks build --help` lists what build takes"),
         ("--versoin", "seqblocks itself has no option --versoin: did you mean '--version'?"),
         ("--format json list", "seqblocks itself has no option --format: options follow the verb"),
-        ("check good.yaml —set dim=3", "'—set' begins with another dash; an option begins with two of these: --"),
+        ("check good.yaml —set dim=3", "'—set' begins with a different dash character; options begin"),
         ("buidl good.yaml", "there is no verb 'buidl': did you mean 'build'?"),
     ],
 )
@@ -143,7 +143,7 @@ def test_specs_may_follow_an_option_and_help_is_a_verb_too(run_cli: Run, folder:
         ("--batch", "0", "argument --batch: '0' is not a whole number from 1"),
         ("--length", "1.5", "argument --length: '1.5' is not a whole number"),
         ("--seed", "²", "argument --seed: '²' is not a whole number"),
-        ("--image-size", "32", "--image-size is for images, and good.yaml reads none"),
+        ("--image-size", "32", "--image-size requires an image input, and good.yaml has none"),
         ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
     ],
 )
@@ -351,7 +351,7 @@ def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root:
     assert run_cli("check", "good.yaml", cwd=folder, env=env).returncode == 0
     done = run_cli("build", "good.yaml", cwd=folder, env=env)
     assert done.returncode == 4
-    assert "building needs torch" in done.stderr
+    assert "building requires torch" in done.stderr
     done = run_cli("explain", "good.yaml", cwd=folder, env=env)
     assert done.returncode == 4
     assert "the kernels need torch" in done.stderr
@@ -378,7 +378,7 @@ def test_a_torch_that_does_not_load(line: str, message: str, run_cli: Run, folde
     fake.mkdir()
     (fake / "torch.py").write_text(f"{line}\n")
     env = {"PYTHONPATH": os.pathsep.join([str(fake), str(root)])}
-    for words, needs in (("build", "building needs torch"), ("explain", "the kernels need torch")):
+    for words, needs in (("build", "building requires torch"), ("explain", "the kernels need torch")):
         done = run_cli(words, "good.yaml", cwd=folder, env=env)
         assert done.returncode == 4
         assert done.stderr.startswith(f"error: {needs}, which does not load: {message}")
@@ -423,10 +423,10 @@ def test_a_bundled_spec_can_be_forked(run_cli: Run, folder: Path) -> None:
     ("words", "message"),
     [
         ("mamab --source", "there is no bundled spec 'mamab': did you mean 'mamba'?"),
-        ("good.yaml --source", "--source is for bundled specs, and 'good.yaml' is a file of your own"),
-        ("- --source", "--source is for bundled specs, and '-' is a file of your own"),
-        ("mamba --source --stage graph", "before any --stage: give one of the two"),
-        ("mamba --source --set dim=4", "--set changes nothing in it"),
+        ("good.yaml --source", "--source prints bundled specs, and 'good.yaml' is a file"),
+        ("- --source", "--source prints bundled specs, and '-' is a file"),
+        ("mamba --source --stage graph", "cannot be combined with --stage"),
+        ("mamba --source --set dim=4", "cannot be combined with --set"),
     ],
 )
 def test_a_source_that_cannot_be_shown(words: str, message: str, run_cli: Run, folder: Path) -> None:
@@ -590,7 +590,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
     "a name that is not UTF-8": (r"check $(printf '\377').yaml", 1, "cannot be read: No such file or directory"),
     "a file below a file": ("check good.yaml/x.yaml", 1, "Not a directory"),
     "a folder": ("check .", 1, "'.' cannot be read: Is a directory"),
-    "a folder with a spec": ("check saved", 1, "hint: the folder has the spec 'saved/spec.yaml'"),
+    "a folder with a spec": ("check saved", 1, "hint: this is a folder; its spec is 'saved/spec.yaml'"),
     "a folder with a bundled name": ("list -q; mkdir vil_tiny; seqblocks check vil_tiny", 0, "ok"),
     "the root": ("check /", 1, "'/' cannot be read: Is a directory"),
     "a name that begins with a dash": ("check -dash.yaml", 2, "SPEC"),

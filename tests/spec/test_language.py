@@ -308,10 +308,10 @@ def test_overrides_replace_values_by_name() -> None:
 
 def test_overrides_do_not_reach_into_other_files() -> None:
     text = "seqblocks: 1\nuse: [xlstm]\nmodel: {input: {features: 8}, steps: [{mlstm_block: {dim: 8}}]}\n"
-    with pytest.raises(SpecError, match="the defaults of a file in `use:` stay as they are"):
+    with pytest.raises(SpecError, match="defaults in a file imported with `use:` cannot be overridden"):
         check.load_text(text, set={"blocks.mlstm_block.kernel": 7})
     assert check.load_text(text, set={"model.mlstm_block.kernel": 7})[1] is not None
-    with pytest.raises(SpecError, match="an override is a value, and null is none"):
+    with pytest.raises(SpecError, match="an override cannot be null"):
         check.load_text(text, set={"model.mlstm_block.kernel": None})
 
 
@@ -347,12 +347,12 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("b.k", "did you mean 'blocks.b.k'?"),
         ("b.from", "did you mean 'model.repeat.b.from'?"),  # what the step leaves to its default
         ("model.repeat.1.b.k", "did you mean 'model.repeat.b.k'?"),
-        ("model.named.1.causal_conv.kernel", "a path through a pattern has the word, not the layer's number"),
+        ("model.named.1.causal_conv.kernel", "in a path through a pattern, use the word instead of the layer number"),
         ("features", "did you mean 'model.input.features'?"),
         ("dmi", "did you mean 'dim'?"),
         ("model.blocks.0.b.k", "did you mean 'model.blocks.b.k'?"),
-        ("nothing.like.it", "an override replaces what the spec says, or a step's argument"),
-        ("model.nothing.like.it", "an override replaces what the spec says, or a step's argument"),
+        ("nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
+        ("model.nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
     ],
 )
 def test_an_override_that_finds_nothing_is_told_the_path(path: str, hint: str) -> None:

@@ -209,21 +209,21 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
 @pytest.mark.parametrize(
     ("module", "line", "told"),
     [
-        ("mine.py", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nthe mod"),
-        ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nthe mod"),
-        ("mine", "1 +\n", "failed at mine.py:8: SyntaxError: invalid syntax\nfix it there"),
-        ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nfix it there"),
+        ("mine.py", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
+        ("mine", "import nonesuch\n", "at mine.py:8: ModuleNotFoundError: No module named 'nonesuch'\nmodules"),
+        ("mine", "1 +\n", "failed at mine.py:8: SyntaxError: invalid syntax\nfix the error there"),
+        ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nfix the error there"),
         ("mine", "primitive('silu')(Op)\n", "failed at mine.py:8: ValueError: the verb 'silu' is built in"),
         ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module ends the program"),
-        ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nfix it there"),
-        ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nfix it there"),
+        ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nfix the"),
+        ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nfix the error there"),
         ("mine.py", "from . import x\n", "at mine.py:8: ImportError: attempted relative import with no known parent"),
-        ("mine.py", "from . import x\n", "name a module of a package with dots: --import mine\n"),
+        ("mine.py", "from . import x\n", "write a module of a package with dots: --import mine\n"),
         ("mine", "raise ValueError('a' * 999)\n", "at mine.py:8: ValueError: " + 200 * "a" + "\n"),
         ("mnie.py", "", "there is no such file; did you mean 'mine.py'?"),
-        ("mnie", "", "there is no such module; looked in the current folder"),
-        ("sub/mine", "", "there is no such module; looked in the current folder"),
-        ("sub/helper", "", "there is no such module; write a file with its ending: --import sub/helper.py"),
+        ("mnie", "", "there is no such module; searched the current folder"),
+        ("sub/mine", "", "there is no such module; searched the current folder"),
+        ("sub/helper", "", "there is no such module; write a file with its extension: --import sub/helper.py"),
         ("", "", "there is no such module"),
         (".mine", "", "there is no such module"),
     ],
@@ -297,12 +297,12 @@ def test_a_plugin_that_is_not_there_is_one_error(run_cli: Run, folder: Path) -> 
     (folder / "spec.yaml").write_text(NEEDY)
     done = run_cli("check", "spec.yaml", cwd=folder)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error[E329]: the spec needs the plug-in 'mine', and no such module was imported\n")
+    assert done.stderr.startswith("error[E329]: the spec needs the plug-in 'mine', which was not imported\n")
     assert "= hint: if you trust it: `--import mine.py`, in Python `import mine`\n" in done.stderr
     assert done.stderr.endswith("\n\n1 error\n"), "nothing is said of its verb"
     (folder / "mine.py").rename(folder / "other.py")
     done = run_cli("check", "spec.yaml", cwd=folder)
-    assert "= hint: install the package that has it, and import it: `--import mine`" in done.stderr
+    assert "= hint: install the package that contains it, then import it: `--import mine`" in done.stderr
 
 
 TABLE = '[tool.seqblocks]\nimport = ["mine"]\n'
@@ -335,11 +335,11 @@ def test_the_user_imports(words: list[str], env: dict[str, str], project: str, r
     [
         ("[tool.seqblocks]\nimport = [", "pyproject.toml is not valid TOML: "),
         ("[tool.seqblocks]\nimports = []\n", "[tool.seqblocks] has no key 'imports': did you mean 'import'?"),
-        ("[tool.seqblocks]\nimport = 'mine'\n", 'import of [tool.seqblocks] is a list of modules, for'),
-        ("[tool.seqblocks]\nimport = [1]\n", "is a list of modules"),
-        ("[tool]\nseqblocks = 1\n", "tool.seqblocks is a table"),
+        ("[tool.seqblocks]\nimport = 'mine'\n", 'import of [tool.seqblocks] must be a list of modules, for'),
+        ("[tool.seqblocks]\nimport = [1]\n", "must be a list of modules"),
+        ("[tool]\nseqblocks = 1\n", "tool.seqblocks must be a table"),
         ("[tool.seqblocks]\nimport = ['nonesuch']\n", "pyproject.toml: import nonesuch: there is no such module"),
-        ("[tool.seqblocks]\nimport = ['sub/helper']\n", "a file with its ending: pyproject.toml: import sub/helper.py"),
+        ("[tool.seqblocks]\nimport = ['sub/helper']\n", "a file with its extension: pyproject.toml: import sub/helper.py"),
     ],
 )
 def test_a_malformed_table(project: str, message: str, run_cli: Run, folder: Path) -> None:

@@ -49,16 +49,16 @@ def world(tmp_path: Path) -> Path:
 
 
 REFUSED = {
-    "/etc/passwd": "it is of another kind",
-    "/etc/passwd.yaml": "it lies elsewhere",  # whether it exists is not said
-    "../.env": "it is of another kind",
-    "./.env": "it is of another kind",
-    "../secret.yaml": "it lies elsewhere",
-    "../absent.yaml": "it lies elsewhere",
-    "link.yaml": "it leads to one of another kind",
-    "near.yaml": "it leads to one of another kind",
-    "far.yaml": "it lies elsewhere",
-    "away/secret.yaml": "it lies elsewhere",
+    "/etc/passwd": "it has another extension",
+    "/etc/passwd.yaml": "it is outside the allowed folders",  # whether it exists is not said
+    "../.env": "it has another extension",
+    "./.env": "it has another extension",
+    "../secret.yaml": "it is outside the allowed folders",
+    "../absent.yaml": "it is outside the allowed folders",
+    "link.yaml": "it links to a file with another extension",
+    "near.yaml": "it links to a file with another extension",
+    "far.yaml": "it is outside the allowed folders",
+    "away/secret.yaml": "it is outside the allowed folders",
 }
 
 

@@ -46,7 +46,7 @@ def test_onnx_with_the_weights_of_a_folder(spec: Path, tmp_path: Path, capsys: p
 def test_a_step_with_drawn_weights(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", str(spec), "--pt2", str(tmp_path / "m.pt2"), "--step", "--batch", "2", "--set", "width=6"]
     assert main([*words, "--seed", "3"]) == 0
-    assert "no --weights: the weights are drawn with --seed 3" in capsys.readouterr().err
+    assert "no --weights given: the weights are random, with --seed 3" in capsys.readouterr().err
     x = torch.ones(2, 4)
     y, state = torch.export.load(tmp_path / "m.pt2").module()(x, {})
     torch.testing.assert_close(y, seqblocks.build(spec, seed=3, set={"width": 6}).step(x)[0])

@@ -284,7 +284,7 @@ def test_a_config_goes_along(saved: Path, tmp_path: Path) -> None:
     ("to", "out", "more", "message"),
     [
         ("hbu", "new", {}, "there is no layout 'hbu', only seqblocks, official, hub"),
-        ("hub", "m", {}, "m is not empty; name a folder that does not exist yet"),
+        ("hub", "m", {}, "m is not empty; name output folder; must not exist yet"),
         ("hub", "no/where", {}, "there is no folder"),
         ("hub", "new", {"spec": "mamba_130m"}, "m has a spec of its own: leave `spec` out"),
         ("hub", "new", {"shard_size": "much"}, "a shard size is a number of bytes"),
