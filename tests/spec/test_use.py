@@ -137,10 +137,10 @@ def test_files_that_came_with_a_spec_are_all_that_is_read(world: Path, monkeypat
     assert made is not None
     assert made.output is not None
     assert made.output.features == 5
-    with pytest.raises(SpecError, match="among those that came with the spec"):
+    with pytest.raises(SpecError, match="among the files provided with the spec"):
         check.load_text(text, files={})
     absolute = text.replace("./mine.yaml", str(world / "mine.yaml"))
-    with pytest.raises(SpecError, match="among those that came with the spec"):
+    with pytest.raises(SpecError, match="among the files provided with the spec"):
         check.load_text(absolute, files={})
     _, made = check.load_text(absolute)
     assert made is not None
@@ -176,7 +176,7 @@ def test_a_chain_of_files_has_an_end(world: Path) -> None:
         )
     (world / "f500.yaml").write_text("seqblocks: 1\nblocks: {last: {steps: [silu]}}\n")
     (fault,) = faults(top(world, "f0.yaml", verb="b0"))
-    assert (fault.code, fault.message) == ("E104", "the files in use are nested too deeply")
+    assert (fault.code, fault.message) == ("E104", "`use` is nested too deeply")
     assert fault.expected == "at most 32 files that use one another"
     assert check.load_spec(top(world, "f480.yaml", verb="b480"))[1] is not None
 
@@ -187,4 +187,4 @@ def test_files_count_together(world: Path) -> None:
     for at in range(40):
         (world / f"f{at}.yaml").write_text(f"seqblocks: 1\n{bomb}{', '.join(['*c'] * 100)}]}}\nblocks: {{}}\n")
     found = faults(top(world, *(f"f{at}.yaml" for at in range(40))))
-    assert {d.message for d in found} == {"the files in use are too large together"}
+    assert {d.message for d in found} == {"the used files are too large"}
