@@ -177,7 +177,7 @@ def test_a_chain_of_files_has_an_end(world: Path) -> None:
     (world / "f500.yaml").write_text("seqblocks: 1\nblocks: {last: {steps: [silu]}}\n")
     (fault,) = faults(top(world, "f0.yaml", verb="b0"))
     assert (fault.code, fault.message) == ("E104", "`use` is nested too deeply")
-    assert fault.expected == "at most 32 files that use one another"
+    assert fault.expected == "at most 32 levels"
     assert check.load_spec(top(world, "f480.yaml", verb="b480"))[1] is not None
 
 
