@@ -1,1 +1,1 @@
-"""Declarations to the typed graph: names, values, wires, steps, blocks, combinators, checkpoint maps, expectations."""
+"""Lower a spec to a typed graph: names, values, wires, steps, blocks, combinators, checkpoint maps, expectations."""

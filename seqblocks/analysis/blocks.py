@@ -1,4 +1,4 @@
-"""From a step whose verb is a block to its node: the block's arguments, and its body for them."""
+"""Lower a step whose verb is a block: evaluate its arguments, and lower its body for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from seqblocks.op import FieldKind
 
 
 class Call(NamedTuple):
-    """What a block is called with: the value that its steps read, its arguments, and where each was written."""
+    """The inputs of one use of a block: the value that its steps read, its arguments, and their source nodes."""
 
     x: int
     values: dict[str, Any]
@@ -45,7 +45,7 @@ def file_context(run: Run, file: SpecFile) -> Context:
 
 @lowers(Block)
 def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
-    """Raise Fault (E308) where a block uses itself."""
+    """Return the node of a step whose verb is a block. Raises Fault (E308) if the block uses itself."""
     report_no_primitive(ctx, step, "is a block")
     if block in ctx.callers:
         names = [caller.name for caller in ctx.callers]
@@ -61,7 +61,7 @@ def lower_block(ctx: Context, step: Step, block: Block) -> graph.Node:
 
 
 def check_unused(ctx: Context, block: Block) -> None:
-    """Look for faults in a block that no step uses; arguments without a default are UNKNOWN."""
+    """Check a block that no step uses; arguments without a default are UNKNOWN."""
     values: dict[str, Any] = {}
     ports: dict[str, int] = {}
     passed: dict[str, Passed] = {}
@@ -123,17 +123,18 @@ def _read_argument(ctx: Context, node: Node, block: Block, declared: Argument) -
         return argument(ctx, node, FieldKind("words"))
     fault = Fault(
         "E208",
-        f"block {block.name} takes a word as {quote(declared.name)}",
+        f"argument {quote(declared.name)} of block {block.name} must be a word",
         found=kind_of(node),
         notes=[Note("the argument is declared here", declared.span)],
-        hint=f"`{declared.name}: int`, float or bool in `args:` declares another type",  # its default may be misspelt
+        # the default may be a misspelt type
+        hint=f"`{declared.name}: int`, float or bool in `args:` declares another type",
     )
     ctx.report(fault, node.span)
     return UNKNOWN
 
 
 def _default(argument: Argument) -> Any:
-    """Return a default: plain data, never an expression, which would have no scope."""
+    """Return the value of a default: plain data, not an expression, since it has no scope."""
     assert argument.default is not None
     return plain(argument.default) if argument.sound else UNKNOWN
 
@@ -142,9 +143,9 @@ def _default(argument: Argument) -> Any:
 
 
 def block_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -> graph.Graph:
-    """Return a block's body for one set of arguments: lowered once, however many layers call it so.
+    """Return the body of a block for one set of arguments. It is lowered once and shared by all steps with equal ones.
 
-    name: the step's. note: how the block came to be used, for its faults.
+    name: of the step. note: added to diagnostics, says where the block is used.
     """
     run = ctx.run
     spend(ctx, _effort(run, block) + sum(map(size, call.values.values())))
@@ -164,7 +165,7 @@ def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -
     if id(block) not in run.maps or has_sizes(run.maps[id(block)]):
         run.maps[id(block)] = read_map(inner, block.checkpoint)
     body.checkpoint = run.maps[id(block)]
-    if not run.report and run.types[call.x]:  # else it is unknown what an unused block will hold
+    if not run.report and run.types[call.x]:  # in an unused block the contents may be unknown
         run.map_checks.append((inner, body.checkpoint, body, bool(block.args) or run.overridden))
     return inner, body
 
@@ -172,7 +173,7 @@ def _lower_body(ctx: Context, block: Block, call: Call, name: str, note: Note) -
 def _enter(
     ctx: Context, block: Block, call: Call, name: str, note: Note
 ) -> tuple[Context, int, dict[str, int]]:
-    """Return the context inside a block, its input, and its wire arguments, as values inside."""
+    """Return the context inside a block, and the values of its input and wire arguments there."""
     run = ctx.run
     outside = file_context(run, block.home)
     entered = run.value(run.types[call.x], "input")
@@ -190,7 +191,7 @@ def _enter(
 
 
 def _effort(run: Run, block: Block) -> int:
-    """Return the cost of calling a block once."""
+    """Return the effort of lowering one use of a block."""
     if id(block) not in run.efforts:
         tables = [(5, block.let), (2, block.checkpoint)]
         run.efforts[id(block)] = len(block.args) + sum(times * effort(table) for times, table in tables if table)

@@ -1,4 +1,4 @@
-"""Bodies with values of their own, which serve every step that would make an equal one."""
+"""Cache lowered bodies, so that steps with equal bodies share one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from seqblocks.analysis.steps import count_steps, spend
 
 
 def lower_once(ctx: Context, key: Any, lower: Callable[[], tuple[Context, graph.Graph]]) -> graph.Graph:
-    """Return the body that `lower` makes, with the context inside it; one that was made for an equal key if there is.
+    """Return the body from `lower` and the context inside it, or the cached ones for an equal key.
 
-    key: all that the body depends on.
+    key: everything that the body depends on.
     """
     run = ctx.run
     if key in run.bodies:
@@ -26,7 +26,7 @@ def lower_once(ctx: Context, key: Any, lower: Callable[[], tuple[Context, graph.
     inner, body = lower()
     if not run.report:
         run.lowered.append((inner, body))
-        if run.ties == ties:  # a tie holds the names of the layer that it was made for
+        if run.ties == ties:  # ties contain the names of one layer, so the body cannot be shared
             run.bodies[key] = (body, run.steps - steps, run.deepest - ctx.depth)
     run.deepest = max(run.deepest, deepest)
     return body

@@ -1,4 +1,4 @@
-"""From the text of a spec to its model: the whole half without torch in one call."""
+"""Load and validate a spec: from text to its model, without torch."""
 
 from __future__ import annotations
 
@@ -41,25 +41,26 @@ def load_text(
     allow_use: Folders = (),
     strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """Validate a spec given as text. Returns the file and its model (None where it only holds blocks).
+    """Validate a spec given as text. Returns the file and its model (None if it only defines blocks).
 
-    Relative `use:` entries start from `base` (the working directory if None), and only .yaml and .yml files below it
-    are read, or below a folder in `allow_use`. With `files` (relative path -> text) they are taken from there alone.
-    Raises SpecError with every fault found, ExpectationError if only an `expect:` is not met. Warns (SpecWarning) of
-    what is legal and most likely a mistake; with `strict` that is an error too. An override that no step uses is one
-    (OverrideWarning); a value that the spec has already is none: a sweep passes through it.
+    Paths in `use:` are relative to `base` (the working directory if None). Only .yaml and .yml files below it, or below
+    a folder in `allow_use`, are read. With `files` (relative path -> text), they are taken only from there.
+
+    Raises SpecError with all faults found, or ExpectationError if only an `expect:` is not met. Issues a SpecWarning
+    for anything valid that is probably a mistake, such as an override that no step uses (OverrideWarning); `strict`
+    turns warnings into errors. An override that repeats the value of the spec produces no warning, as in a sweep.
     """
     return _warned(check_text(text, name, base, set, files, allow_use, "text", strict))
 
 
 def _warned(checked: tuple[SpecFile, ModelSpec | None]) -> tuple[SpecFile, ModelSpec | None]:
-    """Return a checked spec, after its warnings."""
+    """Issue the warnings of a checked spec, and return it."""
     warn(checked[0].warnings)
     return checked
 
 
 def warn(diagnostics: Iterable[Diagnostic]) -> None:
-    """Issue warnings at the line outside seqblocks that led here."""
+    """Issue warnings at the line of the caller outside seqblocks."""
     for each in diagnostics:
         kind = OverrideWarning if each.code == "W901" else SpecWarning
         warnings.warn(kind(each), stacklevel=_depth())
@@ -83,9 +84,9 @@ def check_text(
     kind: SourceKind = "own",
     strict: bool = False,
 ) -> tuple[SpecFile, ModelSpec | None]:
-    """Do what `load_text` does, but leave the warnings to the caller: `model.warnings`."""
+    """Do the same as `load_text`, but leave the warnings to the caller (`model.warnings`)."""
     if not isinstance(text, str):
-        raise UsageError(f"a spec's text is a str, not {type(text).__name__}; load and build take a path")
+        raise UsageError(f"expected the text of a spec as str, not {type(text).__name__}; use load or build for a path")
     checked_overrides(set)
     report, cautions = Report(), Report()
     changes = _Changes(set or {}, report)
@@ -110,7 +111,7 @@ def check_text(
 
 
 def _raise_if_any(report: Report, cautions: Report, strict: bool) -> list[Diagnostic]:
-    """Raise SpecError where there is an error, or with `strict` a warning. Returns the warnings."""
+    """Raise SpecError if there is an error, or with `strict` a warning. Returns the warnings."""
     found = in_order(cautions.diagnostics)
     if strict:
         found = [each._replace(severity="error") for each in found]
@@ -121,7 +122,7 @@ def _raise_if_any(report: Report, cautions: Report, strict: bool) -> list[Diagno
 
 
 class _Changes:
-    """Overrides, and what became of them."""
+    """Overrides, and which of them were applied."""
 
     def __init__(self, given: Mapping[str, Any], report: Report) -> None:
         self.given, self.report = given, report
@@ -141,30 +142,30 @@ class _Changes:
 
 
 def _allowed(folders: Folders) -> list[Path]:
-    """Return the folders whose files may be used. Raises UsageError where one is not a folder."""
+    """Return the folders whose files may be used. Raises UsageError if one is not a folder."""
     each = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
     found = []
     for folder in each:
         if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):
-            raise UsageError(f"allow_use (--allow-use) takes folders, and {folder!r} is none")
+            raise UsageError(f"allow_use (--allow-use) takes folders, and {folder!r} is not one")
         found.append(Path(os.fspath(folder)))
     return found
 
 
 def checked_overrides(given: Any) -> None:
-    """Raise UsageError unless these are overrides, or None."""
+    """Return valid overrides. Raises UsageError unless `overrides` is a mapping or None."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
-        raise UsageError('overrides are a mapping of names to values: set={"dim": 32}')
+        raise UsageError('overrides must be a mapping of names to values: set={"dim": 32}')
 
 
 class _Raw(str):
-    """An override that is YAML text already, not a Python value."""
+    """An override given as YAML text, not as a Python value."""
 
     __slots__ = ()
 
 
 def yaml(text: str) -> str:
-    """Mark an override as YAML text, as it comes from a command line: `set={"dim": yaml("2 * 96")}`."""
+    """Mark an override as YAML text, as on the command line: `set={"dim": yaml("2 * 96")}`."""
     return _Raw(text)
 
 
@@ -185,13 +186,13 @@ def load_model(
     allow_use: Folders = (),
     strict: bool = False,
 ) -> ModelSpec:
-    """Return the model of a spec; see `load_text`. Raises SpecError (E206) where the file only holds blocks."""
+    """Return the model of a spec; see `load_text`. Raises SpecError (E206) if the file only defines blocks."""
     file, model = load_spec(spec, set, allow_use, strict)
     return require_model(file, model)
 
 
 def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
-    """Return the model. Raises SpecError (E206) that says what the file holds instead."""
+    """Return the model. Raises SpecError (E206) if the file only defines blocks."""
     if model is None:
         block = next(iter(file.blocks.values()))
         arguments = ", ".join(f"{a.name}: …" for a in block.args.values() if a.default is None)
@@ -199,7 +200,7 @@ def require_model(file: SpecFile, model: ModelSpec | None) -> ModelSpec:
             [
                 Diagnostic(
                     "E206",
-                    "the file holds blocks only, and there is no model to build",
+                    "the file defines blocks but no model",
                     block.span,
                     hint=f"model: {{input: {{features: 384}}, steps: [{block.name}: {{{arguments}}}]}}",
                 )

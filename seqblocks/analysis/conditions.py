@@ -1,4 +1,4 @@
-"""Conditions: where `when:` is false, a step is absent, and what would read its output reads its input."""
+"""Evaluate conditions: if `when:` is false, a step is left out, and its readers read its input instead."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FLAG = FieldKind("flag")
 
 
 def is_known(ctx: Context, step: Step) -> bool:
-    """Whether it is known if the step is there."""
+    """Return whether it is known if the step is present."""
     return _condition(ctx, step) is not UNKNOWN
 
 
 def is_absent(ctx: Context, step: Step) -> bool:
-    """Whether the condition of a step is false. Its input is then the value of the step, and of its wire."""
+    """Return whether the condition of a step is false. If so, its output wire gets the value of its input."""
     if _condition(ctx, step) is not False or step.unreadable or step.found is None:
         return False
     try:
@@ -40,21 +40,21 @@ def is_absent(ctx: Context, step: Step) -> bool:
 
 
 def _condition(ctx: Context, step: Step) -> Any:
-    """Return the condition, or UNKNOWN after a fault. It is read once."""
+    """Evaluate the condition once, and return it or, after a fault, UNKNOWN."""
     span, node = step.common["when"]
     known = ctx.body.conditions
     if id(step) not in known:
         known[id(step)] = argument(ctx, node, FLAG)
         entry = step.common.get("as")
         if entry and not isinstance(entry[1], Scalar):
-            hint = "split its output in a step of its own: - identity: {as: [a, b]}"
+            hint = "split its output in a separate step: - identity: {as: [a, b]}"
             ctx.report(Fault("E316", "a step with a condition cannot split its output", hint=hint), span)
             known[id(step)] = UNKNOWN
     return known[id(step)]
 
 
 def _input(ctx: Context, step: Step) -> int | None:
-    """Return the value that takes the place of the output; None for that of the step above. Raise Fault (E316)."""
+    """Return the value that replaces the output, or None for the output of the step above. Raises Fault (E316)."""
     meaning = step.found.meaning if step.found else None
     ports = meaning.ports if isinstance(meaning, type) and issubclass(meaning, Op) else (Port("", main=True),)
     main = next((port for port in ports if port.main), None)
@@ -62,6 +62,6 @@ def _input(ctx: Context, step: Step) -> int | None:
         return None
     values = read_port(ctx, step, main) or (ctx.run.unknown(),)
     if len(values) > 1:
-        hint = "join them in a step of its own, which this one reads"
-        raise Fault("E316", "a step with a condition reads one wire", at="from", hint=hint)
+        hint = "join them in a separate step above, and read its output"
+        raise Fault("E316", "a step with a condition must read a single wire", at="from", hint=hint)
     return values[0]

@@ -1,4 +1,4 @@
-"""Where the analysis is in a spec, and how it reports a fault from there."""
+"""The context of the analysis: the names and wires visible at one place of a spec, and how faults are reported."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from seqblocks.language.expressions import UNKNOWN
 from seqblocks.language.spec import Argument, Block, SpecFile
 from seqblocks.record import Record
 
-MAX_WRITTEN = 4  # notes about where a value was written
-MAX_TRAIL = 8  # notes about the blocks that led to a fault
-MAX_SOURCES = 16  # values that a fault's value is traced back to
+MAX_WRITTEN = 4  # notes on where a value was written
+MAX_TRAIL = 8  # notes on the blocks that led to a fault
+MAX_SOURCES = 16  # values through which a faulty value is traced back
 
 
 class Body(Record):
     """A list of steps that is being lowered.
 
-    It is incomplete where a step may define wires that could not be read: every wire that it lacks is UNKNOWN.
+    It is incomplete if the wires defined by some step could not be read. Any wire that it lacks is then UNKNOWN.
     """
 
-    wires: dict[str, int]  # by name, those of the bodies around included
+    wires: dict[str, int]  # by name, including those of enclosing bodies
     path: tuple[str, ...] = ()  # of namespaces
     outer: Body | None = None
     incomplete: bool = False
     steps: list[Step] = field(default_factory=list)
     current: Step | None = None
-    last: graph.Node | None = None  # the step above the current one
-    value: int = -1  # what the current step reads unless it says otherwise
+    last: graph.Node | None = None  # the previous step
+    value: int = -1  # default input of the current step
     nodes: dict[str, graph.Node] = field(default_factory=dict)  # so far, by namespace
     conditions: dict[int, Any] = field(default_factory=dict)  # by the id of a step that has one
-    named: dict[str, Step] = field(default_factory=dict)  # its steps by name, once they are looked for
-    numbers: dict[str, int] = field(default_factory=dict)  # by a step's name: the last number that a hint added to it
-    place: Body | None = None  # of the steps of an argument: the body in which they are written
+    named: dict[str, Step] = field(default_factory=dict)  # its steps by name, filled on first use
+    numbers: dict[str, int] = field(default_factory=dict)  # by step name: the last number that a hint appended to it
+    place: Body | None = None  # for the steps of an argument: the body in which they are written
 
 
 class Passed(Record):
-    """The steps that a block is called with. They mean what they mean at their place; None while they are UNKNOWN."""
+    """Steps passed as an argument to a block, with the context in which they are written. None if UNKNOWN."""
 
     declared: Argument
     steps: Sequence | None = None
     place: Context | None = None
-    key: int = 0  # equal for equal steps that mean the same; 0: not known
+    key: int = 0  # equal for steps with equal text and meaning; 0: unknown
     used: bool = False
 
 
 class Context(Record):
-    """A place in a spec: what is visible there, and how the analysis got there."""
+    """A place in a spec: the names visible there, and the blocks through which the analysis reached it."""
 
     run: Run
     file: SpecFile
     names: Names
     body: Body
-    trail: tuple[Note, ...] = ()  # the blocks that are open, as notes
+    trail: tuple[Note, ...] = ()  # the enclosing blocks, as notes
     callers: tuple[Block, ...] = ()  # likewise
-    depth: int = 0  # how many bodies are open
+    depth: int = 0  # number of enclosing bodies
     passed: dict[str, Passed] = field(default_factory=dict)  # the arguments of the block that are steps
 
     def report(self, fault: Fault, where: Step | Node | Span | None) -> None:
-        """Report a fault at the argument that it names, with where its value was written and the trail of blocks.
+        """Report a fault at the argument that it names, with notes on the origin of its value and the enclosing blocks.
 
         A fault in a bundled block is reported at the line of the user's own files that led to it.
         """
@@ -85,9 +85,9 @@ class Context(Record):
 
 
 def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:
-    """Return the innermost place of the user's own files that led to a line of a bundled block.
+    """Return the innermost place in the user's own files that led to a line of a bundled block.
 
-    It is the argument whose value is at fault, where that is known, else the step that uses the block.
+    It is the argument with the faulty value, if known, else the step that uses the block.
     """
     for source, _ in _passed_on(ctx.names, node):
         if not source.span.source.bundled:
@@ -99,7 +99,7 @@ def _own_line(ctx: Context, inner: Span, node: Node | None) -> Span:
 
 
 def _passed_on(names: Names, node: Node | None) -> Iterator[tuple[Node, Names]]:
-    """Follow a value that is passed on by name alone (`heads: heads`) to each node that holds it, with its names."""
+    """Yield the nodes through which a value is passed on unchanged (`heads: heads`), with the names in scope."""
     seen: set[int] = set()
     while isinstance(node, Scalar) and isinstance(node.value, str) and id(node) not in seen:
         seen.add(id(node))
@@ -111,7 +111,7 @@ def _passed_on(names: Names, node: Node | None) -> Iterator[tuple[Node, Names]]:
 
 
 def _causes(ctx: Context, node: Node | None, own: Span | None) -> list[Span | None]:
-    """Return the place where a faulty value was written, else the fault's, then those of the values it is made of."""
+    """Return the span where a faulty value was written (or of the fault), then those of the values it depends on."""
     passed_on = list(_passed_on(ctx.names, node))
     written = [source.span for source, _ in passed_on if not source.span.source.bundled]
     last, names = passed_on[-1] if passed_on else (node, ctx.names)
@@ -120,7 +120,7 @@ def _causes(ctx: Context, node: Node | None, own: Span | None) -> list[Span | No
 
 
 def _sources(node: Node, names: Names) -> list[tuple[str, Node, Names]]:
-    """Return the named values that a value is made of, the nearest first: the name, its node, the names around."""
+    """Return the named values that a value depends on, nearest first: the name, its node, the names in scope."""
     found: list[tuple[str, Node, Names]] = []
     seen: set[int] = set()
     waiting = [(name, names) for name in needed_names(node)]
@@ -137,10 +137,10 @@ def _sources(node: Node, names: Names) -> list[tuple[str, Node, Names]]:
 
 
 def _notes(ctx: Context, node: Node | None, own: Span | None, inner: Span | None) -> list[Note]:
-    """Return where the faulty value was written, the line of a bundled block, and the blocks that led there."""
+    """Return notes on where the faulty value was written, the line of a bundled block, and the enclosing blocks."""
     trail = tuple(note for note in ctx.trail[::-1] if not inner or note.span != own)
     if len(trail) > MAX_TRAIL:
-        between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks between")
+        between = Note(f"… and {len(trail) - MAX_TRAIL + 1} blocks in between")
         trail = (*trail[: MAX_TRAIL // 2], between, *trail[1 - MAX_TRAIL // 2 :])
     notes = _written(ctx, node)[:MAX_WRITTEN] if node else []
     if inner and inner != own:
@@ -150,7 +150,7 @@ def _notes(ctx: Context, node: Node | None, own: Span | None, inner: Span | None
 
 
 def _written(ctx: Context, node: Node) -> list[Note]:
-    """Return a note for each named value that a value is made of, but for those that a bundled block passes on."""
+    """Return a note for each named value that a value depends on, except those that a bundled block passes on."""
     notes = []
     for name, source, names in _sources(node, ctx.names):
         value = names[name]

@@ -1,4 +1,4 @@
-"""`expect:`: what a spec says must be true of it."""
+"""Check a model against the `expect:` section of its spec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqblocks.types import Wire
 
 
 def check_expectations(model: ModelSpec, file: SpecFile) -> None:
-    """Raise ExpectationError where the model is not what the spec expects, SpecError where `expect:` is at fault.
+    """Raise ExpectationError if the model does not meet `expect:`, SpecError if `expect:` itself is invalid.
 
     E701 params, E702 state_bytes, E703 flops_per_token, E704 output, E705 lookahead, E706 latency_ms.
     """
@@ -55,7 +55,7 @@ def _check_figures(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
             shown = f"unknown: the length of {open_context[0] if open_context else 'the sequence'} is open"
             if found is not None:
                 shown = f"{found:,.10g} ({found - expected:+,.10g})"
-            message, span = f"the spec does not have the {key} it expects", expect.entries[key][1].span
+            message, span = f"{key} differs from `expect:`", expect.entries[key][1].span
             hint = _largest_parts(model) if key == "params" else None
             broken.add(Diagnostic(code, message, span, f"{expected:,.10g}", shown, hint=hint))
 
@@ -68,12 +68,12 @@ def _check_latency(ctx: Context, expect: Mapping, model: ModelSpec, broken: Repo
     if found is not None and abs(found - wanted) <= max(tolerance, 1e-9) * abs(wanted):
         return
     if lookahead.latency(model) is None:
-        shown = "none: an output depends on the whole sequence"
+        shown = "undefined: an output depends on the whole sequence"
     elif found is None:
-        shown, hint = "unknown: the input has no sample rate", "input: {features: 1, sample_rate: 16000}"
+        shown, hint = "unknown: the input has no `sample_rate`", "input: {features: 1, sample_rate: 16000}"
     else:
         shown = f"{found:g} ({lookahead.latency(model)} samples at {model.input.sample_rate:,g} Hz)"
-    message, span = "the spec does not have the latency_ms it expects", expect.entries["latency_ms"][1].span
+    message, span = "latency_ms differs from `expect:`", expect.entries["latency_ms"][1].span
     broken.add(Diagnostic("E706", message, span, f"{wanted:g}", shown, hint=hint))
 
 
@@ -86,7 +86,7 @@ def _tolerance(ctx: Context, expect: Mapping) -> Any:
     tolerance = _number(ctx, expect, "tolerance", 0.0)
     if tolerance is UNKNOWN or 0 <= tolerance < 1:
         return tolerance
-    message, hint = "the tolerance is a share of the figure", "0.01 accepts figures that are off by a hundredth"
+    message, hint = "the tolerance must be a relative deviation", "0.01 accepts a deviation of one percent"
     fault = Fault("E209", message, expected="0 or more, below 1", found=f"{tolerance:g}", hint=hint)
     ctx.report(fault, expect.entries["tolerance"][1].span)
     return UNKNOWN
@@ -110,12 +110,12 @@ def _check_output(ctx: Context, node: Node | None, wire: Wire | None, broken: Re
     if node is None or wire is None:
         return
     if not isinstance(node, Sequence) or not all(isinstance(i, Scalar) for i in node.items):
-        hint = "output: [batch, 1000], or {policy: [batch, 4], value: [batch, 1]} where outputs have names"
-        ctx.report(Fault("E203", "the output is a list of axes", found=kind_of(node), hint=hint), node.span)
+        hint = "output: [batch, 1000], or {policy: [batch, 4], value: [batch, 1]} for named outputs"
+        ctx.report(Fault("E203", "the output must be a list of axes", found=kind_of(node), hint=hint), node.span)
         return
     axes = [i.value if i.text in map(str, wire.axes) else number(ctx, i) for i in node.items if isinstance(i, Scalar)]
     if UNKNOWN not in axes and tuple(axes) != wire.axes:
-        message = "the spec does not have the output it expects"
+        message = "output differs from `expect:`"
         broken.add(Diagnostic("E704", message, node.span, str(axes).replace("'", ""), str(wire)))
 
 
@@ -132,6 +132,6 @@ def _check_lookahead(ctx: Context, node: Node | None, model: ModelSpec, broken: 
         found = f"none: the input is {kind}" if kind else f"none: the output is {model.output}"
     else:
         found = str(lookahead.shown(ahead.tokens))
-        hint = ahead.first and f"the future enters at {ahead.first[0]} ({ahead.first[1].span})"
-    message = "the spec does not have the lookahead it expects"
+        hint = ahead.first and f"the lookahead is introduced by {ahead.first[0]} ({ahead.first[1].span})"
+    message = "lookahead differs from `expect:`"
     broken.add(Diagnostic("E705", message, node.span, str(wanted), found, (), hint))

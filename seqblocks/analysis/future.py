@@ -1,4 +1,4 @@
-"""Language models that see the tokens they are to predict."""
+"""Warn of language models that are not causal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from seqblocks.graph import ModelSpec, Node
 
 
 def check_future(model: ModelSpec, warnings: Report) -> None:
-    """Warn of a model of token numbers that predicts a token from what follows it."""
+    """Warn of a model over token ids whose outputs depend on the tokens that it should predict."""
     if model.input.kind != "tokens":
         return
     for value, ahead in lookahead.of_outputs(model).items():
@@ -20,11 +20,11 @@ def check_future(model: ModelSpec, warnings: Report) -> None:
 
 
 def _seen(model: ModelSpec, ahead: lookahead.Ahead, path: str, node: Node) -> tuple[Fault, Span]:
-    """Return the warning and its place: the step where the future enters, or the user's own step around it."""
-    notes = [Note(f"the future enters at {path}", node.span)] if node.span.source.bundled else []
+    """Return the warning and its span: the step that introduces the lookahead, or the user's step around it."""
+    notes = [Note(f"the lookahead is introduced by {path}", node.span)] if node.span.source.bundled else []
     own = node if not notes else next(each for each in model.graph.nodes if each.name == path.partition(".")[0])
     many = "the whole sequence" if ahead.tokens == lookahead.WHOLE else f"{ahead.tokens:g} later tokens"
-    message = f"the model predicts tokens and sees the future: from here on an output depends on {many}"
+    message = f"the model predicts tokens but is not causal: from here on, an output depends on {many}"
     wanted = f"`expect: {{lookahead: {lookahead.shown(ahead.tokens)}}}`"
-    hint = f"if that is intended, as in a model that fills in masked tokens, say so: {wanted}"
+    hint = f"if that is intended, as in a masked language model, declare it: {wanted}"
     return Fault("W903", message, notes=notes, hint=hint), own.span

@@ -1,4 +1,4 @@
-"""`input:` and `inputs:` -> the types of the wires that enter a model; `outputs:` -> the values that leave it."""
+"""Read `input:` and `inputs:` as wire types of a model, and `outputs:` as the values that it returns."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ ALLOWED = {
     "image": ("image",),
     "vector": ("vector",),
 }  # fmt: skip
-# What a call has arguments for: an input is passed by its name, next to them.
+# Arguments of a model's call, which no input may be named after.
 CALL_ARGUMENTS = ("state", "return_state", "resets", "cu_seqlens", "grid", "batch_size", "device", "dtype", "batch")
 
 Inputs = dict[str, Wire | None]  # None where the input could not be read
 
 
 def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
-    """Return the types of a model's inputs by name; that of `input:` is called so. Empty after a fault."""
+    """Return the types of a model's inputs by name; a single `input:` is named "input". Empty after a fault."""
     if "inputs" not in model.entries:
         message = "the model must say what its input is"
         node = required(ctx.report, model, "input", Fault("E202", message, expected=EXPECTED), span)
         return {"input": _input(ctx, node, "seq")}
     key, node = model.entries["inputs"]
     if "input" in model.entries:
-        hint = "`inputs:` for several by name, `input:` for one without a name"
-        ctx.report(Fault("E210", "the inputs are given twice: as `input` and as `inputs`", hint=hint), key)
+        hint = "use `inputs:` for several named inputs, `input:` for a single one"
+        ctx.report(Fault("E210", "use either `input` or `inputs`, not both", hint=hint), key)
     if not isinstance(node, Mapping) or not (node.entries or node.incomplete):
         hint = "inputs: {text: {tokens: 256}, image: {image: {size: 224, channels: 3}}}"
         what = "an empty one" if isinstance(node, Mapping) else kind_of(node)
-        ctx.report(Fault("E317", "inputs are a mapping of names to inputs", found=what, hint=hint), node.span)
+        ctx.report(Fault("E317", "inputs must be a mapping of names to inputs", found=what, hint=hint), node.span)
         return {}
     found: Inputs = {}
     for name, place, each in node:
@@ -51,16 +51,16 @@ def read_inputs(ctx: Context, model: Mapping, span: Span | None) -> Inputs:
 
 
 def _check_name(ctx: Context, name: str, span: Span, first: bool) -> None:
-    """Report a name that no input may have (E207, E311, E317)."""
+    """Report an invalid name of an input (E207, E311, E317)."""
     if name in CALL_ARGUMENTS or (name == "x" and not first):
-        message = f"an input cannot be called {quote(name)}: a call has an argument of that name"
+        message = f"an input cannot be named {quote(name)}: the model's call has an argument of that name"
         ctx.report(Fault("E317", message, hint="choose another name"), span)
     else:
         may_be_name(ctx, name, span)
 
 
 def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
-    """Return the type of an input such as `{tokens: 50304}`. axis: what its length is called where it is open."""
+    """Return the type of an input such as `{tokens: 50304}`. axis: the name of its length if it is not fixed."""
     if not isinstance(node, Mapping):
         if node:
             ctx.report(Fault("E203", "the model must say what its input is", expected=EXPECTED), node.span)
@@ -70,7 +70,7 @@ def _input(ctx: Context, node: Node | None, axis: str) -> Wire | None:
     known_keys(ctx.run.report, node, words, "input")
     if len(kinds) != 1:
         if not node.incomplete:
-            ctx.report(Fault("E202", "the input is of one kind", expected=EXPECTED), node.span)
+            ctx.report(Fault("E202", "the input must be of exactly one kind", expected=EXPECTED), node.span)
         return None
     if kinds == ["vector"]:
         width = _positive(ctx, node.get("vector"))
@@ -90,7 +90,7 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
         return None
     if grid and length and length != grid[0] * grid[1]:
         found = f"{length}, {grid[0]} x {grid[1]}"
-        ctx.report(Fault("E412", "length must be rows times columns", found=found), node.span)
+        ctx.report(Fault("E412", "length must equal rows times columns", found=found), node.span)
     if grid:
         length = grid[0] * grid[1]
     origin = Origin("input", node.span)
@@ -100,10 +100,12 @@ def _sequence(ctx: Context, node: Mapping, kind: str, axis: str) -> Wire | None:
 
 def _image(ctx: Context, node: Node) -> Wire | None:
     if not isinstance(node, Mapping):
-        ctx.report(Fault("E203", "an image is {size: 224, channels: 3}", found=kind_of(node)), node.span)
+        ctx.report(
+            Fault("E203", "an image must be a mapping such as {size: 224, channels: 3}", found=kind_of(node)), node.span
+        )
         return None
     known_keys(ctx.run.report, node, ("size", "channels"), "image")
-    missing = Fault("E202", "an image needs its size", hint="size: 224, or size: [height, width]")
+    missing = Fault("E202", "an image needs a size", hint="size: 224, or size: [height, width]")
     given = required(ctx.report, node, "size", missing, node.span)
     size: Any = _grid(ctx, given) if given else UNKNOWN
     channels = _positive(ctx, node.get("channels")) if "channels" in node.entries else 3
@@ -116,7 +118,7 @@ def _positive(ctx: Context, node: Node | None) -> Any:
     assert node is not None
     value = number(ctx, node, whole=True)
     if value is not UNKNOWN and not 1 <= value <= 10**9:
-        ctx.report(Fault("E209", "a positive number is needed here", found=str(value)), node)
+        ctx.report(Fault("E209", "expected a positive number", found=str(value)), node)
         return UNKNOWN
     return value
 
@@ -125,13 +127,13 @@ def _sample_rate(ctx: Context, node: Node) -> Any:
     value = number(ctx, node)
     if value is UNKNOWN or 0 < value <= 10**9:
         return value
-    fault = Fault("E209", "a sample rate is above 0, in Hz", found=f"{value:g}", hint="sample_rate: 16000")
+    fault = Fault("E209", "a sample rate must be positive, in Hz", found=f"{value:g}", hint="sample_rate: 16000")
     ctx.report(fault, node)
     return UNKNOWN
 
 
 def _grid(ctx: Context, node: Node | None) -> Any:
-    """`224` or `[rows, columns]`."""
+    """Read a size: `224` or `[rows, columns]`."""
     if isinstance(node, Sequence):
         if len(node.items) != 2:
             ctx.report(Fault("E203", "two numbers: [rows, columns]", found=f"{len(node.items)} of them"), node.span)
@@ -146,16 +148,16 @@ def _grid(ctx: Context, node: Node | None) -> Any:
 
 
 def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
-    """Note the wires that `outputs:` lists as what the model returns; report (E318) what it cannot return."""
+    """Record the wires in `outputs:` as the results of the model; report invalid ones (E318)."""
     if not isinstance(node, Sequence) or not node.items:
         found = "an empty list" if isinstance(node, Sequence) else kind_of(node)
         hint = "outputs: [logits, value]"
-        ctx.report(Fault("E318", "outputs are a list of wires", found=found, hint=hint), node.span)
+        ctx.report(Fault("E318", "outputs must be a list of wires", found=found, hint=hint), node.span)
         return
     inputs = {ctx.body.wires[name]: name for name in ctx.body.wires if ctx.body.wires[name] in body.reads}
     for item in node.items:
         if not isinstance(item, Scalar):
-            ctx.report(Fault("E203", "an output is the name of a wire", found=kind_of(item)), item.span)
+            ctx.report(Fault("E203", "an output must be the name of a wire", found=kind_of(item)), item.span)
             continue
         (value,), name = read_wires(ctx, item), item.text
         if name in body.outputs:
@@ -169,9 +171,9 @@ def read_outputs(ctx: Context, node: Node, body: graph.Graph) -> None:
 
 
 def check_read(ctx: Context, node: Node | None, body: graph.Graph) -> None:
-    """Report (E319) the inputs under `inputs:` that no step reads."""
+    """Report inputs in `inputs:` that no step reads (E319)."""
     read = {value for step in body.nodes for value in step.reads}
     for name, span, _ in node if isinstance(node, Mapping) else ():
         if ctx.body.wires[name] not in read:
-            hint = f"read it with `from: {name}` or by a port, or leave it out"
+            hint = f"read it with `from: {name}` or by a port, or remove it"
             ctx.report(Fault("E319", f"no step reads the input {quote(name)}", hint=hint), span)

@@ -1,4 +1,4 @@
-"""What a stream keeps of its context: the values that it computes once and reads at each token."""
+"""Find the context values that a stream keeps in its state: computed once, and read at each token."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from seqblocks.types import Wire
 
 
 def mark_kept(model: ModelSpec) -> None:
-    """Mark the steps, and the inputs, whose values a stream keeps, and declare them as state."""
+    """Mark the steps and inputs whose values a stream keeps, and declare them as state."""
     read = _Reads().of_body(model.graph)
     kept = {name: value for name, value in model.graph.ports.items() if value in read}
     model.graph.kept = {name: kept_state(wire) for name, value in kept.items() if (wire := model.types[value])}
 
 
 class _Reads:
-    """One walk over the bodies that read an input that streams; each is looked at once."""
+    """A walk over the bodies that read a streaming input; each is visited once."""
 
     def __init__(self) -> None:
         self._known: dict[int, set[int]] = {}
 
     def of_body(self, body: Graph) -> set[int]:
-        """Return the values that the steps of a body read at each token, and its results; mark those that are kept."""
+        """Return the values that the steps of a body read at each token, and its results; mark the kept ones."""
         if id(body) not in self._known:
             read = set(body.results)
             for node in body.nodes:
@@ -35,7 +35,7 @@ class _Reads:
         return self._known[id(body)]
 
     def of_node(self, node: Node) -> set[int]:
-        """Return the values around a node that it reads at each token."""
+        """Return the outer values that a node reads at each token."""
         at_ports = {value for values in node.inputs.values() for value in values}
         if not node.bodies:
             return at_ports
@@ -49,7 +49,7 @@ class _Reads:
 
 
 def kept_state(wire: Wire) -> State:
-    """Return the declaration of a value that is kept: of a sequence in any length, as images may differ in size."""
+    """Return the state declaration of a kept value. Sequences have an open length, as images may differ in size."""
     dtype = "int64" if wire.kind == "tokens" else "model"
     sizes = tuple(size if isinstance(size, int) else 0 for size in wire.axes[1:])
     if wire.kind not in ("sequence", "tokens"):

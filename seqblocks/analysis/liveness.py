@@ -1,7 +1,7 @@
-"""Parameters that would be counted, stored and never trained: their step's output, or a part of it, reaches nothing.
+"""Find parameters that would be counted and stored but never trained, because the output of their step is unused.
 
-A step is idle if no used value is computed from its output (E315), or if every way to the result passes a step whose
-output is constant, which passes no gradient on (W902).
+A step is idle if no used value is computed from its output (E315), or if every path to the result passes through a step
+with constant output, which blocks the gradient (W902).
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from seqblocks.graph import Graph, Node
 from seqblocks.op import PRIMITIVES, Op
 from seqblocks.types import Wire
 
-WIDE = 720_720  # a width that nearly every small number divides
+WIDE = 720_720  # a width that most small numbers divide
 
 
 class Idle(NamedTuple):
-    """Of a body: steps with parameters that reach neither its result nor a used value, and unused parts of others."""
+    """The idle steps of a body: steps with parameters that reach no used value, and unused parts of other steps."""
 
     steps: list[Node]
-    parts: list[tuple[Node, tuple[int, ...]]]  # a step with parameters, and the values of its output without a use
-    used: frozenset[int] = frozenset()  # the values that the body's result depends on
+    parts: list[tuple[Node, tuple[int, ...]]]  # a step with parameters, and its unused output values
+    used: frozenset[int] = frozenset()  # values that the result of the body depends on
 
 
 def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) -> list[Idle]:
-    """Return what is idle in each body, nested ones included.
+    """Return the idle steps of each body, including nested ones.
 
-    bodies: a model's, and those of blocks, each with the path of its names; a block's body is looked at by itself, as
-    it serves many steps. Of idle steps that read one another only the last is listed, which the others wait for. A
-    step is not idle if a used one ties parameters to its own or shares them. Bodies with steps that could not be
-    lowered are left out.
-    by_gradient: whether only what passes a gradient on counts as used.
+    bodies: those of the model and of blocks, each with the path of its names. The body of a block is analysed
+    separately, as many steps may share it. In a chain of idle steps only the last one is listed. A step is not idle
+    if a used step ties or shares its parameters. Bodies with steps that could not be lowered are skipped.
+    by_gradient: count values as used only if a gradient flows through them.
     """
     whole = [(body, path) for body, path in bodies]
     nothing = Idle([], [])
@@ -46,31 +45,31 @@ def find_idle(bodies: Iterable[tuple[Graph, str]], by_gradient: bool = False) ->
 
 
 def unused(node: Node, body: Graph) -> Fault:
-    """What to say of an idle step."""
+    """Return the fault of an idle step."""
     what = "it" if len(node.outputs) == 1 else "one of its parts"
     listed = f"list {what} in `outputs:`, " if body.outputs and node in body.nodes else ""
     return Fault(
         "E315",
-        f"nothing uses the output of {_shown(node)}: {_owned(node)} would never be trained",
+        f"the output of {_shown(node)} is unused: {_owned(node)} would never be trained",
         hint=f"{listed}read {what} in a later step, by `from:` or a port, or remove the step",
     )
 
 
 def unused_parts(node: Node, names: list[str]) -> Fault:
-    """What to say of a step of which a part is unused."""
+    """Return the fault of a step with unused outputs."""
     parts = f"{listing(f'`{name}`' for name in names)}, {'a part' if len(names) == 1 else 'parts'} of {_shown(node)}"
     message = f"nothing uses {parts}: what makes {'it' if len(names) == 1 else 'them'} would never be trained"
-    return Fault("W902", message, hint="read it in a later step, by `from:` or a port, or make the step narrower")
+    return Fault("W902", message, hint="read it in a later step, by `from:` or a port, or reduce the width of the step")
 
 
 def without_gradient(node: Node, body: Graph) -> Fault:
-    """What to say of a step that only reaches the result by way of constants."""
-    message = f"{_shown(node)} gets no gradient: {_owned(node)} would never be trained"
+    """Return the fault of a step that receives no gradient because of a constant output after it."""
+    message = f"{_shown(node)} receives no gradient: {_owned(node)} would never be trained"
     constant = _constant_after(node, body)
     notes = []
     if constant and constant.type:
         notes = [Note(f"the output of {_shown(constant)} is always {constant.type.facts.low:g}", constant.span)]
-    return Fault("W902", message, notes=notes, hint="remove the step, or what makes its output constant")
+    return Fault("W902", message, notes=notes, hint="remove the step, or make that output depend on its input")
 
 
 def _shown(node: Node) -> str:
@@ -83,9 +82,11 @@ def _owned(node: Node) -> str:
 
 
 def _constant_after(node: Node, body: Graph) -> Node | None:
-    """Return the first step with a constant output that reads what was computed from a step's output."""
+    """Return the first step with constant output among those that depend on the output of a step."""
     reached = set(node.outputs)
-    in_order = sorted(graph.walk(body), key=lambda each: each.outputs[0])  # what a step reads has a lower number
+    in_order = sorted(
+        graph.walk(body), key=lambda each: each.outputs[0]
+    )  # inputs of a step have lower numbers than its outputs
     for each in in_order:
         if not reached.isdisjoint((*each.reads, *(inner.result for inner in each.bodies.values()))):
             if each.type and each.type.facts.is_constant:
@@ -99,9 +100,9 @@ def _is_constant(node: Node) -> bool:
 
 
 class _Liveness:
-    """One walk backwards over bodies; each is looked at once. `kept`: steps, by id, whose parameters a used step has.
+    """A backward walk over bodies; each is visited once. `kept`: ids of steps whose parameters a used step shares.
 
-    A step is above those that share its parameters, so the walk meets it after them.
+    A step precedes those that share its parameters, so the backward walk visits it after them.
     """
 
     def __init__(self, kept: frozenset[int], by_gradient: bool) -> None:
@@ -116,7 +117,7 @@ class _Liveness:
 
     def _walk(self, body: Graph) -> Idle:
         live = set(body.results)
-        waiting: set[int] = set()  # what idle steps read: it is idle because they are
+        waiting: set[int] = set()  # inputs of idle steps, idle only because of these
         idle = Idle([], [])
         for node in reversed(body.nodes):
             if not (live.isdisjoint(node.outputs) or (self.by_gradient and _is_constant(node))):
@@ -134,17 +135,17 @@ class _Liveness:
         return idle._replace(used=frozenset(live))
 
     def _keep(self, owner: Node) -> None:
-        """Note a step whose parameters a used one shares, with those that steps inside it share."""
+        """Mark a step whose parameters a used step shares, and the steps whose parameters it shares inside."""
         if id(owner) not in self.kept:
             self.kept.add(id(owner))
             self.kept.update(id(each.owner) for each in _with_inner(owner) if each.owner)
 
     def _is_kept(self, node: Node) -> bool:
-        """Whether a used step has the parameters of this one, or of a step inside it."""
+        """Return whether a used step shares the parameters of this one, or of a step inside it."""
         return any(id(each) in self.kept for each in _with_inner(node))
 
     def _reads(self, node: Node, idle: Idle) -> set[int]:
-        """The values around a used step that it needs; adds what is idle inside it to `idle`."""
+        """Return the outer values that a used step needs; add the idle steps inside it to `idle`."""
         if node.kind == "op":
             sizes = {port.name for port in (node.op.ports if node.op else ()) if port.size_only}
             return {v for port, each in node.inputs.items() if port not in sizes for v in each}
@@ -165,7 +166,7 @@ class _Liveness:
 
     def _layers(self, node: Node, idle: Idle) -> set[int]:
         read: set[int] = set()
-        wanted = True  # whether the layer that follows reads what this one makes
+        wanted = True  # whether the next layer reads the output of this one
         for body in reversed(node.bodies.values()):
             if not wanted:
                 owners = (each for each in reversed(body.nodes) if _may_own(each) and not node.shared)
@@ -184,7 +185,7 @@ def _add(idle: Idle, more: Idle) -> None:
 
 
 def _tied_to(bodies: list[tuple[Graph, str]], used: list[Node]) -> frozenset[int]:
-    """The steps, by id, whose parameters are those of a used step too."""
+    """Return the ids of steps whose parameters are tied to those of a used step."""
     targets = {target for node in used for target in node.ties.values()}
     if not targets:
         return frozenset()
@@ -203,9 +204,9 @@ def _with_inner(node: Node) -> Iterator[Node]:
 
 
 def _may_own(node: Node) -> bool:
-    """Whether a step has parameters that are not another's; where its widths are not known, it is tried on wide wires.
+    """Return whether a step may own parameters. If its widths are unknown, try it on wide wires.
 
-    Widths are unknown in a block that nothing uses.
+    Widths are unknown in unused blocks.
     """
     if node.owner:
         return False
@@ -213,7 +214,7 @@ def _may_own(node: Node) -> bool:
         return True
     if node.kind != "op":
         return any(_may_own(inner) for body in node.bodies.values() for inner in body.nodes)
-    if node.op is None:  # its arguments are not known either
+    if node.op is None:  # its arguments are unknown too
         return PRIMITIVES[node.verb].parameters is not Op.parameters
     if node.type is not None or type(node.op).parameters is Op.parameters:
         return False

@@ -1,11 +1,12 @@
-"""How far each value of a graph looks ahead: how many later tokens of the model's input a position may depend on.
+"""Compute the lookahead of each value: how many later tokens of the model's input a position may depend on.
 
-A token of a wire at rate r (`Wire.rate`) has the position of the first input token that it is made of, r * j. One rule
-for each verb: a position depends on what it reads, and an op adds what `Op.looks_ahead` says. An op that makes one
-token of several reads whole windows; windows in windows end together, so they add nothing to one another. A scan in
-another order turns the tokens around: what was before a token then follows it, up to the end of the sequence.
-The tokens are those of the input that streams. What depends on the other inputs alone looks at none of them; a vector
-made of the whole sequence, where it meets each of its tokens, looks at all of them.
+Token j of a wire with rate r (`Wire.rate`) has position r * j, that of the first input token it is computed from. A
+position depends on its inputs, and an op adds `Op.looks_ahead`. An op that combines several tokens into one reads whole
+windows; nested windows end together, so their lookaheads do not add up. A scan in another order may turn earlier tokens
+into later ones, up to the end of the sequence.
+
+Only tokens of the streaming input count. Values that depend on other inputs alone have no lookahead. A vector computed
+from the whole sequence and broadcast to its tokens looks ahead to the end.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ SEQUENCES = ("sequence", "tokens")
 
 
 class Ahead(NamedTuple):
-    """Of a value: a position sees the rest of its window of `window` input tokens, and `beyond` tokens more.
+    """The lookahead of a value: the rest of a window of `window` input tokens, and `beyond` further tokens.
 
-    Nor does it see more than the rest of a frame of `frame` tokens, which holds whole windows of all sizes so far, and
-    `later` tokens more: the smaller bound where windows do not end together.
+    A second bound is the rest of a frame of `frame` tokens, a multiple of all windows so far, and `later` further
+    tokens. It is the smaller one if windows do not end together.
 
-    `first` is the step by which the future enters, or by which it becomes the whole sequence. `mixes`: whether the
-    value depends on other tokens of what the scan around was given, before or after. `context`: whether it depends on
-    no token at all.
+    `first` is the step that introduces the lookahead, or makes it unbounded. `mixes`: whether the value depends on
+    other tokens of the input of the enclosing scan, earlier or later. `context`: whether it depends on no token at all.
     """
 
     window: int = 1
@@ -42,22 +42,22 @@ class Ahead(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """How many later tokens it may depend on."""
+        """Return the number of later tokens that the value may depend on."""
         return min(self.window - 1 + self.beyond, self.frame - 1 + self.later)
 
 
 CONTEXT = Ahead(context=True)
 
-Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step; Ahead is of its output
+Steps = dict[str, tuple[Node, Ahead]]  # by the path of the step, for its output
 
 
 def find(model: ModelSpec) -> Ahead | None:
-    """Return the lookahead of a model's output, of several the farthest; None where it has no meaning."""
+    """Return the lookahead of a model's output (the largest of several), or None if it is not defined."""
     return max(of_outputs(model).values(), key=lambda ahead: ahead.tokens, default=None)
 
 
 def of_outputs(model: ModelSpec) -> dict[int, Ahead]:
-    """Return the lookahead of each output by its value: of those that are sequences, if a sequence streams in."""
+    """Return the lookahead of each output that is a sequence, by its value. Empty unless the input is a sequence."""
     outputs = [value for value in model.graph.results if _has_tokens(model.types[value])]
     if not outputs or model.input.kind not in SEQUENCES:
         return {}
@@ -66,9 +66,9 @@ def of_outputs(model: ModelSpec) -> dict[int, Ahead]:
 
 
 def by_step(model: ModelSpec) -> dict[str, Ahead]:
-    """Return the lookahead of each step's output by the step's path, outputs that are sequences only.
+    """Return the lookahead of each step whose output is a sequence, by the path of the step.
 
-    Empty where an image comes in, whose tokens have no order in time.
+    Empty for image inputs, whose tokens have no order in time.
     """
     steps: Steps = {}
     if model.input.kind in SEQUENCES:
@@ -79,8 +79,8 @@ def by_step(model: ModelSpec) -> dict[str, Ahead]:
 def latency(model: ModelSpec) -> int | None:
     """Return how many input tokens must arrive after a token before the output at its position can be computed.
 
-    A model that streams takes frames, so that is the rest of the frame; for another one it is the lookahead. None where
-    an output depends on the whole sequence, or a lookahead has no meaning.
+    For a model that streams in frames it is the rest of the frame, otherwise the lookahead. None if an output depends
+    on the whole sequence, or if the lookahead is not defined.
     """
     ahead = find(model)
     if ahead is None or ahead.tokens == WHOLE:
@@ -89,7 +89,7 @@ def latency(model: ModelSpec) -> int | None:
 
 
 def latency_ms(model: ModelSpec) -> float | None:
-    """Return the latency in milliseconds; None where there is none, or the input has no `sample_rate`."""
+    """Return the latency in milliseconds, or None if it is not defined or the input has no `sample_rate`."""
     tokens, rate = latency(model), model.input.sample_rate
     return None if tokens is None or not rate else 1000 * tokens / rate
 
@@ -103,17 +103,17 @@ def _inputs(model: ModelSpec) -> dict[int, Ahead]:
 
 
 def shown(tokens: float) -> int | str:
-    """As a number, or `all`."""
+    """Return a lookahead as a number or `all`."""
     return "all" if tokens == WHOLE else int(tokens)
 
 
 def _run(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead:
-    """Of a body's result, where `known` holds the values that it reads from outside. Enters its nodes in `steps`."""
+    """Return the lookahead of a body's result. `known`: that of outer values. Adds the nodes to `steps`."""
     return _values(body, known, path, steps)[body.result]
 
 
 def _values(body: Graph, known: dict[int, Ahead], path: str, steps: Steps) -> dict[int, Ahead]:
-    """Of all values of a body and those that it reads from outside."""
+    """Return the lookahead of all values of a body, including outer values that it reads."""
     known = dict(known)
     for node in body.nodes:
         name = graph.join(path, node.name)
@@ -136,7 +136,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
         for label, body in node.bodies.items():
             result = _run(body, {**known, body.input: result}, graph.join(path, label), steps)
         return result
-    if node.kind == "block":  # its body is closed, with values of its own for what it is handed
+    if node.kind == "block":  # the body of a block has separate values for its inputs
         body = node.bodies[""]
         handed = {port: known[v] for port, (v,) in node.inputs.items()}
         inside = {number: handed[port] for port, number in body.ports.items()}
@@ -146,7 +146,7 @@ def _node(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
 
 
 def _op(node: Node, read: list[Ahead], path: str, reads_whole: bool) -> Ahead:
-    """reads_whole: whether each token reads all of the sequence, or a vector made of it."""
+    """Return the lookahead of an op's output. reads_whole: each token reads the whole sequence or a vector from it."""
     assert node.op is not None
     most = _most(read)
     adds = WHOLE if reads_whole else node.op.looks_ahead(*node.wires)
@@ -176,13 +176,13 @@ def _scan(node: Node, known: dict[int, Ahead], path: str, steps: Steps) -> Ahead
 
 
 def _most(read: list[Ahead]) -> Ahead:
-    """What depends on all of these: the farthest, the first of several; mixed if any is."""
+    """Return the lookahead of a value that depends on all of these: the largest, mixed if any of them is."""
     read = [ahead for ahead in read if not ahead.context]
     most = max(read, key=lambda ahead: ahead.tokens, default=Ahead())
     mixes = any(ahead.mixes for ahead in read)
     window = max((ahead.window for ahead in read), default=1)
     beyond = max((ahead.beyond for ahead in read), default=0.0)
-    if any(window % ahead.window for ahead in read):  # windows that do not end together
+    if any(window % ahead.window for ahead in read):  # the windows do not end together
         window, beyond = 1, most.tokens
     frame, later = math.lcm(*(ahead.frame for ahead in read)), max((ahead.later for ahead in read), default=0)
     return Ahead(window, beyond, most.first, mixes, frame=frame, later=later)

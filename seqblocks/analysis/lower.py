@@ -1,4 +1,4 @@
-"""From a typed spec to a graph: the model of a file, and a check of each of its blocks."""
+"""Lower a typed spec to a graph: the model of a file, and a check of each of its blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_builtin(verb: str) -> bool:
 def lower_file(
     file: SpecFile, report: Report, warnings: Report, name: str, overrides: tuple[Override, ...] = ()
 ) -> graph.ModelSpec | None:
-    """Return the graph of a file's model, after a check of every block in it. None if there is no sound model."""
+    """Check all blocks of a file and return the graph of its model, or None if there is no valid model."""
     run = Run(report, warnings)
     run.unread = {id(each.default): True for block in file.blocks.values() for each in block.args.values()}
     ctx = file_context(run, file)
@@ -51,7 +51,7 @@ def lower_file(
     for each in () if report else run.map_checks:
         check_map(*each)
     if not report:
-        assert model is None or model.output is not None, "the result has no type, and no fault was reported"
+        assert model is None or model.output is not None, "the result has no type, but no fault was reported"
         _report_idle(run)
         if model and run.may_look_ahead and not report and not (file.expect and file.expect.get("lookahead")):
             from seqblocks.analysis.future import check_future  # only models that may look ahead need it
@@ -61,18 +61,18 @@ def lower_file(
 
 
 def _check_overrides(run: Run, model: graph.ModelSpec, overrides: tuple[Override, ...]) -> None:
-    """Warn of overrides that no step uses, and note those whose value the spec has: a sweep passes through it."""
+    """Warn of overrides that no step uses. Add a note for those that repeat a value of the spec, as in a sweep."""
     same = [each for each in overrides if each.node is None]
-    model.notes = tuple(f"the override {each} changes nothing: the spec says so already" for each in same)
+    model.notes = tuple(f"the override {each} has no effect: the spec already has this value" for each in same)
     for each in overrides:
         if each.node is not None and run.unread.get(id(each.node)):
-            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names, and what the steps read"
-            unused = Fault("W901", f"the override {each} changes nothing: no step uses it", hint=hint)
+            hint = "check its name: `seqblocks show SPEC --stage spec` lists the names and the arguments of the steps"
+            unused = Fault("W901", f"the override {each} has no effect: no step uses it", hint=hint)
             run.warnings.fault(unused, each.node.span)
 
 
 def _report_idle(run: Run) -> None:
-    """Report the parameters that would not be trained, each step once: unused ones, then those without a gradient."""
+    """Report parameters that would not be trained, once per step: first unused ones, then those without a gradient."""
     bodies = [(body, graph.join(*ctx.body.path)) for ctx, body in run.lowered]
     idle = find_idle(bodies)
     for (ctx, body), found in zip(run.lowered, idle, strict=True):
@@ -111,7 +111,7 @@ def _lower_model(ctx: Context, file: SpecFile, name: str) -> graph.ModelSpec | N
 
 
 def _lower_steps(ctx: Context, inputs: Inputs, steps: Node | None, outputs: Node | None) -> graph.Graph:
-    """Lower the steps of a model, whose wires are at first its inputs; `input` is the first of them."""
+    """Lower the steps of a model. Its inputs are the first wires; `input` is the first of them."""
     run = ctx.run
     values = {name: run.value(wire, name) for name, wire in inputs.items()} or {"input": run.unknown()}
     first, *others = values

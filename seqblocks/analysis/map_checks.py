@@ -1,4 +1,4 @@
-"""`checkpoint:` maps against the graph: keys that name nothing, entries that cannot apply, axes that do not fit."""
+"""Check `checkpoint:` maps against the graph: unmatched keys, entries that cannot apply, axes that do not fit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from seqblocks.parameters import Parameter
 from seqblocks.recipes import Name
 
 DIRECTIONS = tuple(map(graph.direction_name, get_args(Order)))
-MAX_MATCHES = 2_000_000  # a pattern of a key held against a name
+MAX_MATCHES = 2_000_000  # comparisons of a key's pattern with a name
 
 
 def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -> None:
-    """Report keys that name nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
+    """Report keys that match nothing in `body`, entries that cannot apply, and axes and layouts that do not fit.
 
-    `open`: the body could have been made otherwise (a block has arguments, or something is overridden), so that a key
-    may name a parameter, a layer or a direction that this one lacks.
+    `open`: the body could differ (a block has arguments, or something is overridden), so a key may match a parameter,
+    a layer or a direction that this body does not have.
     """
     parted = not open and any(node.directions for node in graph.walk(body))
     patterns = {part for entry in table for part in entry.ours.split(".") if "{" in part and HOLE.sub("", part)}
     count = sum(1 + len(node.parameters) for node in graph.walk(body)) if patterns else 0
     if len(patterns) * count > MAX_MATCHES:
         message = f"{len(patterns):,} patterns are too many for {count:,} steps and parameters"
-        expected = f"at most {MAX_MATCHES // count:,}; a part that is an index alone (blocks.{{layer}}) does not count"
+        expected = f"at most {MAX_MATCHES // count:,}, not counting parts that are a single index (blocks.{{layer}})"
         ctx.report(Fault("E104", message, expected=expected), table[0].span)
         return
     names: dict[str, Any] = {}
@@ -69,16 +69,15 @@ def check_map(ctx: Context, table: tuple[Entry, ...], body: Graph, open: bool) -
 def _check_use(
     ctx: Context, table: tuple[Entry, ...], layout: str, body: Graph, open: bool, composed: set[int]
 ) -> None:
-    """Report entries that longer keys of the same map leave nothing for, and recipes made of a block's own recipes.
+    """Report entries that are shadowed by longer keys of the same map, and recipes applied to recipes of a block's map.
 
-    layout: the one whose entries are checked. composed: the entries whose recipes or alternatives meet the map of a
-    block.
+    layout: the layout to check. composed: entries whose recipes or alternatives are combined with the map of a block.
     """
     translator = Translator(layout)
     tree = translator.tree(table)
     if not composed and (open or not tree.overlaps()):
         return
-    instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # what takes what an entry matches too
+    instead: dict[int, dict[int, Entry]] = {id(entry): {} for entry in table}  # entries that match instead
     used: set[int] = set()
     for item in graph.parameters(body, shared=True):
         parts = item.name.split(".")
@@ -92,7 +91,7 @@ def _check_use(
         if first.length < len(parts) and id(first.entry) in composed and first.entry.layout == layout:
             try:
                 after = translator.after(body, parts, first.length)
-            except Fault:  # of a block's own map, where it is reported
+            except Fault:  # belongs to the map of a block, where it is reported
                 continue
             try:
                 first.followed_by(after)
@@ -102,13 +101,15 @@ def _check_use(
     for entry in () if open else table:
         others = instead[id(entry)]
         if id(entry) not in used and others and entry.layout == layout:
-            what = f"{quote(entry.ours)} never applies: other keys of this map cover everything that it matches"
+            what = f"{quote(entry.ours)} never applies: other keys of this map match everything that it matches"
             notes = [Note(f"{quote(other.ours)} is here", other.span) for other in list(others.values())[:3]]
-            ctx.report(Fault("E314", what, hint="remove it, or make the other keys narrower", notes=notes), entry.span)
+            ctx.report(
+                Fault("E314", what, hint="remove it, or make the other keys more specific", notes=notes), entry.span
+            )
 
 
 class _Places:
-    """What the keys of a map that begin alike name so far. What is below is sorted by name once, for all keys."""
+    """The places that keys with the same prefix match. Their contents are sorted by name once, for all keys."""
 
     def __init__(self, things: list[Any], inside: Callable[[Any], dict[str, Any]]) -> None:
         self.things, self.inside = things, inside
@@ -116,7 +117,7 @@ class _Places:
 
     @cached_property
     def named(self) -> dict[str, dict[int, Any]]:
-        """Steps, bodies and parameters below, by the next part of their names."""
+        """Return the steps, bodies and parameters below, by the next part of their names."""
         found: dict[str, dict[int, Any]] = {}
         for thing in self.things:
             for name, child in self.inside(thing).items():
@@ -125,14 +126,14 @@ class _Places:
 
     @cached_property
     def layers(self) -> tuple[int, dict[int, Any]]:
-        """The fewest layers of a repeat among these, and all layers of the repeats."""
+        """Return the smallest number of layers of a repeat among these, and the layers of all of them."""
         repeats = [thing for thing in self.things if isinstance(thing, graph.Node) and thing.kind == "repeat"]
         inside = {id(body): body for node in repeats for body in node.bodies.values()}
         return min((len(node.bodies) for node in repeats), default=10**9), inside
 
     @cached_property
     def shapes(self) -> dict[tuple[int, ...], str]:
-        """The shapes of the parameters, each with the name (from here) of the first that has it."""
+        """Return the shapes of the parameters, each with the relative name of the first that has it."""
         found: dict[tuple[int, ...], str] = {}
         for thing in self.things:
             for name, parameter in _parameters(thing):
@@ -141,7 +142,7 @@ class _Places:
 
     @cached_property
     def mapped(self) -> bool:
-        """Whether a block with a map of its own is here or below."""
+        """Return whether a block with a map of its own is here or below."""
         nodes = [thing for thing in self.things if isinstance(thing, graph.Node)]
         bodies = [thing for thing in self.things if isinstance(thing, Graph)]
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
@@ -149,7 +150,7 @@ class _Places:
 
     @cached_property
     def absent(self) -> set[str]:
-        """The names of steps here whose condition is false."""
+        """Return the names of steps here whose condition is false."""
         bodies = [thing for thing in self.things if isinstance(thing, Graph)]
         nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
         bodies += chain.from_iterable(node.bodies.values() for node in nodes)
@@ -157,17 +158,17 @@ class _Places:
 
     @cached_property
     def without_layers(self) -> bool:
-        """Whether one of these is a repeat of no layers."""
+        """Return whether one of these is a repeat without layers."""
         nodes = (thing for thing in self.things if isinstance(thing, graph.Node))
         return any(node.kind == "repeat" and not node.bodies for node in nodes)
 
     @cached_property
     def matrix(self) -> bool:
-        """Whether one of these is a parameter with two axes."""
+        """Return whether one of these is a parameter with two axes."""
         return any(isinstance(thing, Parameter) and len(thing.shape) == 2 for thing in self.things)
 
     def below(self, part: str, open: bool = False) -> _Places:
-        """Return what is called `part` in any of the places."""
+        """Return everything named `part` in any of the places."""
         absent = open and part.isdecimal() and (len(part) > 9 or int(part) >= self.layers[0])
         key = "0+" if absent else HOLE.sub("{}", part)
         if key not in self._below:
@@ -185,7 +186,7 @@ class _Places:
         return self._below[key]
 
     def words(self) -> list[str]:
-        """Return what a key may name here, for a message."""
+        """Return the names that a key may match here, for a message."""
         layers = any(isinstance(thing, graph.Node) and thing.kind == "repeat" for thing in self.things)
         return list(dict.fromkeys("{layer}" if layers and name.isdecimal() else name for name in self.named))
 
@@ -204,7 +205,7 @@ def _inside(place: Any) -> dict[str, Any]:
 
 
 def _check_owner(ctx: Context, entry: Entry, owners: _Places) -> bool:
-    """Report a key that names an order of a scan where the orders share a parameter, or none where each owns it."""
+    """Report a key with a scan order for a shared parameter, or without one for a parameter that each order owns."""
     start = 0
     for part in entry.ours.split("."):
         found = owners.below(part)
@@ -230,7 +231,7 @@ def _unknown(ctx: Context, entry: Entry, part: str, start: int, places: _Places)
 
 
 def _parameters(place: Any) -> list[tuple[str, Parameter]]:
-    """Return the parameters of a place, by their names in it."""
+    """Return the parameters of a place, by their relative names."""
     if isinstance(place, Parameter):
         return [("", place)]
     below = (
@@ -251,9 +252,9 @@ def _check_axis(ctx: Context, entry: Entry, places: _Places) -> None:
 
 
 def _check_layout(ctx: Context, entry: Entry, places: _Places) -> None:
-    """Report a `kernel` of flax or Keras: it is [in, out], our matrices are [out, in], and a square one would fit."""
+    """Report a `kernel` of flax or Keras that is not transposed: it is [in, out], while ours are [out, in]."""
     for theirs, node in zip(entry.theirs, entry.node, strict=True):
         if places.matrix and isinstance(theirs, Name) and theirs.official.rpartition(".")[2] == "kernel":
             what = f"{quote(theirs.official)} is [in, out] by its name, and {entry.ours} is [out, in]"
-            hint = f"{{transpose: {theirs.official}}}; or {{reshape: {theirs.official}}}, if it is [out, in] after all"
+            hint = f"{{transpose: {theirs.official}}}, or {{reshape: {theirs.official}}} if it is in fact [out, in]"
             ctx.report(Fault("E314", what, hint=hint), node.span)

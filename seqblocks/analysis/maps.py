@@ -1,32 +1,32 @@
-"""`checkpoint:` maps, from our names to official ones: reading them.
+"""Read `checkpoint:` maps, which translate our parameter names to official ones.
 
-A map's keys are our names (a parameter, or a namespace: then everything below it), its values the official names.
-`{layer}` in a key matches an index; a value may use it in an expression: `blocks.{layer // 2}`. A list of values gives
-alternatives, for releases with several layouts: the first one that a file holds is read.
+The keys of a map are our names (of a parameter, or of a namespace with everything below it), its values are official
+names. `{layer}` in a key matches an index; the value may use it in an expression: `blocks.{layer // 2}`. A list of
+values gives alternatives for releases with different layouts: the first one found in a file is read.
 
-A block's map covers the names inside the block, wherever the block is used. The longest matching key of the enclosing
-map translates the part of a name that it matches; what follows is translated by the maps of the blocks it passes
-through. A key of the enclosing map that reaches into a block takes precedence over the block's map for what it matches.
+The map of a block covers the names inside the block, wherever the block is used. The longest matching key of the
+enclosing map translates the part of a name that it matches; the rest is translated by the maps of the blocks on the
+path. If a key of the enclosing map reaches into a block, it takes precedence over the map of the block.
 
     head: classifier                             rename
     embed: [wte, backbone.embeddings]            alternatives
     qkv.weight: {concat: [q, k, v], axis: 0}     official tensors joined (or `stack`ed) into ours
-    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts that an official tensor joins or stacks,
-                                                 or holds flat; `axis: 1`: parts of each of its rows
-    q.weight: {slice: qkvo, start: 0}            as much of an official tensor as ours holds, from there on its axis 0
-    v.weight: {cut: [q, k, v], start: 8, sizes: [6, 6, 12]}   the same of several, joined; these are their sizes
-    w: {transpose: v}                            last two axes swapped; the last of ours may be one there
-    w: {reshape: v}                              the same numbers in our shape
+    q.weight: {split: qkv, parts: 3, part: 0}    one of several equal parts of an official tensor, which is joined,
+                                                 stacked or flat; `axis: 1`: parts of each row
+    q.weight: {slice: qkvo, start: 0}            a range of axis 0 of an official tensor, as long as ours
+    v.weight: {cut: [q, k, v], start: 8, sizes: [6, 6, 12]}   a range of several joined tensors of these sizes
+    w: {transpose: v}                            last two axes swapped; our last axes may be one official axis
+    w: {reshape: v}                              the same elements in our shape
     w: {rearrange: v, pattern: "(head part d) gate -> gate (part head d)", head: heads, part: 3}
                                                  axes split, permuted and joined, in einops' notation
-    q.weight: {slice: qkv, start: 0, groups: heads}   the same of each head, where the rows of heads alternate
+    q.weight: {slice: qkv, start: 0, groups: heads}   a range of each head, if the rows are grouped by head
     A_real: {real: A}, A_imag: {imag: A}         one part of a complex tensor
 
-Numbers may be expressions over the block's arguments. `shape: [...]` (split, transpose, reshape) is that of the
-official tensor and `sizes: [...]` (concat) are those of the parts, where our shape does not imply them: writing needs
-them.
+Numbers may be expressions over the block's arguments. `shape: [...]` (split, transpose, reshape) is the shape of the
+official tensor, and `sizes: [...]` (concat) are the sizes of the parts. They are needed for writing if our shape does
+not imply them.
 
-`layouts:` names further layouts and what differs in each; the map itself is the layout `official`.
+`layouts:` defines further layouts by their differences; the map itself is the layout `official`.
 
     embed: backbone.embedding
     layouts: {hub: {embed: backbone.embeddings}}
@@ -53,7 +53,7 @@ EXAMPLES = {"split": "{split: qkv, parts: 3, part: 0}", "cut": "{cut: [q, k], st
 
 
 def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
-    """Return the entries of a map; those at fault in themselves are reported and left out."""
+    """Return the entries of a map; invalid ones are reported and skipped."""
     entries = _entries(ctx, node, "")
     layouts = node.get(LAYOUTS) if node else None
     if isinstance(layouts, Mapping) and len(layouts.entries) > MAX_ALTERNATIVES:
@@ -73,14 +73,14 @@ def read_map(ctx: Context, node: Mapping | None) -> tuple[Entry, ...]:
 
 
 def _entries(ctx: Context, node: Mapping | None, layout: str) -> list[Entry]:
-    """Return the entries of one layout: what the map itself has, or what is below the layout's name."""
+    """Return the entries of one layout: those of the map itself, or those below the name of the layout."""
     own = ((key, span, value) for key, span, value in node or () if not _has_layouts(key, value, layout))
     entries: dict[str, Entry] = {}
     for entry in filter(None, [_entry(ctx, *each, layout) for each in own]):
         first = entries.setdefault(HOLE.sub("{}", entry.ours), entry)
         if first is not entry:
-            what = f"{quote(first.ours)} and {quote(entry.ours)} are one key: an index matches by any name"
-            ctx.report(Fault("E210", what, notes=[Note("the first is here", first.span)]), entry.span)
+            what = f"{quote(first.ours)} and {quote(entry.ours)} are the same key: the name of an index does not matter"
+            ctx.report(Fault("E210", what, notes=[Note("the first one is here", first.span)]), entry.span)
     return list(entries.values())
 
 
@@ -93,11 +93,13 @@ def _entry(ctx: Context, key: str, span: Span, node: Node, layout: str) -> Entry
     if not all(is_name(ctx.run.report, index, span) for index in indices):
         return None
     if len(set(indices)) < len(indices):
-        ctx.report(Fault("E210", f"{quote(key)} has one index twice"), span)
+        ctx.report(Fault("E210", f"{quote(key)} has the same index twice"), span)
         return None
     nodes = node.items if isinstance(node, Sequence) else [node]
     if not 0 < len(nodes) <= MAX_ALTERNATIVES:
-        fault = Fault("E203", f"a list holds 1 to {MAX_ALTERNATIVES} alternative official names", found=str(len(nodes)))
+        fault = Fault(
+            "E203", f"a list of alternatives must have 1 to {MAX_ALTERNATIVES} official names", found=str(len(nodes))
+        )
         ctx.report(fault, node.span)
         return None
     theirs = [_alternative(ctx, item, indices) for item in nodes]
@@ -113,7 +115,7 @@ def _alternative(ctx: Context, node: Node, indices: list[str]) -> Recipe | None:
 
 
 def has_sizes(table: Iterable[Entry]) -> bool:
-    """Return whether a map depends on the arguments of its block: the numbers of a recipe may."""
+    """Return whether a map depends on the arguments of its block, through numbers in its recipes."""
     return any(isinstance(node, Mapping) and _has_expressions(node) for entry in table for node in entry.node)
 
 
@@ -132,7 +134,11 @@ def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
     _check_words(ctx, node, words)
     if len(kinds) != 1:
         if not node.incomplete:
-            fault = Fault("E210" if kinds else "E202", "a recipe is of one kind", expected=f"one of {listing(RECIPES)}")
+            fault = Fault(
+                "E210" if kinds else "E202",
+                "a recipe must have exactly one kind",
+                expected=f"one of {listing(RECIPES)}",
+            )
             ctx.report(fault, node.span)
         return None
     tensors = _tensors(ctx, kinds[0], node.entries[kinds[0]][1], indices)
@@ -141,19 +147,19 @@ def _recipe(ctx: Context, node: Mapping, indices: list[str]) -> Recipe | None:
 
 
 def _check_words(ctx: Context, node: Mapping, words: tuple[str, ...]) -> None:
-    """Report keys that do not go with a recipe's kind; they make it incomplete."""
+    """Report keys that a recipe's kind does not take; they make it incomplete."""
     if len(words) > 1:
         known_keys(ctx.run.report, node, words, "a checkpoint map's recipe")
         return
-    alone = f"{words[0]} alone; what it makes has the shape of our parameter"
+    alone = f"only {words[0]}; the result has the shape of our parameter"
     for key, span, _ in node:
         if key not in words:
-            ctx.report(Fault("E201", f"{words[0]} takes no {quote(key)}", expected=alone), span)
+            ctx.report(Fault("E201", f"{words[0]} does not take {quote(key)}", expected=alone), span)
             node.incomplete = True
 
 
 def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange | None:
-    """Read {rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}, whose sizes are expressions."""
+    """Read {rearrange: name, pattern: "(a b) c -> c (b a)", a: 4}; the sizes may be expressions."""
     name = _name(ctx, node.entries["rearrange"][1], indices)
     pattern = node.get("pattern")
     if pattern is None:
@@ -163,7 +169,7 @@ def _rearrangement(ctx: Context, node: Mapping, indices: list[str]) -> Rearrange
         return None
     try:
         if not isinstance(pattern, Scalar) or not isinstance(pattern.value, str):
-            raise Fault("E203", "a pattern is text", found=kind_of(pattern), hint='"row column -> column row"')
+            raise Fault("E203", "a pattern must be text", found=kind_of(pattern), hint='"row column -> column row"')
         axes = {axis for group in read_pattern(pattern.value)[0] for axis in group}
     except Fault as fault:
         ctx.report(fault, pattern.span)
@@ -181,7 +187,7 @@ def _size(ctx: Context, axis: str, node: Node) -> Any:
 
 
 def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, Any] | None:
-    """Return the numbers that go with a recipe's kind; None after a fault, or where one is not known."""
+    """Return the numbers of a recipe, or None after a fault or if one is UNKNOWN."""
     out: dict[str, Any] = {}
     for key, needed in words_of(kind).items():
         value = node.get(key)
@@ -198,7 +204,7 @@ def _numbers(ctx: Context, kind: str, node: Mapping) -> dict[str, Any] | None:
 
 def _whole(ctx: Context, key: str, node: Node) -> int | None:
     if not isinstance(node, Scalar) or isinstance(node.value, bool) or not isinstance(node.value, int | str):
-        ctx.report(Fault("E203", f"{key} is a whole number", found=kind_of(node)), node.span)
+        ctx.report(Fault("E203", f"{key} must be a whole number", found=kind_of(node)), node.span)
         return None
     value = number(ctx, node, whole=True)
     return value if isinstance(value, int) else None
@@ -206,7 +212,7 @@ def _whole(ctx: Context, key: str, node: Node) -> int | None:
 
 def _list(ctx: Context, key: str, node: Node) -> tuple[int, ...] | None:
     if not isinstance(node, Sequence) or not node.items:
-        fault = Fault("E203", f"{key} is a list of whole numbers", found=kind_of(node), hint=f"{key}: [768, 64]")
+        fault = Fault("E203", f"{key} must be a list of whole numbers", found=kind_of(node), hint=f"{key}: [768, 64]")
         ctx.report(fault, node.span)
         return None
     values = [_whole(ctx, key, item) for item in node.items]
@@ -230,7 +236,7 @@ def _in_range(ctx: Context, kind: str, node: Mapping, numbers: dict[str, Any]) -
 
 
 def _tensors(ctx: Context, kind: str, node: Node, indices: list[str]) -> Any:
-    """Return the official name of a recipe, or the names where it joins several; None after a fault."""
+    """Return the official name of a recipe, or the names if it joins several; None after a fault."""
     if not issubclass(RECIPES[kind], FromSeveral):
         return _name(ctx, node, indices)
     if not isinstance(node, Sequence) or not node.items:
@@ -242,15 +248,15 @@ def _tensors(ctx: Context, kind: str, node: Node, indices: list[str]) -> Any:
 
 
 def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
-    """Return an official name; None after a fault, which its expressions may have too."""
+    """Return an official name, or None after a fault in it or its expressions."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         text = node.text if isinstance(node, Scalar) and node.value is not None else None
-        hint = f'in quotes it is one: "{text}"' if text else None
-        ctx.report(Fault("E203", "an official name is a word", found=kind_of(node), hint=hint), node.span)
+        hint = f'quote it: "{text}"' if text else None
+        ctx.report(Fault("E203", "an official name must be a word", found=kind_of(node), hint=hint), node.span)
         return None
     bare = HOLE.sub(lambda hole: " " * len(hole[0]), node.value)
     if odd := re.search(r"[{}]", bare):
-        fault = Fault("E501", f"{quote(node.value)} has a '{odd[0]}' without its partner", hint="blocks.{layer // 2}")
+        fault = Fault("E501", f"{quote(node.value)} has an unmatched '{odd[0]}'", hint="blocks.{layer // 2}")
         ctx.report(fault, node.span.within(node.offset + odd.start(), 1))
         return None
     for hole in HOLE.finditer(node.value):
@@ -264,7 +270,7 @@ def _name(ctx: Context, node: Node, indices: list[str]) -> str | None:
             if isinstance(fault, NameFault):
                 start, length = start + fault.offset, len(fault.name)
                 if not indices:
-                    fault.expected, fault.hint = "no index: the key has none", "blocks.{layer}: layers.{layer}"
+                    fault.expected, fault.hint = "no index, since the key has none", "blocks.{layer}: layers.{layer}"
             ctx.report(fault, node.span.within(node.offset + start, length))
             return None
     return node.value

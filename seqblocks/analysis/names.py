@@ -1,4 +1,4 @@
-"""Numbers and words by name: `let:` entries and arguments of blocks."""
+"""Named values: `let:` entries and arguments of blocks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.document import Node, Scalar, Sequence
 from seqblocks.language.expressions import UNKNOWN, parse
 
-Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the ring of names that it closes, if it does
+Compute = Callable[[list[str]], Any]  # of a `let:` entry; takes the cycle of names that it closes, if any
 
 
 class Names(Mapping[str, Any]):
-    """The names of one scope and of those around it.
+    """The names of one scope and its enclosing scopes.
 
-    `let:` entries are computed on demand, so their order does not matter. A scope is incomplete where some of its
-    names could not be read: every name that it lacks is UNKNOWN.
+    `let:` entries are computed on demand, so their order does not matter. A scope is incomplete if some of its names
+    could not be read. Any name that it lacks is then UNKNOWN.
     """
 
     def __init__(self, outer: Names | None = None, values: dict[str, Any] | None = None) -> None:
         self.outer = outer
         self.known: dict[str, Any] = values or {}
         self.pending: dict[str, Compute] = {}
-        self.written: dict[str, tuple[Node, Names]] = {}  # where a value was written, and the names in scope there
+        self.written: dict[str, tuple[Node, Names]] = {}  # the node of each value, and the names in scope there
         self.incomplete = False
 
     def __getitem__(self, name: str) -> Any:
@@ -49,7 +49,7 @@ class Names(Mapping[str, Any]):
         return len(list(iter(self)))
 
     def source(self, name: str) -> tuple[Node, Names] | None:
-        """Return the node that gave a name its value, and the names in scope there."""
+        """Return the node that defines the value of a name, and the names in scope there."""
         scope: Names | None = self
         while scope is not None:
             if name in scope.known or name in scope.pending:
@@ -58,12 +58,12 @@ class Names(Mapping[str, Any]):
         return None
 
     def compute_all(self) -> None:
-        """Compute every `let:` entry, so that faults in unused ones are reported too."""
+        """Compute all `let:` entries, so that faults in unused ones are reported too."""
         for name in list(self.pending):
             self[name]
 
     def _compute(self, name: str) -> None:
-        # Entries are computed before those that need them, so that a long chain of entries is no deep recursion.
+        # Dependencies are computed first, so that a long chain of entries does not recurse deeply.
         open_entries = {name: iter(needed_names(self.written[name][0]))}
         while open_entries:
             last = next(reversed(open_entries))
@@ -84,7 +84,7 @@ class Names(Mapping[str, Any]):
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as a message shows it."""
+    """Format a value for a message."""
     if isinstance(value, list):
         return f"[{listing('[…]' if isinstance(each, list) else shown_value(each) for each in value)}]"
     if value is None or isinstance(value, bool):
@@ -93,7 +93,7 @@ def shown_value(value: Any) -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names in an expression; none where the text is not an expression."""
+    """Return the names in an expression, or none if the text is not an expression."""
     if text.isidentifier():
         return [text]
     try:
@@ -103,7 +103,7 @@ def names_in(text: str) -> list[str]:
 
 
 def needed_names(node: Node) -> list[str]:
-    """Return the names that a value may depend on; words may be among them."""
+    """Return the names that a value may depend on, possibly including plain words."""
     if isinstance(node, Sequence):
         return [name for item in node.items for name in needed_names(item)]
     return names_in(node.value) if isinstance(node, Scalar) and isinstance(node.value, str) else []

@@ -1,4 +1,4 @@
-"""Nodes: the name of a step, the wires that it defines, and its outputs."""
+"""Create nodes: the name of a step, the wires that it defines, and its outputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from seqblocks.language.spec import is_name
 from seqblocks.op import ids_are_no_numbers
 from seqblocks.types import Origin, Wire
 
-# A step's name becomes an attribute of a torch module; these are taken there, or are methods of a built model.
-# tests/torch/test_module.py holds the list against the real thing.
+# A step's name becomes an attribute of a torch module. These are already attributes there, or methods of a built model;
+# tests/torch/test_module.py compares the list with both.
 RESERVED_NAMES = frozenset(
     (
         "forward", "fwd", "rev", "rows", "rows_reverse", "columns", "columns_reverse", "graph", "step", "init_state",
@@ -39,7 +39,7 @@ RESERVED_NAMES = frozenset(
 def make_node(
     ctx: Context, step: Step, kind: graph.NodeKind, inputs: dict[str, tuple[int, ...]], type: Wire | None, **more: Any
 ) -> graph.Node:
-    """Return the node of a step, with its name and its outputs."""
+    """Create the node of a step, with its name and its outputs."""
     run, body = ctx.run, ctx.body
     origin = Origin(step.verb, step.span)
     if type and not type.origin:
@@ -47,7 +47,7 @@ def make_node(
     if type and run.has_context and type.context != _is_context(run, inputs, more.get("bodies", {})):
         type = type._replace(context=not type.context)
     if type and type.context:
-        more["state"] = {}  # it is computed once, from the first token on
+        more["state"] = {}  # computed once, before the first token
     name = _unique_name(ctx, step)
     outputs = _outputs(ctx, step, type, origin)
     first = len(run.types)
@@ -65,7 +65,7 @@ def make_node(
 
 
 def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, graph.Graph]) -> bool:
-    """Whether all that a node reads depends on no input that streams, and so the node does not either."""
+    """Return whether a node depends on no streaming input."""
     at_ports = [value for values in inputs.values() for value in values]
     captured = [value for body in bodies.values() for value in body.captures]
     return all((wire := run.types[value]) and wire.context for value in (*at_ports, *captured))
@@ -75,42 +75,42 @@ def _is_context(run: Run, inputs: dict[str, tuple[int, ...]], bodies: dict[str, 
 
 
 def may_be_name(ctx: Context, name: str, span: Span) -> bool:
-    """Return whether a word may be a namespace; report it if not."""
+    """Return whether a word is a valid namespace; report it if not."""
     if name == "input":
-        ctx.report(Fault("E311", "'input' is what the steps are given", hint="choose another name"), span)
+        ctx.report(Fault("E311", "'input' is the name of the input of the steps", hint="choose another name"), span)
     elif name in RESERVED_NAMES or name.startswith("_"):
-        ctx.report(Fault("E311", f"{quote(name)} is reserved: a torch module has it already"), span)
+        ctx.report(Fault("E311", f"{quote(name)} is reserved: torch modules have an attribute of that name"), span)
     else:
         return is_name(ctx.run.report, name, span)
     return False
 
 
 def _unique_name(ctx: Context, step: Step) -> str:
-    """Return the namespace of a step; report one that is not legal, or taken."""
+    """Return the namespace of a step; report it if it is invalid or already used."""
     name, span = step.name, step.name_span
     given = step.common.get("name")
     if given and not isinstance(given[1], Scalar):
-        ctx.report(Fault("E203", "name is a word", found=kind_of(given[1])), given[1].span)
+        ctx.report(Fault("E203", "name must be a word", found=kind_of(given[1])), given[1].span)
     elif given and not may_be_name(ctx, name, span):
         return f"{step.verb}@{span.line}"
     clash = ctx.body.nodes.get(name)
     if clash is None or clash.kind == "unknown":
         return name
-    hint = f"{_other_name(ctx, step, name)}: parameters are stored under it"
-    notes = [Note("the other one is here", clash.span)]
-    message = f"two steps here would both be called {quote(name)}"
+    hint = f"{_other_name(ctx, step, name)}: parameters are stored under the name of their step"
+    notes = [Note("the other step is here", clash.span)]
+    message = f"two steps here have the name {quote(name)}"
     ctx.report(Fault("E304", message, hint=hint, notes=notes), step.alias or span)
     return f"{name}@{span.line}:{span.column}"
 
 
 def _other_name(ctx: Context, step: Step, name: str) -> str:
-    """Return a hint that gives a step a name that no step here has."""
+    """Return a hint with an unused name for a step."""
     numbers = ctx.body.numbers = ctx.body.numbers or dict.fromkeys((each.name for each in ctx.body.steps), 1)
     number = next(n for n in count(numbers[name] + 1) if f"{name}_{n}" not in numbers)
-    numbers[name] = number  # a third step gets another
+    numbers[name] = number  # so that a third step gets a different one
     other = f"name: {name}_{number}"
     if step.alias:
-        return f"an alias repeats the name too: write the step out, with `{other}`"
+        return f"an alias repeats the name too: write out the step, with `{other}`"
     if "name" in step.common:
         return f"write `{other}`"
     return f"add `{other}`" if step.fields or step.common else f"write `{step.verb}: {{{other}}}`"
@@ -122,11 +122,11 @@ def _other_name(ctx: Context, step: Step, name: str) -> str:
 class _Outputs(NamedTuple):
     types: list[Wire | None]
     labels: list[str]
-    split: tuple[int, ...] = ()  # widths, where the result is split
+    split: tuple[int, ...] = ()  # widths, if the result is split
 
 
 def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Outputs:
-    """Return what a step makes: its result, or the parts that `as:` splits it into."""
+    """Return the outputs of a step: its result, or the parts into which `as:` splits it."""
     entry = step.common.get("as")
     if entry is None:
         return _Outputs([type], [step.verb])
@@ -143,7 +143,7 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
         labels, widths = _equal_parts(ctx, node, type)
     else:
         expected = "a name, a list of names (equal parts), or a mapping name: width"
-        ctx.report(Fault("E203", "as names the outputs", expected=expected, found=kind_of(node)), node.span)
+        ctx.report(Fault("E203", "`as` must name the outputs", expected=expected, found=kind_of(node)), node.span)
         ctx.body.incomplete = True
         return _Outputs([None], ["?"])
     if type is None or widths is None:
@@ -152,13 +152,13 @@ def _outputs(ctx: Context, step: Step, type: Wire | None, origin: Origin) -> _Ou
 
 
 def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[str], list[int] | None]:
-    """Return the names in a list, and the width of each part; no widths while they are UNKNOWN."""
+    """Return the names in a list, and the width of each part (no widths if UNKNOWN)."""
     labels: list[str] = []
     defined: set[str] = set()
     for item in node.items:
         assert isinstance(item, Scalar)
         if item.text in defined:
-            ctx.report(Fault("E305", f"two parts are called {quote(item.text)}"), item.span)
+            ctx.report(Fault("E305", f"two parts are named {quote(item.text)}"), item.span)
         else:
             define_wire(ctx, item.text, item.span)
         defined.add(item.text)
@@ -169,13 +169,13 @@ def _equal_parts(ctx: Context, node: Sequence, type: Wire | None) -> tuple[list[
     if rest:
         message = f"{type.features} features cannot be split into {len(labels)} equal parts"
         each = ", ".join(f"{name}: {width + (at < rest)}" for at, name in enumerate(labels))
-        ctx.report(Fault("E405", message, hint=f"give the widths: as: {{{each}}}"), node.span)
+        ctx.report(Fault("E405", message, hint=f"specify the widths: as: {{{each}}}"), node.span)
         return labels, None
     return labels, [width] * len(labels)
 
 
 def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[str], list[int] | None]:
-    """Return the names and widths in a mapping; no widths while they are UNKNOWN."""
+    """Return the names and widths in a mapping (no widths if UNKNOWN)."""
     ctx.body.incomplete |= node.incomplete
     labels = [define_wire(ctx, key, span) for key, span, _ in node]
     widths = [number(ctx, value, whole=True) for _, _, value in node]
@@ -187,7 +187,9 @@ def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[
     note = type.whence("the result")
     fault = Fault(
         "E405",
-        "the widths must add up to the features there are" if total != type.features else "each part needs a feature",
+        "the widths must add up to the number of features"
+        if total != type.features
+        else "each part needs at least one feature",
         expected=str(type.features) if total != type.features else "1 or more each",
         found=f"{' + '.join(map(str, widths))} = {total}",
         notes=[note] if note else [],
@@ -197,11 +199,11 @@ def _named_widths(ctx: Context, node: Mapping, type: Wire | None) -> tuple[list[
 
 
 def define_wire(ctx: Context, name: str, span: Span) -> str:
-    """Report a wire's name that is not legal, or taken."""
+    """Define a wire; report its name if it is invalid or already used."""
     if not may_be_name(ctx, name, span):
         ctx.body.incomplete = True
     elif name in ctx.body.wires:
         maker = ctx.run.makers.get(ctx.body.wires[name])
-        notes = [Note("it is made here", maker.span)] if maker else []
-        ctx.report(Fault("E305", f"a wire called {quote(name)} exists already", notes=notes), span)
+        notes = [Note("it is defined here", maker.span)] if maker else []
+        ctx.report(Fault("E305", f"there is already a wire {quote(name)}", notes=notes), span)
     return name

@@ -1,4 +1,4 @@
-"""`init:` and `tie:`: what a step says about the parameters that it owns."""
+"""Read `init:` and `tie:`, which apply to the parameters of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parameters = dict[str, Parameter]
 
 
 def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
-    """Report keys that are for parameters (E201), of a step that has none of its own."""
+    """Report keys for parameters (E201) on a step that has none of its own."""
     for key in keys:
         if key in step.common:
             message = f"{step.verb} has no parameters of its own to {key}"
@@ -26,17 +26,17 @@ def report_no_parameters(ctx: Context, step: Step, *keys: str) -> None:
 
 
 def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: bool) -> Parameters:
-    """Return the parameters with the initialisers of `init:`. known: whether there are no other parameters."""
+    """Return the parameters with the initialisers of `init:`. known: whether the parameters are complete."""
     node = step.get("init")
     if not isinstance(node, Mapping):
         if node is not None:
-            message, hint = "init is a mapping of parameter: initialiser", "init: {weight: zeros}"
+            message, hint = "init must be a mapping of parameter: initialiser", "init: {weight: zeros}"
             ctx.report(Fault("E203", message, found=kind_of(node), hint=hint), node.span)
         return parameters
     out = dict(parameters)
     for key, span, value in node:
         absent = known and parameters and key not in out
-        init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may hold both
+        init = None if absent and kind_of(value) == "nothing" else _read_init(ctx, value)  # the key may contain both
         if absent:
             _report_no_parameter(ctx, step, key, span, parameters)
         elif key in out and init:
@@ -45,10 +45,10 @@ def with_initialisers(ctx: Context, step: Step, parameters: Parameters, known: b
 
 
 def _read_init(ctx: Context, node: Node) -> Init | None:
-    """Return an initialiser; None after a fault or while one of its numbers is UNKNOWN."""
+    """Return an initialiser, or None after a fault or if one of its numbers is UNKNOWN."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
         expected = "a name such as zeros, or name(numbers)"
-        ctx.report(Fault("E408", "not an initialiser", expected=expected, found=kind_of(node)), node.span)
+        ctx.report(Fault("E408", "invalid initialiser", expected=expected, found=kind_of(node)), node.span)
         return None
     try:
         return read_init(node.value, ctx.names)
@@ -58,7 +58,7 @@ def _read_init(ctx: Context, node: Node) -> Init | None:
 
 
 def _report_no_parameter(ctx: Context, step: Step, key: str, span: Span, parameters: Parameters) -> None:
-    message = f"{step.verb} has no parameter {quote(key)} as it is used here"
+    message = f"{step.verb} has no parameter {quote(key)} with these arguments"
     expected = f"one of {listing(parameters)}"
     ctx.report(Fault("E201", message, expected=expected, hint=lambda: key_hint(key, parameters)), span)
 
@@ -70,13 +70,13 @@ class _Tie(NamedTuple):
     ours: str
     target: str  # step.parameter
     span: Span
-    of_step: bool  # whether `tie:` names a step, rather than each parameter
+    of_step: bool  # whether `tie:` names a step instead of single parameters
 
 
 def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str]:
-    """Return the full names of the parameters that the step's own ones are tied to.
+    """Return the full names of the parameters that those of the step are tied to.
 
-    `tie: embed` ties every parameter to the one of that name there; `tie: {weight: embed.weight}` names them.
+    `tie: embed` ties each parameter to the one with the same name there; `tie: {weight: embed.weight}` names them.
     """
     if not parameters:
         _check_step(ctx, step)
@@ -89,14 +89,14 @@ def find_ties(ctx: Context, step: Step, parameters: Parameters) -> dict[str, str
         except Fault as fault:
             stem = tie.target.removesuffix(".bias")
             if tie.of_step and tie.ours == "bias" and "." not in stem and "weight" in parameters:
-                fault.hint = f"`bias: false`, or tie the weight alone: `tie: {{weight: {stem}.weight}}`"
+                fault.hint = f"set `bias: false`, or tie only the weight: `tie: {{weight: {stem}.weight}}`"
             ctx.report(fault, tie.span)
     ctx.run.ties += len(found)
     return found
 
 
 def _check_step(ctx: Context, step: Step) -> None:
-    """Report a tie to a step that does not exist (E312), while the step's own parameters are UNKNOWN."""
+    """Report a tie to a step that does not exist (E312), if the step's own parameters are UNKNOWN."""
     node = step.get("tie")
     if isinstance(node, Scalar) and isinstance(node.value, str):
         first = node.value.partition(".")[0]
@@ -111,7 +111,7 @@ def _written_ties(ctx: Context, step: Step, parameters: Parameters) -> list[_Tie
         return [tie for key, span, value in node if (tie := _written_tie(ctx, step, key, span, value, parameters))]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return [_Tie(key, f"{node.value}.{key}", node.span, True) for key in parameters]
-    fault = Fault("E203", "tie names a step, or maps parameters to step.parameter", found=kind_of(node))
+    fault = Fault("E203", "tie must be the name of a step, or map parameters to step.parameter", found=kind_of(node))
     ctx.report(fault, node.span)
     return []
 
@@ -125,23 +125,23 @@ def _written_tie(
     elif isinstance(value, Scalar) and isinstance(value.value, str):
         return _Tie(key, value.value, value.span, False)
     else:
-        ctx.report(Fault("E203", "tie names a parameter, step.parameter", found=kind_of(value)), value.span)
+        ctx.report(Fault("E203", "tie must name a parameter, as step.parameter", found=kind_of(value)), value.span)
     return None
 
 
 def _checked_shape(step: Step, tie: _Tie, ours: Parameter, target: tuple[str, Parameter]) -> str:
-    """Return the target's full name. Raises Fault (E409) where the shapes differ."""
+    """Return the full name of the target. Raises Fault (E409) if the shapes differ."""
     name, theirs = target
     if theirs.shape != ours.shape:
-        message = f"{step.verb}.{tie.ours} cannot be {tie.target}: their shapes differ"
+        message = f"{step.verb}.{tie.ours} cannot be tied to {tie.target}: their shapes differ"
         raise Fault("E409", message, expected=f"{list(ours.shape)}", found=f"{list(theirs.shape)}")
     return name
 
 
 def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
-    """Return a tie's target by full name, and its declaration; None while it is UNKNOWN. Raises Fault (E312).
+    """Return the full name and the declaration of a tie's target, or None if UNKNOWN. Raises Fault (E312).
 
-    It is looked up in this body, then in those around it.
+    The target is looked up in this body, then in enclosing ones.
     """
     first, _, rest = tie.target.partition(".")
     for body in bodies_around(ctx):
@@ -159,7 +159,7 @@ def _find_target(ctx: Context, tie: _Tie) -> tuple[str, Parameter] | None:
 
 
 def bodies_around(ctx: Context) -> Iterator[Body]:
-    """This body, and those around it."""
+    """Yield this body, then the enclosing ones."""
     body: Body | None = ctx.body
     while body:
         yield body

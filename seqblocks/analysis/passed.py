@@ -1,7 +1,7 @@
-"""Arguments that are steps: what a block is called with, and how the block runs it.
+"""Arguments of type `steps`: the steps passed to a block, and how the block runs them.
 
-The steps mean what they mean where they are written: the names, the verbs and the blocks in use are those of that
-place. The wire that they read is the one that the block passes in; they see no other.
+The steps are evaluated in the scope where they are written, with the names, verbs and blocks visible there. The only
+wire that they can read is the one that the block passes in.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from seqblocks.language.document import Mapping, Node, Scalar, Sequence, kind_of
 from seqblocks.language.spec import Argument, Block
 from seqblocks.op import Port
 
-ANY_KIND = Port("", main=True)  # a body reads what its steps can
+ANY_KIND = Port("", main=True)  # a body captures what its steps can read
 
 
 def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> Passed:
-    """Return the steps that a call gives for an argument."""
+    """Return the steps passed for an argument."""
     if not isinstance(node, Sequence):
         hint = f"{declared.name}: [{node.text}]" if isinstance(node, Scalar) and isinstance(node.value, str) else None
         fault = Fault(
@@ -41,7 +41,7 @@ def read_passed(ctx: Context, node: Node, block: Block, declared: Argument) -> P
 
 
 def add_defaults(ctx: Context, block: Block) -> None:
-    """Add the default steps of arguments to the context inside a block. They see its names, and run no argument."""
+    """Add the default steps of arguments to the context of a block. They see its names but cannot run its arguments."""
     place = ctx._replace(passed={})
     for name, declared in block.args.items():
         if declared.type == "steps" and name not in ctx.passed:
@@ -52,7 +52,7 @@ def add_defaults(ctx: Context, block: Block) -> None:
 
 
 def _key(ctx: Context, steps: Sequence) -> int:
-    """Return a number that steps have in common with those that mean the same: equal text, and equal names in it."""
+    """Return a number that is equal for equivalent steps: equal text, and equal values of the names in it."""
     run = ctx.run
     if id(steps) not in run.words:
         spend(ctx, steps.size // 4)
@@ -62,7 +62,7 @@ def _key(ctx: Context, steps: Sequence) -> int:
     values = [(name, ctx.names[name]) for name in words if name in ctx.names]
     spend(ctx, sum(size(value) for _, value in values))
     passed_on = [(name, ctx.passed[name]) for name in words if name in ctx.passed]
-    for _, passed in passed_on:  # equal steps may have been lowered before, with these in them
+    for _, passed in passed_on:  # equal steps may have been lowered before, including these
         passed.used = True
     inner = tuple((name, passed.key) for name, passed in passed_on)
     key = (id(steps), tuple((name, repr(value)) for name, value in values), inner)
@@ -70,7 +70,7 @@ def _key(ctx: Context, steps: Sequence) -> int:
 
 
 def _words(node: Node, found: set[str]) -> set[str]:
-    """Add all words in a node to `found`: whatever names it uses is among them."""
+    """Add all words in a node to `found`, a superset of the names that it uses."""
     match node:
         case Scalar(value=str(text)):
             found.update(re.findall(r"[^\W\d]\w*", text))
@@ -89,7 +89,7 @@ def _words(node: Node, found: set[str]) -> set[str]:
 
 @lowers(Argument)
 def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | None:
-    """Return the node of a step whose verb is an argument; None while its steps are UNKNOWN."""
+    """Return the node of a step whose verb is an argument, or None if its steps are UNKNOWN."""
     report_no_primitive(ctx, step, "stands for several steps")
     (x,) = read_port(ctx, step, ANY_KIND) or (ctx.run.unknown(),)
     passed = ctx.passed[declared.name]
@@ -102,13 +102,13 @@ def lower_passed(ctx: Context, step: Step, declared: Argument) -> graph.Node | N
 
 
 def report_no_primitive(ctx: Context, step: Step, what: str) -> None:
-    """Report `init` and `tie` at a step that is no primitive."""
+    """Report `init` and `tie` on a step that is not a primitive."""
     for key in ("init", "tie"):
         if key in step.common:
-            message = f"`{key}` is for the parameters of one primitive, and {step.verb} {what}"
-            hint = f"write `{key}` at a step inside"
+            message = f"`{key}` applies to the parameters of a primitive, but {step.verb} {what}"
+            hint = f"move `{key}` to a step inside"
             if key == "tie":
-                hint += "; `share: STEP` is for all parameters at once"
+                hint += "; to share all parameters, use `share: STEP`"
             ctx.report(Fault("E201", message, hint=hint), step.key_span(key))
 
 
@@ -121,7 +121,7 @@ def _enter(ctx: Context, passed: Passed, x: int, name: str, note: Note) -> tuple
 
 
 def check_unrun(ctx: Context) -> None:
-    """Look for faults in the steps that a block was called with and that it does not run, as a condition is false."""
+    """Check steps passed to a block that does not run them, because a condition is false."""
     for name, passed in ctx.passed.items():
         if not passed.used and passed.place:
             passed.used = True

@@ -1,4 +1,4 @@
-"""From a step to the node of an op: its inputs, its arguments, and what the op declares for them."""
+"""Lower a step whose verb is a primitive: read its inputs and arguments, and evaluate the op's declarations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from seqblocks.op import Op, Port, check_declared
 from seqblocks.parameters import Parameter, State
 from seqblocks.types import UNBOUNDED, Wire
 
-MAX_STATE = 10**12  # numbers that a step may carry of one sequence
+MAX_STATE = 10**12  # limit on the state of one step, in numbers per sequence
 
 
 @lowers(Op)
 def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
-    """Raise Fault where the op's inputs do not fit its arguments, or where it is too large (E504)."""
+    """Return the node of an op. Raises Fault if its inputs do not fit its arguments, or if it is too large (E504)."""
     inputs: dict[str, tuple[int, ...]] = {}
     wires: list[Wire | None] = []
     for port in cls.ports:
@@ -71,14 +71,14 @@ def lower_op(ctx: Context, step: Step, cls: type[Op]) -> graph.Node:
 def _vectors(
     ctx: Context, inputs: dict[str, tuple[int, ...]], wires: list[Wire | None], cls: type[Op]
 ) -> tuple[int, ...]:
-    """Return the inputs that are vectors where the op sees a sequence or an image: they meet each of its tokens."""
+    """Return the vector inputs that are broadcast to the tokens of a sequence or an image."""
     longer = [port.name for port, wire in zip(cls.ports, wires, strict=True) if wire and wire.kind != "vector"]
     read = [(value, ctx.run.types[value]) for name in longer for value in inputs.get(name, ())]
     return tuple(value for value, wire in read if wire and wire.kind == "vector")
 
 
 class _Declared(NamedTuple):
-    """What an op declares for its inputs; nothing while they are UNKNOWN."""
+    """The declarations of an op for its inputs; empty if they are UNKNOWN."""
 
     type: Wire | None = None
     parameters: Mapping[str, Parameter] = MappingProxyType({})
@@ -99,7 +99,7 @@ def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
             raise Fault("E504", message, expected="at most 10^18")
     for name, state in declared.state.items():
         if (numbers := math.prod(state.shape)) > MAX_STATE:
-            message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers a sequence"
+            message = f"the state {name} of {step.verb} is too large: {numbers:.0e} numbers per sequence"
             raise Fault("E504", message, expected="at most 10^12")
     if made.facts is not facts:
         made = made.with_facts(facts)
@@ -107,7 +107,7 @@ def _declare(step: Step, op: Op, wires: list[Wire | None]) -> _Declared:
 
 
 def _shape(op: Op, wires: list[Wire | None]) -> Wire:
-    """Return the op's output type. A fault has notes on where each width came from."""
+    """Return the output type of an op. A fault gets notes on the origin of each input."""
     try:
         return op.shape(*wires)
     except Fault as fault:
@@ -122,7 +122,7 @@ def _shape(op: Op, wires: list[Wire | None]) -> Wire:
 
 
 def _report_no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> tuple[int, ...]:
-    """Report a port without a wire, unless the step is incomplete. Return an unknown value for it."""
+    """Report a missing input, unless the step is incomplete. Return an unknown value for it."""
     if not step.incomplete:
         ctx.report(_no_input(ctx, step, cls, port), step.span)
     return (ctx.run.unknown(),)
@@ -137,6 +137,6 @@ def _no_input(ctx: Context, step: Step, cls: type[Op], port: Port) -> Fault:
     def layer() -> str:
         use = files_of_blocks().get(f"{step.verb}_layer")
         names = f"name the wires: {step.verb}: {{{', '.join(f'{name}: …' for name in needed)}}}"
-        return f"`{step.verb}_layer` (`use: [{use}]`) makes them from one wire; or {names}" if use else names
+        return f"`{step.verb}_layer` (`use: [{use}]`) computes them from one wire; or {names}" if use else names
 
     return Fault("E411", f"{step.verb} needs its inputs {listing(needed)}", hint=layer)

@@ -1,4 +1,4 @@
-"""From a node of the document to a step."""
+"""Read nodes of the document as steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from seqblocks.language.vocabulary import key_hint, missing_colon
 
 
 def read_step(ctx: Context, item: Node) -> Step:
-    """Return an item of a list of steps as a step. It is read once, however often its body is lowered."""
+    """Read an item of a list of steps as a step. The result is cached, since bodies may be lowered several times."""
     cache = ctx.run.step_cache
-    key = (id(item), id(ctx.callers[-1])) if ctx.passed else id(item)  # an alias may repeat it in another block
+    key = (id(item), id(ctx.callers[-1])) if ctx.passed else id(item)  # an alias may occur in another block
     if key not in cache:
         cache[key] = step = _read(ctx, item)
         _check_keys(ctx, step)
@@ -28,7 +28,7 @@ def read_step(ctx: Context, item: Node) -> Step:
 
 
 def _find_verb(ctx: Context, verb: str) -> Verb | None:
-    """Return what a verb stands for here; None if there is no such verb."""
+    """Look up a verb that is visible here; return None if there is none."""
     if verb in ctx.passed:
         return passed_verb(ctx.passed[verb].declared)
     return find_verb(ctx.file, verb)
@@ -51,10 +51,10 @@ def _read(ctx: Context, item: Node) -> Step:
 
 def _report_several_verbs(ctx: Context, item: Mapping) -> None:
     first, *others = item.entries
-    hint = "one verb a step"
+    hint = "one verb per step"
     if _find_verb(ctx, first):
         steps = [other for other in others if _find_verb(ctx, other)]
-        hint = f"put '- ' before {listing(steps)}: that is a step of its own" if steps else ""
+        hint = f"put '- ' before {listing(steps)}: this is a separate step" if steps else ""
         hint = hint or f"indent {listing(others)} below `{first}:`"
     message = f"a step is one verb with its arguments, not {len(item.entries)} keys"
     ctx.report(Fault("E204", message, found=listing(item.entries), hint=hint), item.entries[others[0]][0])
@@ -71,14 +71,14 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
         key = _sole_argument(ctx, verb, node, found)
         fields = {key: (node.span, node)} if key else {}
         return Step(verb, span, fields, {}, found=found, alias=alias, unreadable=not key)
-    if SOLE in node.entries:  # put there by an override
+    if SOLE in node.entries:  # set by an override
         entries = dict(node.entries)
         where, only = entries.pop(SOLE)
         sole = _sole_argument(ctx, verb, only, found) if found and found.is_known else None
         if sole is None:
             return Step(verb, span, {}, {}, found=found, unreadable=found is not None)
         node = node._replace(entries={sole: (where, only), **entries})
-    own = found.own if found else ()  # repeat has a `share` of its own
+    own = found.own if found else ()  # repeat has its own `share`
     fields = {key: (s, n) for key, s, n in node if key not in STEP_KEYS or key in own}
     common = {key: (s, n) for key, s, n in node if key not in fields}
     inside = next((s for _, s, _ in node), node.span)
@@ -87,7 +87,7 @@ def _read_arguments(ctx: Context, item: Mapping, verb: str, span: Span, node: No
 
 
 def _without_arguments(ctx: Context, verb: str, span: Span, node: Node, found: Verb | None) -> Step:
-    """Return a step whose verb is unknown, and so are its arguments. Report a verb that holds an argument too."""
+    """Return a step with an unknown verb, and thus unknown arguments. Report a verb that contains an argument too."""
     first = verb.partition(" ")[0]
     if first == verb or not _find_verb(ctx, first):
         return Step(verb, span, {}, {}, found=found)
@@ -97,7 +97,7 @@ def _without_arguments(ctx: Context, verb: str, span: Span, node: Node, found: V
 
 
 def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | None:
-    """Return the argument that `linear: 64` and `residual: [silu]` mean; None after a fault."""
+    """Return the argument that a short form sets (`linear: 64`, `residual: [silu]`), or None after a fault."""
     colon = missing_colon(node.text, found.keys) if isinstance(node, Scalar) else None
     if found.steps and isinstance(node, Sequence):
         return found.steps
@@ -105,11 +105,11 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
         return found.required[0]
     hint = f"{verb}: {{{', '.join(f'{key}: …' for key in found.required)}}}"
     if not found.keys:
-        hint = f"write `{verb}` alone: it has no arguments"
+        hint = f"remove the value: `{verb}` has no arguments"
     elif found.steps:
         hint = f"{verb}: [{node.text if isinstance(node, Scalar) and len(node.text) < 40 else '…'}]"
     elif not found.required:
-        hint = f"name the argument; {verb} takes {listing(found.own)}"
+        hint = f"name the argument: {verb} takes {listing(found.own)}"
     message = f"the arguments of {quote(verb)} must be a mapping"
     ctx.report(Fault("E203", message, found=kind_of(node), hint=colon or hint), node.span)
     return None
@@ -119,7 +119,7 @@ def _sole_argument(ctx: Context, verb: str, node: Node, found: Verb) -> str | No
 
 
 def _check_keys(ctx: Context, step: Step) -> None:
-    """Report arguments that the verb does not have; they make the step incomplete."""
+    """Report unknown arguments; they make the step incomplete."""
     found = step.found
     if found is None or not found.is_known or _takes_words(found):
         return
@@ -134,14 +134,14 @@ def _check_keys(ctx: Context, step: Step) -> None:
 
 
 def _takes_words(found: Verb) -> bool:
-    """Whether the user's own words may be keys, which the op or the combinator checks itself."""
+    """Return whether a verb takes user-defined keys, which the op or the combinator checks itself."""
     return isinstance(found.meaning, type) and found.meaning.open_keys
 
 
 def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
     message, notes = f"unknown key {quote(key)} in {step.verb}", []
     if isinstance(found.meaning, Argument):
-        message = f"{step.verb} stands for the steps that the block is called with, and takes no {quote(key)}"
+        message = f"{step.verb} runs the steps passed to the block, and does not take {quote(key)}"
         notes = [Note("the argument is declared here", found.meaning.span)]
     elif isinstance(found.meaning, Block):
         message = f"block {step.verb} has no argument {quote(key)}"
@@ -151,7 +151,7 @@ def _unknown_key(step: Step, found: Verb, key: str, words: list[str]) -> Fault:
 
 
 def _words(key: str, node: Node) -> list[str]:
-    """Return the words that an unknown key holds, which are wires if it is meant as `as:`."""
+    """Return the words of an unknown key's value. They are wires if the key is a misspelt `as:`."""
     match node:
         case Scalar(value=None):
             return key.split()[1:]  # the colon may be missing
@@ -165,7 +165,7 @@ def _words(key: str, node: Node) -> list[str]:
 
 
 def _effort(step: Step) -> int:
-    """Return the cost of reading the arguments of a step once; the steps in it count by themselves."""
+    """Return the effort of reading the arguments of a step once, not counting the steps inside it."""
     meaning = step.found.meaning if step.found else None
     cls = meaning if isinstance(meaning, type) and issubclass(meaning, Combinator) else None
     holds: Container[str] = cls.holds if cls else ()

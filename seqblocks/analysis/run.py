@@ -1,4 +1,4 @@
-"""What one analysis shares: its report, its values, its limits, and what need not be done twice."""
+"""The shared data of one analysis: its report, values, limits and caches."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from seqblocks.types import Origin, Wire
 class Run:
     """One analysis of a file and the files it uses.
 
-    It is no dataclass: one of so many fields takes long to define, and `check` pays for that.
+    This is not a dataclass, because defining one with so many fields would slow down `check`.
     """
 
     def __init__(self, report: Report, warnings: Report | None = None) -> None:
         self.report = report
         self.warnings = Report() if warnings is None else warnings
-        self.types: dict[int, Wire | None] = {}  # of every value; None is UNKNOWN
+        self.types: dict[int, Wire | None] = {}  # type of each value; None is UNKNOWN
         self.labels: dict[int, str] = {}
-        self.makers: dict[int, Origin] = {}  # the step that made a value
+        self.makers: dict[int, Origin] = {}  # the step that computes a value
 
         # limits
         self.steps = 0
-        self.effort = 0  # spent on reading arguments, see `values.effort`
-        self.deepest = 0  # the most bodies that were open at once
-        self.full = False  # whether a limit was exceeded, after which nothing is lowered
+        self.effort = 0  # effort spent on reading arguments, see `values.effort`
+        self.deepest = 0  # maximum depth of nested bodies
+        self.full = False  # whether a limit was exceeded; nothing is lowered after that
 
         # caches, by the id of a document node or of a block
         self.step_cache: dict[Any, Step] = {}
@@ -41,41 +41,41 @@ class Run:
         self.node_parameters: dict[int, tuple[graph.Node, dict[str, graph.Named]]] = {}
         self.known: dict[int, tuple[graph.Node, bool]] = {}
 
-        # for the checks that follow once all is lowered
+        # for checks after lowering
         self.map_checks: list[tuple[Any, ...]] = []  # arguments of `check_map`
         self.lowered: list[tuple[Any, graph.Graph]] = []  # the context and the body
         self.used: set[int] = set()  # blocks that were called
-        self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether it has no use
-        self.overridden = False  # whether values were given from outside
+        self.unread: dict[int, bool] = {}  # by nodes of `let:` and of defaults: whether the value is unused
+        self.overridden = False  # whether there are overrides
         self.ties = 0
-        self.has_constants = False  # whether a step's output is constant
-        self.may_look_ahead = False  # whether a step may read later tokens
+        self.has_constants = False  # whether some step has a constant output
+        self.may_look_ahead = False  # whether some step may read later tokens
 
-        # the model's input, for arguments that inherit from it
+        # the model's input, from which arguments may inherit
         self.input_kind = ""
         self.input_features = 0
-        self.has_context = False  # whether it has inputs that do not stream
+        self.has_context = False  # whether there are inputs that do not stream
 
     def value(self, type: Wire | None, label: str) -> int:
-        """Return the number of a new value."""
+        """Add a value and return its number."""
         number = len(self.types)
         self.types[number] = type
         self.labels[number] = label
         return number
 
     def unknown(self) -> int:
-        """Return the number of a new value of unknown type."""
+        """Add a value of unknown type and return its number."""
         return self.value(None, "?")
 
     def parameters_of(self, node: graph.Node, name: str) -> dict[str, graph.Named]:
-        """Return the parameters of a node of this full name, tied and shared ones too, by their names in it."""
+        """Return the parameters of the node with this full name, including tied and shared ones, by relative name."""
         if id(node) not in self.node_parameters:
             found = graph.node_parameters(node, name, shared=True)
             self.node_parameters[id(node)] = node, {item.name[len(name) + 1 :]: item for item in found}
         return self.node_parameters[id(node)][1]
 
     def is_known(self, node: graph.Node) -> bool:
-        """Whether all parameters of a step are known: a type that is UNKNOWN, of it or inside it, may lack some."""
+        """Return whether all parameters of a step are known, which requires known types of all steps inside it."""
         if id(node) not in self.known:
             self.known[id(node)] = node, all(inner.type for inner in graph.walk(graph.Graph(0, [node], 0)))
         return self.known[id(node)][1]

@@ -505,7 +505,7 @@ def test_a_library_of_blocks_is_shown_as_one(run_cli: Run) -> None:
     for stage in ("graph", "plan"):  # there is none
         done = run_cli("show", "mamba", "--stage", stage)
         assert done.returncode == 1
-        assert "the file holds blocks only" in done.stderr
+        assert "the file defines blocks but no model" in done.stderr
 
 
 def test_every_stage_is_data_too(run_cli: Run) -> None:

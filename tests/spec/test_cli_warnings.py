@@ -41,22 +41,22 @@ def test_an_override_that_repeats_the_spec_is_a_note_and_an_unused_one_a_warning
     assert done.returncode == 0
     assert done.stdout.startswith("spare.yaml: ok, 36 parameters")
     assert done.stderr == (
-        "warning[W901]: the override let.heads=4 changes nothing: no step uses it\n"
+        "warning[W901]: the override let.heads=4 has no effect: no step uses it\n"
         " --> --set let.heads=4:1:17\n"
         "  |\n"
         "1 | --set let.heads=4\n"
         "  |                 ^\n"
-        "  = hint: check its name: `seqblocks show SPEC --stage spec` lists the names, and what the steps read\n"
+        "  = hint: check its name: `seqblocks show SPEC --stage spec` lists the names and the arguments of the steps\n"
         "\n"
         "1 warning\n"
-        "note: spare.yaml: the override dim=8 changes nothing: the spec says so already\n"
+        "note: spare.yaml: the override dim=8 has no effect: the spec already has this value\n"
     )
     arguments = ("check", "spare.yaml", "--set", "heads=4", "--set", "dim=9")
     done = run_cli(*arguments, "--format", "json", cwd=folder)
     assert done.stderr == ""
     (warning,) = json.loads(done.stdout)["specs"][0]["warnings"]
     assert (warning["code"], warning["severity"]) == ("W901", "warning")
-    assert warning["message"] == "the override heads=4 changes nothing: no step uses it"
+    assert warning["message"] == "the override heads=4 has no effect: no step uses it"
     done = run_cli(*arguments, "--format", "github", cwd=folder)
     assert done.stdout.startswith("::warning file=--set heads=4,line=1,col=13")
     assert run_cli(*arguments, "-q", cwd=folder).stderr == ""

@@ -571,7 +571,7 @@ def test_an_override_that_no_step_uses_is_a_warning(path: str, idle: bool) -> No
     if not idle:
         assert check.load_text(IDLE, set={path: 6}, strict=True)[1].warnings == ()  # a warning would be an error here
         return
-    with pytest.warns(OverrideWarning, match=rf"the override {path}=6 changes nothing: no step uses it") as caught:
+    with pytest.warns(OverrideWarning, match=rf"the override {path}=6 has no effect: no step uses it") as caught:
         _, made = check.load_text(IDLE, set={path: 6})
     assert caught[0].filename == __file__, "it points at the call"
     assert [each.code for each in made.warnings] == ["W901"]
@@ -582,8 +582,8 @@ def test_an_override_that_no_step_uses_is_a_warning(path: str, idle: bool) -> No
 def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
     _, made = check.load_text(IDLE, set={"dim": 8, "spare": 3}, strict=True)
     assert [*made.notes] == [
-        "the override dim=8 changes nothing: the spec says so already",
-        "the override spare=3 changes nothing: the spec says so already",
+        "the override dim=8 has no effect: the spec already has this value",
+        "the override spare=3 has no effect: the spec already has this value",
     ]
 
 
@@ -690,7 +690,10 @@ def test_a_hint_offers_a_gate_that_the_verb_has(verb: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("order", "hint"),
-    [("[forward, reverse]", "own: all, or the init of the step inside"), ("reverse", "the init of the step inside")],
+    [
+        ("[forward, reverse]", "set `own: all`, or use `init` of the step inside"),
+        ("reverse", "use `init` of the step inside"),
+    ],
 )
 def test_a_hint_offers_what_orders_own_where_there_are_several(order: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:

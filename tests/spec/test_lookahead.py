@@ -158,7 +158,7 @@ def unused(text: str) -> list[str]:
     except SpecError as error:
         found = error.diagnostics
     assert {d.code for d in found} <= {"E315"}
-    return [d.message.partition(":")[0].removeprefix("nothing uses the output of ") for d in found]
+    return [d.message.removeprefix("the output of ").partition(" is unused:")[0] for d in found]
 
 
 @pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")

@@ -339,7 +339,7 @@ def test_the_user_imports(words: list[str], env: dict[str, str], project: str, r
         ("[tool.seqblocks]\nimport = [1]\n", "must be a list of modules"),
         ("[tool]\nseqblocks = 1\n", "tool.seqblocks must be a table"),
         ("[tool.seqblocks]\nimport = ['nonesuch']\n", "pyproject.toml: import nonesuch: there is no such module"),
-        ("[tool.seqblocks]\nimport = ['sub/helper']\n", "a file with its extension: pyproject.toml: import sub/helper.py"),
+        ("[tool.seqblocks]\nimport = ['sub/helper']\n", "a file with its extension: pyproject.toml: import sub"),
     ],
 )
 def test_a_malformed_table(project: str, message: str, run_cli: Run, folder: Path) -> None:

@@ -80,7 +80,7 @@ def test_each_use_is_a_namespace() -> None:
     model = spec("[b: [{linear: {features: 8, bias: false}}]]", blocks)
     places = ["m", "repeat.0.m", "repeat.1.m", "parallel.l.m"]
     assert [name for name, _ in names(model)] == [f"b.{place}.linear.weight" for place in places]
-    with pytest.raises(SpecError, match="two steps here would both be called 'm'"):
+    with pytest.raises(SpecError, match="two steps here have the name 'm'"):
         spec("[b: [silu]]", "b: {args: {m: steps}, steps: [m, m]}")
 
 

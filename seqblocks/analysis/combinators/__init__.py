@@ -1,1 +1,1 @@
-"""How each combinator is lowered: its steps become bodies, and its node is made of them. Imported when one is used."""
+"""Lower each combinator: its steps become the bodies of its node. Each module is imported when a spec uses its verb."""

@@ -1,4 +1,4 @@
-"""What every combinator does before its own function: it reads its input and its arguments."""
+"""Read the input and the arguments of any combinator, before the function that lowers it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Combine = Callable[[Context, Step, Any, int], graph.Node | None]
 
 
 def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
-    """Register the function that makes the node of a combinator from its arguments and the value that it reads."""
+    """Register the function that creates the node of a combinator from its arguments and its input value."""
 
     def register(function: Combine) -> Combine:
         @lowers(cls)
@@ -39,7 +39,7 @@ def combines(cls: type[Combinator]) -> Callable[[Combine], Combine]:
 
 
 def _read_input(ctx: Context, step: Step, cls: type[Combinator]) -> int:
-    """Return the value that a combinator reads; an unknown one where it is of a kind that it does not take."""
+    """Return the input value of a combinator, or an unknown value if its kind is not accepted."""
     report_no_parameters(ctx, step, *(("tie",) if cls.takes_init else ("init", "tie")))
     port = Port("", main=True, kinds=cls.main_kinds)
     values = read_port(ctx, step, port) or (ctx.run.unknown(),)
@@ -49,7 +49,7 @@ def _read_input(ctx: Context, step: Step, cls: type[Combinator]) -> int:
 
 
 def check_steps(ctx: Context, step: Step, cls: type[Combinator]) -> None:
-    """Look for faults in the steps of a combinator whose own arguments are UNKNOWN, or that does not run them."""
+    """Check the steps of a combinator whose own arguments are UNKNOWN, or that does not run them."""
     names = Names(ctx.names)
     names.incomplete = cls.open_keys  # the name of the index is unknown too
     x = ctx.run.unknown()

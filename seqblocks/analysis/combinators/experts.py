@@ -1,4 +1,4 @@
-"""experts: a router sends each token to some of several bodies with parameters of their own."""
+"""Lower `experts`: a router sends each token to some of several bodies with separate parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqblocks.types import Wire
 
 @combines(Experts)
 def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
-    """Raise Fault where tokens cannot be routed (E209, E419); report steps that read other tokens (E417, E418)."""
+    """Return the node. Raises Fault (E209, E419) if routing is impossible; reports steps that mix tokens (E417, E418)."""
     _check_choice(arguments)
     wire = ctx.run.types[x]
     router = _router(ctx, step, arguments, x, wire)
@@ -38,13 +38,13 @@ def _check_choice(arguments: Experts) -> None:
         message, most = "a token cannot go to more experts than there are", f"at most {arguments.count}, the count"
         raise Fault("E209", message, at="top", expected=most, found=str(arguments.top))
     if arguments.top == 1 and arguments.normalize:
-        hint = "normalize: false weighs the expert by its score, as Switch Transformers do"
-        message = "with one expert a token, the normalised weight is 1 and the router is never trained"
+        hint = "set `normalize: false` to weight the expert by its score, as in Switch Transformers"
+        message = "with one expert per token, the normalised weight is always 1 and the router is never trained"
         raise Fault("E419", message, at="normalize", hint=hint)
 
 
 def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | None) -> graph.Graph:
-    """Return a body of one step, the router."""
+    """Return the body with the router as its only step."""
     run, op = ctx.run, Router(count=arguments.count, corrected=arguments.corrected)
     kind = op.shape(wire) if wire else None
     value = run.value(kind, "scores")
@@ -61,7 +61,7 @@ def _router(ctx: Context, step: Step, arguments: Experts, x: int, wire: Wire | N
 
 
 def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
-    """Return the experts by number. They share one body, unless it holds names of the model (ties do)."""
+    """Return the experts by number. They share one body, unless it contains ties, which are names of the model."""
     run = ctx.run
     steps, ties = run.steps, run.ties
     first = lower_inside(ctx, arguments.steps, x, "0")
@@ -73,39 +73,39 @@ def _bodies(ctx: Context, arguments: Experts, x: int) -> dict[str, graph.Graph]:
 
 
 def _check_steps(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> None:
-    """Report the first step of an expert that cannot run on tokens by themselves."""
+    """Report the first step of an expert that cannot process tokens one by one."""
     for node in graph.walk(body):
         if why := _mixes_tokens(node, x):
-            hint = "move it out of the experts, which compute single tokens"
+            hint = "move the step out of the experts, which process tokens one by one"
             note = Note("the experts are here", step.span)
             ctx.report(Fault("E417", f"{node.name} in an expert {why}", notes=[note], hint=hint), node.span)
             return
 
 
 def _mixes_tokens(node: graph.Node, x: Wire) -> str | None:
-    """Return why a step cannot run on tokens by themselves; None if it can."""
+    """Return why a step cannot process tokens one by one, or None if it can."""
     if node.op and (node.op.reads == "past" or node.state) and x.kind == "sequence":
-        return "reads the tokens before its own"
+        return "reads earlier tokens"
     if node.type and (node.type.kind, node.type.places) != (x.kind, x.places):
-        return f"makes other tokens than those it reads: {x} becomes {node.type}"
+        return f"changes the tokens: {x} becomes {node.type}"
     if node.kind == "scan" and node.arguments.orders != ("forward",):
         return f"reads the sequence in the order {' and '.join(node.arguments.orders)}"
     if node.type and node.type.context and not x.context:
-        return "does not depend on the token"
+        return "does not depend on its token"
     if node.op is None or x.kind == "vector":
         return None
     op, wires = node.op, node.wires
     if node.whole_inputs or op.looks_ahead(*wires) or op.cannot_stream(*wires) or op.ignores_resets(*wires):
-        return "reads other tokens than its own"
+        return "reads other tokens"
     return None
 
 
 def _can_send(ctx: Context, step: Step, body: graph.Graph, x: Wire) -> bool:
-    """Return whether the wires from outside that an expert reads have the tokens of its input; report it if not."""
+    """Check that wires from outside that an expert reads have the same tokens as its input; report others."""
     for value in body.captures:
         wire, label = ctx.run.types[value], ctx.run.labels[value]
         if wire and (wire.kind, wire.places) != (x.kind, x.places):
-            message = f"an expert reads the wire {quote(label)}, which does not have the tokens of its input"
+            message = f"an expert reads the wire {quote(label)}, whose tokens are not those of its input"
             notes = [note for note in (wire.whence(f"`{label}`"),) if note]
             expected = str(x.with_features(wire.features))
             ctx.report(Fault("E418", message, at="steps", expected=expected, found=str(wire), notes=notes), step)

@@ -1,4 +1,4 @@
-"""parallel: several branches read the same input, and their results are merged."""
+"""Lower `parallel`: several branches read the same input, and their results are merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MERGED = {"concat": "joined", "product": "multiplied", "sum": "added", "mean": 
 
 @combines(Parallel)
 def lower_parallel(ctx: Context, step: Step, arguments: Parallel, x: int) -> graph.Node | None:
-    """Raise Fault where there is no branch (E203), or where results cannot be merged (E403, E406)."""
+    """Return the node. Raises Fault if there is no branch (E203), or if results cannot be merged (E403, E406)."""
     bodies = _bodies(ctx, arguments.branches, x)
     results = {name: ctx.run.types[body.result] for name, body in bodies.items()}
     merged = _merged(arguments.merge, results)
@@ -34,14 +34,14 @@ def _bodies(ctx: Context, branches: Node, x: int) -> dict[str, graph.Graph]:
     for item in branches.items:
         name, steps = _branch(ctx, item)
         if name in bodies:
-            ctx.report(Fault("E304", f"two branches are called {quote(name)}"), item.span)
+            ctx.report(Fault("E304", f"two branches are named {quote(name)}"), item.span)
         elif name:
             bodies[name] = lower_inside(ctx, steps, x, name)
     return bodies
 
 
 def _branch(ctx: Context, item: Node) -> tuple[str, Node]:
-    """The name and the steps of a branch; the name is empty after a fault."""
+    """Return the name and the steps of a branch; the name is empty after a fault."""
     if isinstance(item, Mapping) and len(item.entries) == 1:
         ((name, span, steps),) = list(item)
         return (name, steps) if may_be_name(ctx, name, span) else ("", steps)
@@ -51,7 +51,7 @@ def _branch(ctx: Context, item: Node) -> tuple[str, Node]:
 
 
 def _merged(merge: str, results: dict[str, Wire | None]) -> Wire | None:
-    """The type of the merged results; None while one of them is unknown."""
+    """Return the type of the merged results, or None if one of them is unknown."""
     known = [(name, wire) for name, wire in results.items() if wire]
     if not known or len(known) < len(results):
         return None

@@ -1,4 +1,4 @@
-"""repeat: the steps again and again, or the words of a pattern, each time with parameters of their own."""
+"""Lower `repeat`: layers of steps, all alike or chosen by the words of a pattern, each with separate parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORD = r"([A-Za-z_][A-Za-z0-9_]*)(?:\*([0-9]{1,4}))?\Z"  # compiled when a patt
 
 @combines(Repeat)
 def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.Node | None:
-    """Raise Fault where the pattern cannot be read (E601, E602, E604), or `steps` is missing (E202)."""
+    """Return the node. Raises Fault if the pattern is invalid (E601, E602, E604), or `steps` is missing (E202)."""
     words = {key: node for key, (_, node) in step.fields.items() if key not in Repeat.model_fields}
     _check_words(ctx, step, arguments, words)
     if "index" in step.fields and not is_name(ctx.run.report, arguments.index, step.fields["index"][1].span):
@@ -52,7 +52,7 @@ def lower_repeat(ctx: Context, step: Step, arguments: Repeat, x: int) -> graph.N
 
 
 def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], share: str | list[str]) -> None:
-    """Let each layer use parameters of the first one of its word, or all of them those of another step."""
+    """Share the parameters of the first layer of each word, or those of another step, with the layers."""
     from seqblocks.analysis.sharing import share_layers, share_parameters  # few specs need it
 
     if isinstance(share, str) and share != "all":
@@ -67,7 +67,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, layers: list[Layer], shar
 
 
 def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, Node]) -> None:
-    """Report words that the pattern does not use, or unknown keys where there is no pattern."""
+    """Report words that the pattern does not use, or unknown keys if there is no pattern."""
     used = {word.partition("*")[0] for word in (arguments.pattern or "").split()}
     node = step.get("pattern")
     chosen = node is not None and (node.span.source.is_override or plain(node) != arguments.pattern)
@@ -81,21 +81,21 @@ def _check_words(ctx: Context, step: Step, arguments: Repeat, words: dict[str, N
 
 
 def _is_complete(arguments: Repeat, words: dict[str, Node]) -> bool:
-    """Return whether the steps of all layers are there."""
+    """Return whether the steps of all layers are known."""
     if arguments.pattern is None:
         return arguments.steps is not None
     return all(text.partition("*")[0] in words for text in arguments.pattern.split())
 
 
 def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
-    """The word and the steps of each layer."""
-    message = "repeat takes either `steps` or a `pattern`"
+    """Return the word and the steps of each layer."""
+    message = "repeat takes either `steps` or `pattern`"
     if arguments.pattern is None:
         if arguments.steps is None:
             raise Fault("E202", message, hint="times: 12 with steps: […]")
         return [("steps", arguments.steps)] * arguments.times
     if arguments.steps is not None:
-        hint = "keep `times` and `steps`, or the pattern with the steps of each of its words: m: […]"
+        hint = "use `times` and `steps`, or a pattern and the steps of each of its words: m: […]"
         raise Fault("E210", message, at="steps", hint=hint)
     layers: list[Layer] = []
     for word, count in _counts(arguments.pattern, words):
@@ -108,7 +108,7 @@ def _layers(arguments: Repeat, words: dict[str, Node]) -> list[Layer]:
 
 
 def _counts(pattern: str, words: dict[str, Node]) -> Iterator[tuple[str, int]]:
-    """The words of a pattern, each with its count."""
+    """Return the words of a pattern, each with its count."""
     for text in pattern.split():
         match = re.match(_WORD, text)
         if not match or match[2] == "0":

@@ -1,4 +1,4 @@
-"""residual: x + steps(x)."""
+"""Lower `residual`: x + steps(x)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqblocks.types import UNBOUNDED, Wire
 
 @combines(Residual)
 def lower_residual(ctx: Context, step: Step, arguments: Residual, x: int) -> graph.Node | None:
-    """Raise Fault (E403) where token numbers would be added; report steps that change the shape (E404)."""
+    """Return the node. Raises Fault (E403) if token ids would be added; reports steps that change the shape (E404)."""
     body = lower_inside(ctx, arguments.steps, x)
     before, after = ctx.run.types[x], ctx.run.types[body.result]
     made = before and before.with_facts(UNBOUNDED)
@@ -37,7 +37,7 @@ def _shape_changes(ctx: Context, before: Wire, after: Wire) -> Fault:
     only_features = before.kind == after.kind and before.length == after.length
     return Fault(
         "E404",
-        "a residual adds its result to its input, so their shapes must agree",
+        "a residual adds the output of its steps to its input, so their shapes must match",
         expected=str(before),
         found=str(after),
         notes=[note for note in (before.whence("the input"), after.whence("the result")) if note],

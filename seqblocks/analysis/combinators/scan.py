@@ -1,4 +1,4 @@
-"""scan: the steps in another order of the sequence, or in several orders at once."""
+"""Lower `scan`: run steps in another order of the sequence, or in several orders at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from seqblocks.types import UNBOUNDED, Wire
 
 @combines(Scan)
 def lower_scan(ctx: Context, step: Step, arguments: Scan, x: int) -> graph.Node | None:
-    """Raise Fault where the orders do not fit the input, the steps, or what `own` names."""
+    """Return the node. Raises Fault if the orders do not fit the input, the steps, or the parameters in `own`."""
     wire = ctx.run.types[x]
     _check_orders(arguments, wire)
     ctx.run.may_look_ahead |= arguments.orders != ("forward",)
@@ -61,18 +61,18 @@ def _check_length(wire: Wire | None, result: Wire | None) -> None:
     if result and wire and (result.kind, result.length) != (wire.kind, wire.length):
         raise Fault(
             "E406",
-            "what leaves a scan must be a sequence of the length that entered",
+            "the output of a scan must be a sequence of the same length as its input",
             at="steps",
             expected=f"{wire.with_features(result.features)}",
             found=str(result),
         )
 
 
-# --- orders by columns ----------------------------------------------------------------------------------------------
+# --- column orders --------------------------------------------------------------------------------------------------
 
 
 def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph.Graph) -> None:
-    """Check that a scan by columns re-orders tokens of one image only, and that its steps can read them.
+    """Check that a column scan only reorders tokens of one image, and that its steps can process them transposed.
 
     Raises Fault (E407).
     """
@@ -81,8 +81,8 @@ def _check_columns(ctx: Context, arguments: Scan, wire: Wire | None, body: graph
         return
     for node in graph.walk(body):
         if node.op and node.type and node.op.is_upright(*node.wires):
-            message = f"{node.verb} needs rows as rows, and the order {order} exchanges rows and columns"
-            note = Note("it is here", node.span)
+            message = f"{node.verb} distinguishes rows from columns, but the order {order} exchanges them"
+            note = Note("the step is here", node.span)
             raise Fault("E407", message, at="order", notes=[note], hint=f"move {node.verb} out of the scan")
     for value in body.captures:
         other = ctx.run.types[value]
@@ -96,8 +96,8 @@ def _check_same_image(order: str, wire: Wire, other: Wire, label: str) -> None:
     note = other.whence(f"`{label}`")
     raise Fault(
         "E407",
-        f"order {order} re-orders every sequence that its steps read, "
-        f"and {quote(label)} does not have the rows and columns of its input",
+        f"order {order} reorders every sequence that its steps read, "
+        f"but {quote(label)} does not have the rows and columns of its input",
         at="order",
         expected=f"{wire.with_features(other.features)}, {_rows_by_columns(wire)}",
         found=f"{other}, {_rows_by_columns(other)}",
@@ -109,11 +109,11 @@ def _rows_by_columns(wire: Wire) -> str:
     return f"{wire.grid[0]} x {wire.grid[1]}" if wire.grid else "without rows and columns"
 
 
-# --- parameters that each order has for itself ------------------------------------------------------------------------
+# --- parameters owned by each order -----------------------------------------------------------------------------------
 
 
 def _owned(arguments: Scan, body: graph.Graph) -> frozenset[str]:
-    """The parameters that `own:` means, by their names in the body. Raises Fault (E312, E208)."""
+    """Return the parameters selected by `own:`, by their names in the body. Raises Fault (E312, E208)."""
     names = [item.name for item in graph.parameters(body)]
     owned = set(names) if arguments.own == "all" else _named_by(arguments, body, names)
     _check_can_own(body, owned, names)
@@ -121,7 +121,7 @@ def _owned(arguments: Scan, body: graph.Graph) -> frozenset[str]:
 
 
 def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
-    """The parameters that the entries of `own:` name, each a parameter or a step with all of its parameters."""
+    """Return the parameters named by the entries of `own:`; an entry is a parameter, or a step with all of its own."""
     own = arguments.own if isinstance(arguments.own, list) else []
     below: dict[str, list[str]] = {name: [] for name in own}
     for name in names:
@@ -129,13 +129,13 @@ def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
             if prefix in below:
                 below[prefix].append(name)
     unnamed = [name for name in own if not below[name]]
-    if unnamed and all(node.type for node in graph.walk(body)):  # else a faulty step may own what is missing
-        from seqblocks.analysis.sharing import owner_hint  # for the message alone
+    if unnamed and all(node.type for node in graph.walk(body)):  # otherwise a faulty step may own the missing parameter
+        from seqblocks.analysis.sharing import owner_hint  # only for the message
 
         shared = {item.name: item for item in graph.parameters(body, shared=True) if item.shared}
         raise Fault(
             "E312",
-            f"no parameter is called {quote(unnamed[0])} inside this scan",
+            f"there is no parameter {quote(unnamed[0])} inside this scan",
             at="own",
             expected=f"one of {listing(names)}" if names else "the steps have no parameters",
             hint=owner_hint(unnamed[0], shared)
@@ -145,28 +145,29 @@ def _named_by(arguments: Scan, body: graph.Graph, names: list[str]) -> set[str]:
 
 
 def _check_can_own(body: graph.Graph, owned: set[str], names: list[str]) -> None:
-    """Raise Fault (E208) where a scan inside divides its parameters too, or where a tie shares them."""
+    """Raise Fault (E208) if a nested scan owns parameters too, or if a tie shares them."""
     for node in graph.walk(body) if owned else ():
         if node.directions and node.owned and owned != set(names):
-            hint = "own: all, or let only one of the two own parameters"
-            raise Fault("E208", "a scan that owns some parameters cannot hold another that does", at="own", hint=hint)
+            hint = "use `own: all`, or let only one of the two scans own parameters"
+            message = "a scan that owns some parameters cannot contain another that does"
+            raise Fault("E208", message, at="own", hint=hint)
         if node.ties:
-            message = f"{node.name} is tied, so a direction cannot have parameters of its own"
-            raise Fault("E208", message, at="own", hint="tie outside the scan, or own: none")
+            message = f"{node.name} is tied, so a direction cannot own its parameters"
+            raise Fault("E208", message, at="own", hint="tie outside the scan, or set `own: none`")
 
 
 def _starts(
     ctx: Context, step: Step, arguments: Scan, body: graph.Graph, owned: frozenset[str]
 ) -> dict[str, Init]:
-    """The initialisers that `init:` gives to parameters of one order."""
+    """Return the initialisers that `init:` assigns to parameters of individual orders."""
     inside = [item for item in graph.parameters(body) if item.name in owned]
     directions = map(graph.direction_name, arguments.orders)
     table = {graph.join(name, item.name): item.parameter for name in directions for item in inside}
     known = ctx.run.types[body.result] is not None and all(node.type for node in graph.walk(body))
     if "init" in step.common and known and not table:
-        message = "no order of this scan has parameters of its own to init"
+        message = "no order of this scan owns parameters to initialise"
         several = len(arguments.orders) > 1
-        hint = "own: all, or the init of the step inside" if several else "the init of the step inside"
+        hint = "set `own: all`, or use `init` of the step inside" if several else "use `init` of the step inside"
         ctx.report(Fault("E201", message, hint=hint), step.key_span("init"))
     given = with_initialisers(ctx, step, table, known)
     return {name: given[name].init for name in table if given[name] is not table[name]}
