@@ -17,7 +17,7 @@ from seqblocks.types import Wire
 
 @combines(Experts)
 def lower_experts(ctx: Context, step: Step, arguments: Experts, x: int) -> graph.Node | None:
-    """Return the node. Raises Fault (E209, E419) if routing is impossible; reports steps that mix tokens (E417, E418)."""
+    """Return the node. Raises Fault (E209, E419) if routing fails; reports steps mixing tokens (E417, E418)."""
     _check_choice(arguments)
     wire = ctx.run.types[x]
     router = _router(ctx, step, arguments, x, wire)
