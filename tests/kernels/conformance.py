@@ -184,6 +184,7 @@ class Kernel:
     # Results that are differences of larger sums which Triton rounds to 16 bits: roundings times the sizes of the sums,
     # from the inputs, the results of the reference, the cotangents of its outputs, and the options of the call.
     cancellation: Callable[..., Mapping[str, float]] = no_cancellation
+    first_interpreted: str | None = None  # the mark of the first cases in Triton's interpreter
     pairs_interpreted: str = "slow"  # the mark of the further cases in Triton's interpreter: long where they are many
     exact_zeros: bool = False  # such differences may be zero: what is left of them in float32 is rounding too
     added: tuple[str, ...] = ()  # inputs of whose dtype the choice of an implementation does not depend
@@ -469,7 +470,8 @@ def cases(
             values: list[list[Any]] = [of_kernel if name in variants else of_kernel[:1]]
             values += [[*(axis(kernel, found) if callable(axis) else axis)] for axis in axes.values()]
             for (variant, *others), quick in cover(values, kernel.name + name):
-                mark = {"gpu": None, "triton": interpreted}.get(name) if quick or name == "gpu" else rest
+                first = {"triton": interpreted or kernel.first_interpreted}.get(name)
+                mark = first if quick or name == "gpu" else rest
                 if name == "triton" and mark == rest == "slow" and not quick:
                     mark = kernel.pairs_interpreted
                 marks = [*found.marks, *([getattr(pytest.mark, mark)] if mark else [])]

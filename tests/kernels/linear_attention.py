@@ -177,6 +177,7 @@ LINEAR_ATTENTION = Kernel(
     ),
     roundings=linear_attention_roundings,
     cancellation=linear_attention_cancellation,
+    first_interpreted="slow",
     pairs_interpreted="long",
     exact_zeros=True,  # a single token, normalised, does not depend on q
     errors=linear_attention_errors(),
