@@ -500,7 +500,7 @@ def test_a_library_of_blocks_is_shown_as_one(run_cli: Run) -> None:
     shown = run_cli("show", "mamba")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout == run_cli("show", "mamba", "--stage", "spec").stdout
-    assert "block mamba_mixer: projection in, convolution" in shown.stdout
+    assert "block mamba_mixer: input projection, convolution" in shown.stdout
     assert "    dim        int, required\n" in shown.stdout
     for stage in ("graph", "plan"):  # there is none
         done = run_cli("show", "mamba", "--stage", stage)
