@@ -27,18 +27,11 @@ from torch import Tensor
 from seqblocks.errors import BackendError, RunError
 from seqblocks.kernels.dispatch import registry, self_check
 from seqblocks.kernels.dispatch.compiled import constant, transformed
-from seqblocks.kernels.dispatch.registry import (
-    IMPLEMENTATIONS,
-    always,
-    implementation,
-    load_implementations,
-    ops,
-    register,
-)  # fmt: skip
+from seqblocks.kernels.dispatch.registry import IMPLEMENTATIONS, always, implementation, load_implementations, register
 
 __all__ = [
     "BACKENDS", "IMPLEMENTATIONS", "VARIABLE", "Verdict", "always", "choose", "fallbacks", "implementation",
-    "load_implementations", "ops", "register", "requested", "same_backend", "transformed", "use_backend", "why",
+    "load_implementations", "register", "requested", "same_backend", "transformed", "use_backend", "why",
 ]  # fmt: skip
 
 BACKENDS = ("auto", *IMPLEMENTATIONS)
@@ -49,6 +42,89 @@ _environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 _key = os.environ.encodekey(VARIABLE)
 
 _local = threading.local()  # .backend: that of the innermost `use_backend`. Compilers watch it for each thread
+_fallbacks: dict[str, dict[str, str]] = {}
+
+
+def choose(
+    op: str, backend: str | None = None, inputs: Mapping[str, Tensor | None] | None = None,
+    sizes: Mapping[str, int] | None = None, **facts: Any,
+) -> Callable[..., Any]:
+    """Return the function to run for a call with these inputs (by name, in the order of the op's arguments).
+
+    sizes: "batch", "length", "rows", as far as launches depend on them. facts: what `can`, `tiles` and `example` take;
+    device and index are those of the inputs.
+
+    Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
+    """
+    name, dtypes = requested(backend), None
+    if inputs is not None:
+        device = _common_device(op, inputs)
+        facts["device"], facts["index"] = device.type, device.index
+        if device.type == self_check.DEVICE:
+            dtypes = {key: None if x is None else x.dtype for key, x in inputs.items()}
+    reasons: dict[str, str] = {}
+    for candidate in IMPLEMENTATIONS if name == "auto" else (name,):
+        reason = _objection(op, candidate, name, facts, dtypes, sizes)
+        if not reason:
+            if name == "auto":
+                _remember(op, reasons)
+            return implementation(op, candidate).run
+        reasons[candidate] = reason
+    if name != "auto":
+        raise BackendError(f"backend {name!r} cannot run {op}: {reasons[name]}")
+    raise BackendError(f"no implementation of {op} can run: " + "; ".join(f"{key}: {x}" for key, x in reasons.items()))
+
+
+def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
+    """The device of all inputs: kernels are launched there, and would read another's memory as if it were there."""
+    devices = {name: x.device for name, x in inputs.items() if x is not None}
+    first, *others = dict.fromkeys(devices.values())
+    if others:
+        names = {device: [name for name in devices if devices[name] == device] for device in (first, *others)}
+        found = "; ".join(f"{', '.join(names[device])} on {device}" for device in names)
+        raise RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
+    return first
+
+
+def _objection(
+    op: str, name: str, backend: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
+    sizes: Mapping[str, int] | None,
+) -> str:
+    """Return why an implementation is not run on these facts, or "". dtypes: where kernels are checked before use."""
+    can, reason = _can(op, name, requested_backend=backend, **facts)
+    if not can:
+        return reason
+    found = implementation(op, name)
+    if found.by_hand and transformed():
+        return "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
+    if found.example is None or dtypes is None:
+        return ""
+    # while code is compiled, sizes may be symbols
+    return _failed_check(op, facts, dtypes, None if torch.compiler.is_compiling() else dict(sizes or {}))
+
+
+def _can(op: str, name: str, **facts: Any) -> tuple[bool, str]:
+    """Whether an implementation can run on these facts, and the reason."""
+    found = registry.OPS.get(op, {}).get(name)
+    return found.can(**facts) if found else (False, f"{op} has no {name} implementation")
+
+
+@constant
+def _failed_check(
+    op: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None], sizes: dict[str, int] | None
+) -> str:
+    fault = self_check.fault_of(self_check.Call(op, facts, dtypes, sizes))
+    return fault and f"it failed its check on this device: {fault}"
+
+
+@constant
+def _remember(op: str, reasons: dict[str, str]) -> bool:
+    _fallbacks[op] = reasons
+    return True
+
+
+# ------------------------------------------------------------------------------
+# What is requested
 
 
 @contextlib.contextmanager
@@ -80,17 +156,6 @@ def requested(backend: str | None = None) -> str:
     return getattr(_local, "backend", None) or _check_name(_from_environment(), VARIABLE)
 
 
-def saves_launches(x: Tensor) -> bool:
-    """Whether a step that torch computes in several operations had better be fewer launches: x is on a device.
-
-    Also where Triton is requested by name, for tests. A compiler fuses operations by itself.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    name = requested()
-    return x.is_cuda if name == "auto" else name == "triton" and x.dtype != torch.float64
-
-
 @constant
 def _from_environment() -> str:
     return os.environ[VARIABLE] if _environment.get(_key) else "auto"
@@ -102,6 +167,21 @@ def _check_name(backend: str, where: str) -> str:
     return backend
 
 
+def saves_launches(x: Tensor) -> bool:
+    """Whether a step that torch computes in several operations had better be fewer launches: x is on a device.
+
+    Also where Triton is requested by name, for tests. A compiler fuses operations by itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    name = requested()
+    return x.is_cuda if name == "auto" else name == "triton" and x.dtype != torch.float64
+
+
+# ------------------------------------------------------------------------------
+# What would run, and what did not
+
+
 class Verdict(NamedTuple):
     """Whether an implementation can run, and the reason."""
 
@@ -110,105 +190,11 @@ class Verdict(NamedTuple):
     reason: str
 
 
-_fallbacks: dict[str, dict[str, str]] = {}
-
-
 def why(op: str, **facts: Any) -> list[Verdict]:
     """Return for each implementation, in the order of `auto`, whether it can run on these facts. Checks nothing."""
-    return [Verdict(name, *_can(op, name, facts)) for name in IMPLEMENTATIONS]
+    return [Verdict(name, *_can(op, name, **facts)) for name in IMPLEMENTATIONS]
 
 
 def fallbacks() -> dict[str, dict[str, str]]:
     """Return by op, for the last call with backend "auto", the faster implementations that did not run, and why."""
     return {op: dict(reasons) for op, reasons in _fallbacks.items()}
-
-
-def choose(
-    op: str, backend: str | None = None, inputs: Mapping[str, Tensor | None] | None = None,
-    sizes: Mapping[str, int] | None = None, **facts: Any,
-) -> Callable[..., Any]:
-    """Return the function to run for a call with these inputs (by name, in the order of the op's arguments).
-
-    sizes: "batch", "length", "rows", as far as launches depend on them. facts: what `can`, `tiles` and `example` take;
-    device and index are those of the inputs.
-
-    Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
-    """
-    name = requested(backend)
-    facts["requested_backend"] = name
-    dtypes: dict[str, torch.dtype | None] | None = None  # of inputs on a device whose kernels are checked
-    if inputs is not None:
-        device = _common_device(op, inputs)
-        facts["device"], facts["index"] = device.type, device.index
-        if device.type == self_check.DEVICE:
-            dtypes = {key: None if x is None else x.dtype for key, x in inputs.items()}
-    reasons: dict[str, str] = {}
-    for candidate in IMPLEMENTATIONS if name == "auto" else (name,):
-        can, reason = _can(op, candidate, facts)
-        if can:
-            can, reason = _may(op, candidate, facts, dtypes, sizes, reason)
-        if can:
-            if name == "auto":
-                _remember(op, reasons)
-            return implementation(op, candidate).run
-        reasons[candidate] = reason
-    if name != "auto":
-        raise BackendError(f"backend {name!r} cannot run {op}: {reasons[name]}")
-    raise BackendError(f"no implementation of {op} can run: " + "; ".join(f"{key}: {x}" for key, x in reasons.items()))
-
-
-def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
-    """The device of all inputs: kernels are launched there, and would read another's memory as if it were there."""
-    device: Any = None
-    for x in inputs.values():
-        if x is not None and x.device != device:
-            if device is not None:
-                raise _device_error(op, inputs)
-            device = x.device
-    return device
-
-
-def _device_error(op: str, inputs: Mapping[str, Tensor | None]) -> RunError:
-    devices: dict[torch.device, list[str]] = {}
-    for name, x in inputs.items():
-        if x is not None:
-            devices.setdefault(x.device, []).append(name)
-    found = "; ".join(f"{', '.join(names)} on {device}" for device, names in devices.items())
-    return RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
-
-
-def _can(op: str, name: str, facts: dict[str, Any]) -> tuple[bool, str]:
-    """Whether an implementation can run on these facts, and the reason."""
-    if op not in registry._ops:
-        return False, f"there is no op called {op}"
-    found = registry._ops[op].get(name)
-    return found.can(**facts) if found else (False, f"{op} has no {name} implementation")
-
-
-def _may(
-    op: str, name: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
-    sizes: Mapping[str, int] | None, reason: str,
-) -> tuple[bool, str]:
-    """Whether an implementation that can run may run here and now: it may be wrong on this device."""
-    found = implementation(op, name)
-    if found.by_hand and transformed():
-        return False, "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
-    if found.example and dtypes is not None:
-        # while code is compiled, sizes may be symbols
-        fault = _fault(op, facts, dtypes, None if torch.compiler.is_compiling() else dict(sizes or {}))
-        if fault:
-            return False, f"it failed its check on this device: {fault}"
-    return True, reason
-
-
-@constant
-def _fault(
-    op: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None], sizes: dict[str, int] | None
-) -> str:
-    return self_check.fault_of(self_check.Call(op, facts, dtypes, sizes))
-
-
-@constant
-def _remember(op: str, reasons: dict[str, str]) -> bool:
-    _fallbacks[op] = reasons
-    return True

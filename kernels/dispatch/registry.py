@@ -39,7 +39,7 @@ class Implementation(NamedTuple):
     by_hand: bool = False
 
 
-_ops: dict[str, dict[str, Implementation]] = {}
+OPS: dict[str, dict[str, Implementation]] = {}
 
 
 def register(
@@ -49,7 +49,7 @@ def register(
     """Add or replace an implementation of an op. Raises ValueError for a name that is not in IMPLEMENTATIONS."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
-    _ops.setdefault(op, {})[name] = Implementation(run, can, tiles, example, by_hand or name == "triton")
+    OPS.setdefault(op, {})[name] = Implementation(run, can, tiles, example, by_hand or name == "triton")
 
 
 def load_implementations(op: str) -> None:
@@ -60,14 +60,9 @@ def load_implementations(op: str) -> None:
             importlib.import_module(module)
 
 
-def ops() -> tuple[str, ...]:
-    """Return the names of the registered ops, sorted."""
-    return tuple(sorted(_ops))
-
-
 def implementation(op: str, name: str) -> Implementation:
     """Return a registered implementation. Raises KeyError if there is none."""
-    return _ops[op][name]
+    return OPS[op][name]
 
 
 def always(reason: str) -> Can:

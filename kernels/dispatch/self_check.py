@@ -18,7 +18,6 @@ import importlib
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ from seqblocks.kernels.dispatch import cache as records
 from seqblocks.kernels.dispatch.registry import implementation
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
-OFF = ("0", "off", "false", "no")
 DEVICE = "cuda"  # the interpreter, on the CPU, has no compiler to check
 SECONDS = 300  # for one check: it compiles its kernels, which takes seconds, and runs them, which does not
 MOST = 10_000  # calls of different sizes that are remembered at a time
@@ -76,9 +74,9 @@ _lock = threading.Lock()
 
 def fault_of(call: Call) -> str:
     """Return why Triton must not be used for this call, or "". Makes the check if there is no record of it."""
-    op, facts, dtypes, sizes = call
-    if facts["device"] != DEVICE or os.environ.get(VARIABLE, "").lower() in OFF:
+    if os.environ.get(VARIABLE) == "0":
         return ""
+    op, facts, dtypes, sizes = call
     known = (op, *facts.values(), *dtypes.values(), sizes is None, *(sizes or {}).values())
     if known not in _faults:
         if type(torch.empty(0)) is not Tensor:
@@ -96,10 +94,7 @@ def forget() -> None:
 
 
 def _find_out(call: Call) -> str:
-    facts = {key: value for key, value in call.facts.items() if key != "requested_backend"}
-    facts["index"] = torch.cuda.current_device() if facts.get("index") is None else facts["index"]
-    call = call._replace(facts=facts)
-    key = key_of(call, *device_and_source(call.op, facts["index"]))
+    key = key_of(call, *device_and_source(call.facts["index"]))
     with _lock:  # another thread may have the answer by then
         if key not in _faults_of_launches:
             fault = records.read(key)
@@ -118,7 +113,7 @@ def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
     tiles = implementation(call.op, "triton").tiles
     key = {
         "op": call.op, "device": device, "triton": triton, "source": source,
-        "facts": {key: str(x) for key, x in call.facts.items() if key not in ("requested_backend", "index")},
+        "facts": {key: str(x) for key, x in call.facts.items() if key != "index"},
         "dtypes": {key: str(x) for key, x in call.dtypes.items()},
         "launches": [tiles(arch, **{**call.facts, **sizes, "dtypes": call.dtypes}) for sizes in call.all_sizes()],
     }
@@ -126,37 +121,33 @@ def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
 
 
 @cache
-def device_and_source(op: str, index: int) -> tuple[str, str, str, str]:
-    """Return device, architecture, Triton, and a digest of the files of the op's kernels, and of those it borrows."""
+def device_and_source(index: int) -> tuple[str, str, str, str]:
+    """Return device, architecture, version of Triton, and a digest of the files of all kernels."""
+    import triton
+
     from seqblocks.kernels import triton_common
 
-    kernels = Path(__file__).parents[1]
-    own = sorted((kernels / op).rglob("*.py"))
-    shared = {name for file in own for name in re.findall(r"kernels\.(\w+)\.triton", file.read_text(encoding="utf-8"))}
-    files = [kernels / "triton_common.py", *own]
-    files += [file for name in sorted(shared - {op}) for file in sorted((kernels / name / "triton").rglob("*.py"))]
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    triton: Any = importlib.import_module("triton")
     return torch.cuda.get_device_name(index), triton_common.arch_of(index), triton.__version__, digest
 
 
 def run_in_subprocess(call: Call) -> Finding:
     """Make the check in a process of its own."""
-    program = "from seqblocks.kernels.dispatch.self_check import main; main()"
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     module = implementation(call.op, "triton").run.__module__  # which registers the op
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], input=pickle.dumps((module, call)), capture_output=True, timeout=SECONDS,
-            env={**os.environ, "PYTHONPATH": path, VARIABLE: "0"}, check=False,
+            [sys.executable, "-c", f"from {__name__} import main; main()"], input=pickle.dumps((module, call)),
+            capture_output=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": path, VARIABLE: "0"}, check=False,
         )  # fmt: skip
-        if done.returncode == 0:
-            fault, lasting = json.loads(done.stdout)
-            return fault, lasting
     except subprocess.TimeoutExpired:
         return f"its check did not end within {SECONDS} s", True
-    except (OSError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+    except Exception as error:
         return f"its check cannot be started ({_summary(error)})", False
+    if done.returncode == 0:
+        fault, lasting = json.loads(done.stdout)
+        return fault, lasting
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     status = ": ".join([f"exit status {done.returncode}", *last])[:200]
     if not done.stdout:  # it did not come to the example
@@ -182,9 +173,9 @@ def main() -> None:
     output.flush()
 
 
-def check(call: Call, example: Callable[..., Any] | None = None) -> Finding:
-    """Compare the Triton implementation with the definition, on an example or that of the op."""
-    function, tensors, options = example_for(call, example)
+def check(call: Call) -> Finding:
+    """Compare the Triton implementation with the definition, on the example of the op."""
+    function, tensors, options = example_for(call)
     tolerance = max(TOLERANCES.get(x.dtype, 0.0) for x in tensors.values())
     try:
         expected = _results(function, {name: x.double() for name, x in tensors.items()}, options, "reference")
@@ -194,20 +185,17 @@ def check(call: Call, example: Callable[..., Any] | None = None) -> Finding:
         differences = (_difference(found, expected, tolerance) for found in results(call, function, tensors, options))
         return next(filter(None, differences), ""), True
     except Exception as error:
-        if _device_is_lost():
-            return f"it crashes ({_summary(error)})", True
-        return f"it does not run ({_summary(error)})", False
+        lost = _device_is_lost()
+        return f"it {'crashes' if lost else 'does not run'} ({_summary(error)})", lost
 
 
-def example_for(
-    call: Call, example: Callable[..., Any] | None = None
-) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
+def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
     """Return the example with the dtypes of the call, on its device, without the inputs that the call leaves out."""
-    found: Any = example or implementation(call.op, "triton").example
-    function, tensors, options = found(**call.facts)
+    example: Any = implementation(call.op, "triton").example
+    function, tensors, options = example(**call.facts)
     general, device = call.facts.get("dtype", torch.float32), call.facts["device"]
     dtypes = {name: call.dtypes.get(name, general) for name in tensors}
-    present = {name: x.to(dtypes[name]).to(device) for name, x in tensors.items() if dtypes[name] is not None}
+    present = {name: x.to(device, dtypes[name]) for name, x in tensors.items() if dtypes[name] is not None}
     return function, present, options
 
 
@@ -250,14 +238,13 @@ def _device_is_lost() -> bool:
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        return False
     except Exception:
         return True
-    return False
 
 
 def _summary(error: Exception) -> str:
-    first = "".join(str(error).strip().splitlines()[:1])[:200]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
 # ------------------------------------------------------------------------------

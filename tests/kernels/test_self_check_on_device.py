@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def cache(no_self_check: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def values(cache: Path) -> list[str]:
-    return [record.read_text("utf-8").splitlines()[1] for record in cache.rglob("*.txt")]
+    return [json.loads(record.read_text("utf-8"))["text"] for record in cache.rglob("*.json")]
 
 
 @pytest.mark.parametrize("op", CHECKED)

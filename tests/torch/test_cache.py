@@ -36,7 +36,9 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert [path for path in folder.rglob("*") if path.is_file()] == [cache.path(KEY)]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", KEY, f"{KEY}\n", f"{KEY}\nit is", f"{KEY}\n\n\n", f"{ANOTHER}\n\n", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "null", KEY, '["key", "text"]', '{"key": "', '{"key": "", "text": ""}', "\0"]
+)
 def test_a_bad_record_is_absent_and_replaced(text: str, folder: Path) -> None:
     cache.write(ANOTHER, "")
     cache.write(KEY, "")

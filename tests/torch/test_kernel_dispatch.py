@@ -23,7 +23,7 @@ OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
 @pytest.fixture
 def toy(monkeypatch):
     """A registry with one op, whose implementations return their names."""
-    monkeypatch.setattr(registry, "_ops", {})
+    monkeypatch.setattr(registry, "OPS", {})
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
 
     def needs_even(**facts):
@@ -79,7 +79,7 @@ def test_a_context_holds_for_its_thread_alone(toy):
 
 def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
     """Also where another thread has compiled it for its own."""
-    monkeypatch.setattr(registry, "_ops", dict(registry._ops))
+    monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
     dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
     torch._dynamo.reset()
@@ -174,7 +174,7 @@ def test_why_has_a_verdict_for_each_implementation(toy):
 
 
 def test_auto_with_nothing_left_names_every_reason(toy, monkeypatch):
-    monkeypatch.setattr(registry, "_ops", {"op": {}})
+    monkeypatch.setattr(registry, "OPS", {"op": {}})
     with pytest.raises(BackendError, match=r"triton: op has no triton implementation; torch: .*; reference: "):
         ran()
 
@@ -201,13 +201,13 @@ def test_an_implementation_has_one_of_the_known_names(toy):
 
 
 def test_every_op_has_both_implementations_that_run_anywhere():
-    assert set(OPS) <= set(dispatch.ops())
+    assert set(OPS) <= set(registry.OPS)
     for op in OPS:
-        assert {"torch", "reference"} <= set(registry._ops[op])
+        assert {"torch", "reference"} <= set(registry.OPS[op])
 
 
 def test_an_implementation_that_is_missing(monkeypatch):
-    monkeypatch.setitem(registry._ops, "mlstm", {k: v for k, v in registry._ops["mlstm"].items() if k != "triton"})
+    monkeypatch.setitem(registry.OPS, "mlstm", {k: v for k, v in registry.OPS["mlstm"].items() if k != "triton"})
     found = {v.implementation: v for v in why("mlstm", device="cpu", dtype=torch.float32)}
     assert list(found) == list(BACKENDS[1:])
     assert not found["triton"].can
@@ -217,7 +217,7 @@ def test_an_implementation_that_is_missing(monkeypatch):
 
 
 def test_compiled_code_sees_the_context(monkeypatch):
-    monkeypatch.setattr(registry, "_ops", dict(registry._ops))
+    monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
     dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
     compiled = torch.compile(lambda x: dispatch.choose("op")(x), fullgraph=True, backend="eager")
