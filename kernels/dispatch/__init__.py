@@ -57,6 +57,7 @@ def choose(
     Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
     """
     name, dtypes = requested(backend), None
+    facts["requested_backend"] = name
     if inputs is not None:
         device = _common_device(op, inputs)
         facts["device"], facts["index"] = device.type, device.index
@@ -64,7 +65,7 @@ def choose(
             dtypes = {key: None if x is None else x.dtype for key, x in inputs.items()}
     reasons: dict[str, str] = {}
     for candidate in IMPLEMENTATIONS if name == "auto" else (name,):
-        reason = _objection(op, candidate, name, facts, dtypes, sizes)
+        reason = _objection(op, candidate, facts, dtypes, sizes)
         if not reason:
             if name == "auto":
                 _remember(op, reasons)
@@ -77,21 +78,25 @@ def choose(
 
 def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
     """The device of all inputs: kernels are launched there, and would read another's memory as if it were there."""
-    devices = {name: x.device for name, x in inputs.items() if x is not None}
-    first, *others = dict.fromkeys(devices.values())
-    if others:
-        names = {device: [name for name in devices if devices[name] == device] for device in (first, *others)}
-        found = "; ".join(f"{', '.join(names[device])} on {device}" for device in names)
-        raise RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
+    first, *others = [x.device for x in inputs.values() if x is not None]
+    for device in others:
+        if device != first:
+            raise _device_error(op, {name: x.device for name, x in inputs.items() if x is not None})
     return first
 
 
+def _device_error(op: str, devices: dict[str, torch.device]) -> RunError:
+    names = {device: [name for name, other in devices.items() if other == device] for device in devices.values()}
+    found = "; ".join(f"{', '.join(names[device])} on {device}" for device in names)
+    return RunError(f"{op} needs its inputs on one device; got {found}. Move them with `.to(...)`.")
+
+
 def _objection(
-    op: str, name: str, backend: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
+    op: str, name: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
     sizes: Mapping[str, int] | None,
 ) -> str:
     """Return why an implementation is not run on these facts, or "". dtypes: where kernels are checked before use."""
-    can, reason = _can(op, name, requested_backend=backend, **facts)
+    can, reason = _can(op, name, facts)
     if not can:
         return reason
     found = implementation(op, name)
@@ -103,7 +108,7 @@ def _objection(
     return _failed_check(op, facts, dtypes, None if torch.compiler.is_compiling() else dict(sizes or {}))
 
 
-def _can(op: str, name: str, **facts: Any) -> tuple[bool, str]:
+def _can(op: str, name: str, facts: dict[str, Any]) -> tuple[bool, str]:
     """Whether an implementation can run on these facts, and the reason."""
     found = registry.OPS.get(op, {}).get(name)
     return found.can(**facts) if found else (False, f"{op} has no {name} implementation")
@@ -192,7 +197,7 @@ class Verdict(NamedTuple):
 
 def why(op: str, **facts: Any) -> list[Verdict]:
     """Return for each implementation, in the order of `auto`, whether it can run on these facts. Checks nothing."""
-    return [Verdict(name, *_can(op, name, **facts)) for name in IMPLEMENTATIONS]
+    return [Verdict(name, *_can(op, name, facts)) for name in IMPLEMENTATIONS]
 
 
 def fallbacks() -> dict[str, dict[str, str]]:

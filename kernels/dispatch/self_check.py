@@ -113,7 +113,7 @@ def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
     tiles = implementation(call.op, "triton").tiles
     key = {
         "op": call.op, "device": device, "triton": triton, "source": source,
-        "facts": {key: str(x) for key, x in call.facts.items() if key != "index"},
+        "facts": {key: str(x) for key, x in call.facts.items() if key not in ("requested_backend", "index")},
         "dtypes": {key: str(x) for key, x in call.dtypes.items()},
         "launches": [tiles(arch, **{**call.facts, **sizes, "dtypes": call.dtypes}) for sizes in call.all_sizes()],
     }
