@@ -34,6 +34,23 @@ model:
     - rms_norm: {name: norm}
     - unembed: {bias: false, tie: embed}
 """
+LINEAR = """
+seqblocks: 1
+use: [deltanet, gla]
+let: {dim: 128, depth: 3, vocabulary: 256}
+model:
+  input: {tokens: vocabulary}
+  steps:
+    - embed: {features: dim}
+    - repeat:
+        name: layers
+        times: depth
+        steps: [residual: {name: residual_NAME, steps: [rms_norm, {NAME: {dim: dim, OPTIONS}}]}]
+    - rms_norm: {name: norm}
+    - unembed: {bias: false, tie: embed}
+"""
+GATED_DELTANET = LINEAR.replace("NAME", "gated_deltanet_mixer").replace("OPTIONS", "heads: 4, head: 32, expand_v: 1")
+GLA = LINEAR.replace("NAME", "gla_mixer").replace("OPTIONS", "heads: 4")
 Weights = dict[str, Tensor]
 Layer = Callable[[Tensor, list[Any]], Tensor]  # of a token x [batch, dim]; replaces its parts of the state
 
@@ -45,7 +62,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def convolved(window: Tensor, x: Tensor, w: Weights, name: str) -> tuple[Tensor, Tensor]:
     """Return a causal convolution of one token after the window [batch, taps - 1, width], and the next window."""
     window = torch.cat([window, x[:, None]], 1)
-    return F.silu((window * w[f"{name}.taps"]).sum(1) + w[f"{name}.bias"]), window[:, 1:]
+    y, bias = (window * w[f"{name}.taps"]).sum(1), w.get(f"{name}.bias")
+    return F.silu(y if bias is None else y + bias), window[:, 1:]
 
 
 def mamba(w: Weights, batch: int, state: list[Any]) -> Layer:
@@ -177,9 +195,58 @@ def swiglu(w: Weights, batch: int, state: list[Any]) -> Layer:
     return step
 
 
+def gated_deltanet(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
+    p = "gated_deltanet_mixer."
+    keys, values = w[p + "q_proj.weight"].shape[0], w[p + "v_proj.weight"].shape[0]
+    K, V = keys // heads, values // heads
+    at = len(state)
+    state += [torch.zeros(batch, 3, 2 * keys + values), torch.zeros(batch, heads, K, V)]
+    projections = torch.cat([w[f"{p}{name}_proj.weight"] for name in "qkvgab"])
+    conv = {"conv.taps": torch.cat([w[f"{p}{name}_conv1d.taps"] for name in "qkv"], 1)}
+    rate, dt_bias = -torch.exp(w[p + "decay.A_log"]), w[p + "decay.dt_bias"]
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        y = F.linear(rms_norm(x, w["rms_norm.weight"], 1e-6), projections)
+        qkv, g, a, b = y.split([2 * keys + values, values, heads, heads], -1)
+        qkv, state[at] = convolved(state[at], qkv, conv, "conv")
+        qk, v = qkv.split([2 * keys, values], -1)
+        qk = qk.view(-1, 2, heads, K)
+        q, k = (qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + 1e-6)).unbind(1)
+        S = state[at + 1] * torch.exp(rate * F.softplus(a + dt_bias))[..., None, None]
+        write = torch.sigmoid(b)[..., None] * (v.view(-1, heads, V) - torch.matmul(k[..., None, :], S).squeeze(-2))
+        S = torch.addcmul(S, k[..., None], write[..., None, :])
+        state[at + 1] = S
+        o = rms_norm(torch.matmul(q[..., None, :] * K**-0.5, S).squeeze(-2), w[p + "o_norm.weight"], 1e-5)
+        return x + F.linear(o.flatten(1) * F.silu(g), w[p + "o_proj.weight"])
+
+    return step
+
+
+def gla(w: Weights, batch: int, state: list[Any], heads: int = 4) -> Layer:
+    p = "gla_mixer."
+    sizes = [w[f"{p}{name}.weight"].shape[0] for name in ("q_proj", "k_proj", "v_proj", "g_proj", "decay_in")]
+    K, V = sizes[0] // heads, sizes[2] // heads
+    at = len(state)
+    state += [torch.zeros(batch, heads, K, V)]
+    projections = torch.cat([w[f"{p}{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "g_proj", "decay_in")])
+
+    def step(x: Tensor, state: list[Any]) -> Tensor:
+        y = F.linear(rms_norm(x, w["rms_norm.weight"], 1e-6), projections)
+        q, k, v, g, low = y.split(sizes, -1)
+        decay = F.logsigmoid(F.linear(low, w[p + "decay_out.weight"], w[p + "decay_out.bias"])) / 16
+        q, k, v, decay = (t.view(-1, heads, t.shape[1] // heads) for t in (q, k, v, decay))
+        S = torch.addcmul(state[at] * torch.exp(decay)[..., None], k[..., None], v[..., None, :])
+        state[at] = S
+        o = rms_norm(torch.matmul(q[..., None, :] * K**-0.5, S).squeeze(-2), w[p + "norm.weight"], 1e-5)
+        return x + F.linear(o.flatten(1) * F.silu(g), w[p + "o_proj.weight"])
+
+    return step
+
+
 LAYERS: dict[str, Callable[..., Layer]] = {
     "mamba_block.residual.": mamba, "mlstm_block.residual.": mlstm, "slstm_block.": slstm,
     "attention_layer.residual.": attention, "swiglu_layer.residual.": swiglu,
+    "residual_gated_deltanet_mixer.": gated_deltanet, "residual_gla_mixer.": gla,
 }  # fmt: skip
 
 
@@ -213,7 +280,10 @@ def _inside(weights: Weights, prefix: str) -> Weights:
     return found | {name: x for name, x in taps.items() if x.dim() == 2}
 
 
-MODELS = {"mamba_small": "", "mlstm_small": "", "hybrid_small": "", "slstm": SLSTM}
+MODELS = {
+    "mamba_small": "", "mlstm_small": "", "hybrid_small": "", "slstm": SLSTM,
+    "gated_deltanet": GATED_DELTANET, "gla": GLA,
+}  # fmt: skip
 
 
 def build(name: str) -> seqblocks.SequenceModel:

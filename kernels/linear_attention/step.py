@@ -20,52 +20,57 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
     It returns o [B, HV * V] and the next S: the same numbers as `linear_attention` for one token. unit: q and k are
     divided by their length. fixed: log decays [HV]; bonus [H, K]; with `normalize` S has a last column for the keys.
     """
+    fixed_factor = None if fixed is None else fixed.exp()
 
     def step(
         S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe = None, beta: Maybe = None, a: Maybe = None,
         b: Maybe = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         B, HV, K, _ = S.shape
-        q, k = (_of_heads(x.view(B, heads, K), HV // heads, unit) for x in (q, k))
-        v, q = v.view(B, HV, -1), q * (K**-0.5 if scale is None else scale)
+        q, k = _of_heads(q, k, heads, HV // heads, unit)  # [B * HV, 1, K], as rows of one batch of products
+        v, before = v.reshape(B * HV, 1, -1), S.flatten(0, 1)
         if normalize:
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        before, S = S, _decayed(S, fixed if decay is None else decay)
+        factor = fixed_factor if decay is None else decay.exp()
+        S = before if factor is None else _decayed(S, factor).flatten(0, 1)
         if a is not None and b is not None:
-            read = _read(a.view(B, HV, K), before)
-            S = _with(S, b.view(B, HV, K), read, S is not before)
-        write = v if beta is None else beta.unsqueeze(-1) * (v - _read(k, S))
+            read = torch.bmm(a.reshape(B * HV, 1, K), before)
+            S = _with(S, b.reshape(B * HV, 1, K), read, S is not before)
+        write = v if beta is None else torch.baddbmm(v, k, S, alpha=-1).mul_(beta.reshape(-1, 1, 1))
         S = _with(S, k, write, S is not before)
-        if bonus is None:
-            o = _read(q, S)
-        else:
-            weight = (q * bonus.repeat_interleave(HV // heads, 0) * k).sum(-1, keepdim=True)
-            o = torch.addcmul(_read(q, before), weight, v)
-        return (o[..., :-1] / (o[..., -1:] + 1e-10) if normalize else o).flatten(1), S
+        used = S if bonus is None else before
+        times = K**-0.5 if scale is None else scale
+        o = torch.baddbmm(v, q, used, beta=0, alpha=times)
+        if bonus is not None:
+            o = _with_bonus(o, v, q * k, bonus.repeat_interleave(HV // heads, 0).view(HV, 1, K) * times)
+        o = o[..., :-1] / (o[..., -1:] + 1e-10) if normalize else o
+        return o.reshape(B, -1), S.view(B, HV, K, -1)
 
     return step
 
 
-def _of_heads(x: Tensor, groups: int, unit: bool) -> Tensor:
-    """q or k [B, H, K] for each head of values, of length 1 if `unit`."""
+def _of_heads(q: Tensor, k: Tensor, heads: int, groups: int, unit: bool) -> tuple[Tensor, Tensor]:
+    """q and k [B, H * K] for each head of values [B * HV, 1, K], of length 1 if `unit`."""
+    B, K = q.shape[0], q.shape[1] // heads
     if unit:
-        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-    return x if groups == 1 else x.repeat_interleave(groups, 1)
+        both = torch.cat([q, k], 1).view(B, 2, heads, K)
+        q, k = both.mul_(both.square().sum(-1, keepdim=True).add_(1e-6).rsqrt_()).unbind(1)
+    if groups > 1:
+        q, k = (x.reshape(B, heads, K).repeat_interleave(groups, 1) for x in (q, k))
+    return q.reshape(B * heads * groups, 1, K), k.reshape(B * heads * groups, 1, K)
 
 
-def _decayed(S: Tensor, decay: Maybe) -> Tensor:
-    """By log decays [HV], [B, HV] or [B, HV * K]."""
-    if decay is None:
-        return S
-    return S * decay.exp().view(-1, S.shape[1], S.shape[2] if decay.shape[-1] != S.shape[1] else 1, 1)
+def _decayed(S: Tensor, factor: Tensor) -> Tensor:
+    """S times factors [HV], [B, HV] or [B, HV * K]."""
+    return S * factor.view(-1, S.shape[1], S.shape[2] if factor.shape[-1] != S.shape[1] else 1, 1)
 
 
 def _with(S: Tensor, x: Tensor, y: Tensor, own: bool) -> Tensor:
-    """S + x y^T, in place if S is our own."""
-    x, y = x.unsqueeze(-1), y.unsqueeze(-2)
-    return S.addcmul_(x, y) if own else torch.addcmul(S, x, y)
+    """S [N, K, V] + x^T y for rows x and y, in place if S is our own."""
+    return S.addcmul_(x.mT, y) if own else torch.addcmul(S, x.mT, y)
 
 
-def _read(x: Tensor, S: Tensor) -> Tensor:
-    """x^T S."""
-    return torch.matmul(x.unsqueeze(-2), S).squeeze(-2)
+def _with_bonus(o: Tensor, v: Tensor, qk: Tensor, weights: Tensor) -> Tensor:
+    """o + (sum over keys of q k weights) v; weights [HV, 1, K]."""
+    HV, _, K = weights.shape
+    return o.addcmul_((qk.view(-1, HV, 1, K) * weights).sum(-1).view(-1, 1, 1), v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqblocks.op import ANY, Op, argument, primitive
-from seqblocks.ops.gate import activate, activated
+from seqblocks.ops.gate import activate, activated, activation
 from seqblocks.types import Facts, Wire
 
 
@@ -17,6 +17,9 @@ class Activation(Op):
 
     def facts(self, x: Wire) -> Facts:
         return activated(self.verb, x.facts)
+
+    def prepare_step(self, p: Any) -> Any:
+        return activation(self.verb) if type(self).forward is Activation.forward else None
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return activate(self.verb, x)

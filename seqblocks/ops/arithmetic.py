@@ -22,6 +22,9 @@ class Identity(Op):
     def facts(self, x: Wire) -> Facts:
         return x.facts
 
+    def prepare_step(self, p: Any) -> Any:
+        return lambda x: x
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x
 

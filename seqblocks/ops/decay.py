@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 from seqblocks.errors import Fault
@@ -113,14 +114,10 @@ class LogDecay(Op):
         from torch.nn.functional import softplus
 
         if self.kind != "softplus":
-            return None
-        rates, bias = -p["A_log"].exp(), p.get("dt_bias")
-
-        def step(x: Any, lower: Any = None) -> Any:
-            x = softplus(x if bias is None else x + bias)
-            return x * (rates if len(rates) == x.shape[-1] else rates.repeat_interleave(x.shape[-1] // len(rates)))
-
-        return step
+            return partial(self.forward, p, None)  # it treats each feature of each token by itself
+        rates, bias = -p["A_log"].exp(), p["dt_bias"]
+        rates = rates.repeat_interleave(len(bias) // len(rates))
+        return lambda x, lower=None: softplus(x + bias).mul_(rates)
 
     def forward(self, p: Any, call: Any, x: Any, lower: Any = None) -> Any:
         from torch.nn.functional import logsigmoid, softplus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from seqblocks.op import ANY, Port, argument, must_divide, must_match, primitive
-from seqblocks.ops.gate import ActivationName, activate
+from seqblocks.ops.gate import ActivationName, activate, activation
 from seqblocks.ops.norm import Norm
 from seqblocks.parameters import Parameter
 from seqblocks.types import Wire
@@ -46,26 +46,27 @@ class RMSNorm(Norm):
         return super().macs(x) + (x.features if z else 0)
 
     def prepare_step(self, p: Any) -> Any:
-        from torch.nn.functional import rms_norm
+        from torch import rms_norm
 
         gain, bias, eps, groups, shared = self.effective_gain(p), p.get("bias"), self.eps, self.groups, self.shared
+        opening_of, gated_before = activation(self.activation), self.gate == "before"
 
         def normed(x: Any) -> Any:
             if groups == 1:
-                return rms_norm(x, x.shape[-1:], gain, eps)
-            grouped = x.unflatten(-1, (groups, -1))
-            y = rms_norm(grouped, grouped.shape[-1:], gain if shared else None, eps)
+                y = rms_norm(x, x.shape[1:], gain, eps)
+                return y if bias is None else y.add_(bias)
+            grouped = x.view(x.shape[0], groups, -1)
+            y = rms_norm(grouped, grouped.shape[2:], gain if shared else None, eps)
             if shared:
-                return (y if bias is None else y + bias).flatten(-2)
-            return y.flatten(-2) if gain is None else y.flatten(-2) * gain
+                return (y if bias is None else y.add_(bias)).flatten(1)
+            y = y.flatten(1)
+            y = y if gain is None else y.mul_(gain)
+            return y if bias is None else y.add_(bias)
 
         def step(x: Any, z: Any) -> Any:
-            opening = None if z is None else activate(self.activation, z)
-            if opening is not None and self.gate == "before":
-                x = x * opening
-            y = normed(x)
-            y = y if bias is None or (groups > 1 and shared) else y + bias
-            return y if opening is None or self.gate == "before" else y * opening
+            if z is None:
+                return normed(x)
+            return normed(x * opening_of(z)) if gated_before else normed(x).mul_(opening_of(z))
 
         return step
 
