@@ -345,7 +345,7 @@ def by_hand() -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm", "gated_deltanet", "gla"])
 def test_as_many_operations_as_by_hand(name: str, by_hand: Any) -> None:
     """Operations of torch for one token, against those of the step that the benchmark writes out by hand."""
     assert by_hand.largest_difference(name, tokens=10) < 2e-6
