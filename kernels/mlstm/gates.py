@@ -67,7 +67,7 @@ def _chunk_size(S: int, width: int) -> int:
 def blocks_of(n: int, reverse: bool) -> list[tuple[slice, slice]]:
     """The queries of a chunk of n tokens, some at a time, and the keys that these may see."""
     spans = [(a, min(a + BLOCK, n)) for a in range(0, n, BLOCK)]
-    return [(slice(a, b), slice(a, n) if reverse else slice(b)) for a, b in spans]
+    return [(slice(a, b), slice(a, n) if reverse else slice(0, b)) for a, b in spans]
 
 
 class Gates(NamedTuple):
@@ -75,99 +75,107 @@ class Gates(NamedTuple):
 
     e: Tensor  # in float64, as x, and times log2(e)
     x: Tensor
-    u: Tensor
+    u: Tensor | None  # None where no chunk reads a state
     floor: Tensor
-    segment: Tensor | None  # [B, S]: resets met so far in the chunk
+    segment: Tensor | None  # [B, 1, S]: resets met so far in the chunk
 
 
 class Scan(NamedTuple):
-    """What the derivative of the gates also needs: [B, K, L, H], tokens in the order of the scan."""
+    """What the derivative of the gates also needs: [B, H, K, L], tokens in the order of the scan."""
 
     source: Tensor  # the s that gives max e_s
     carried: Tensor  # p_t wins the maximum, not e_s
-    unbroken: Tensor | None  # [B, K, L, 1]: no reset in the chunk so far
-    segment: Tensor | None  # [B, K, L]: resets met so far in the chunk
+    unbroken: Tensor | None  # [B, 1, K, L]: no reset in the chunk so far
+    segment: Tensor | None  # [B, 1, K, L]: resets met so far in the chunk
 
 
 def _to_scan(x: Tensor, L: int, reverse: bool) -> Tensor:
-    """[B, S, ...] in memory order to [B, K, L, ...] in scan order, padded at the scan's end."""
-    B, S = x.shape[:2]
+    """[B, H, S] in memory order to [B, H, K, L] in scan order, padded with zeros at the scan's end."""
+    B, H, S = x.shape
     if reverse:
-        x = x.flip(1)
-    padding = -S % L
-    if padding:
-        x = torch.cat([x, x.new_zeros(B, padding, *x.shape[2:])], 1)
-    return x.reshape(B, -1, L, *x.shape[2:])
+        x = x.flip(2)
+    if S % L:
+        x = torch.cat([x, x.new_zeros(B, H, -S % L)], 2)
+    return x.reshape(B, H, -1, L)
 
 
 def _to_memory(x: Tensor, S: int, reverse: bool) -> Tensor:
     """The inverse of `_to_scan`."""
-    x = x.flatten(1, 2)[:, :S]
-    return x.flip(1) if reverse else x
-
-
-def _by_head(x: Tensor, S: int, reverse: bool, dtype: torch.dtype) -> Tensor:
-    """[B, K, L, H] in scan order to [B, H, S] in memory order, of this dtype; new memory."""
-    return _to_memory(x, S, reverse).transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
+    x = x.flatten(2, 3)[:, :, :S]
+    return x.flip(2) if reverse else x
 
 
 def prepare(
     i: Tensor, f: Tensor, m: Tensor | None, resets: Tensor | None, plan: Plan, reverse: bool, input_gate: str,
+    enters: bool,
 ) -> tuple[Gates, Scan, Tensor]:
-    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64."""
-    (B, S, H), L = i.shape, plan.summed
-    exact = exact_dtype(f)
+    """From gate pre-activations to Gates, Scan, and the stabiliser m [B, H] after the last token, in float64.
+
+    enters: whether any chunk reads a state.
+    """
+    S, L = i.shape[1], plan.summed
+    i, f = (x.transpose(1, 2).contiguous() for x in (i, f))
     log_i = _to_scan(log_input_gate(i, input_gate), L, reverse)
-    log_f = _to_scan(F.logsigmoid(f).clamp(min=LEAST), L, reverse)
+    log_f = _to_scan(F.logsigmoid(f).clamp_(min=LEAST), L, reverse)
     segment = unbroken = None
     if resets is None:
-        b = log_f.cumsum(2, dtype=exact)
+        b = log_f.cumsum(3, dtype=exact_dtype(f))
         e = log_i - b
-        best, source = e.cummax(2)
+        best, source = e.cummax(3)
     else:
-        segment = _to_scan(resets, L, reverse).cumsum(2)
-        unbroken = (segment == 0).unsqueeze(-1)
+        segment = _to_scan(resets.unsqueeze(1), L, reverse).cumsum(3)
+        unbroken = segment == 0
         b = _sum_within(segment, log_f)
         e = log_i - b
         best, source = _max_within(segment, e)
     exponential = input_gate == "exp"
-
-    # the stabiliser from chunk to chunk; the last chunk may be short
-    last = (S - 1) % L
-    m = b.new_zeros(B, H) if m is None else m.to(exact)
-    starts = []
-    for c in range(e.shape[1]):
-        starts.append(m)
-        t = L - 1 if c < e.shape[1] - 1 else last
-        if not exponential:
-            m = torch.zeros_like(m)
-            continue
-        p_last = m if unbroken is None else torch.where(unbroken[:, c, t], m, 0.0)
-        m = b[:, c, t] + torch.maximum(best[:, c, t], p_last)
-    start = torch.stack(starts, 1).unsqueeze(2)
-    p = start.expand_as(b) if unbroken is None else torch.where(unbroken, start, 0.0)
+    start, m = _stabilisers(b, best, unbroken, m, S, exponential)
+    p = start if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
-    u = _before_chunk(p, x, plan.L) - x
-    if segment is not None:
-        same = segment == _before_chunk(torch.zeros_like(segment), segment, plan.L)
-        u = torch.where(same.unsqueeze(-1), u, -torch.inf)
-    u = exp_(_by_head(u, S, reverse, f.dtype))
-    floor = torch.ones_like(u)
-    if exponential:
-        floor = _by_head(b + x, S, reverse, f.dtype).neg_().clamp_(max=largest_exponent(f.dtype)).exp_()
-    e, x = (_by_head(y * LOG2E, S, reverse, exact) for y in (e, x))
-    gates = Gates(e, x, u, floor, None if segment is None else _to_memory(segment, S, reverse))
+    u = _of_state(p, x, segment, plan.L) if enters else None
+    floor = (b + x).neg_() if exponential else torch.zeros_like(b)
+    u, floor = (None if y is None else _to_memory(y, S, reverse).to(f.dtype) for y in (u, floor))
+    floor = floor.clamp_(max=largest_exponent(f.dtype)).exp_()
+    e, x = (_to_memory(y * LOG2E, S, reverse) for y in (e, x))
+    lying = None if segment is None else _to_memory(segment, S, reverse)
+    gates = Gates(e, x, None if u is None else exp_(u), floor, lying)
     return gates, Scan(source, p > best, unbroken, segment), m
 
 
+def _stabilisers(
+    b: Tensor, best: Tensor, unbroken: Tensor | None, m: Tensor | None, S: int, exponential: bool
+) -> tuple[Tensor, Tensor]:
+    """The stabiliser before each K [B, H, K, 1], and m [B, H] after the last token. The last K may be short."""
+    B, H, K, L = b.shape
+    m = b.new_zeros(B, H) if m is None else m.to(b.dtype)
+    starts = []
+    for c in range(K):
+        starts.append(m)
+        if not exponential:
+            m = torch.zeros_like(m)
+            continue
+        t = L - 1 if c < K - 1 else (S - 1) % L
+        p_last = m if unbroken is None else torch.where(unbroken[:, :, c, t], m, 0.0)
+        m = b[:, :, c, t] + torch.maximum(best[:, :, c, t], p_last)
+    return torch.stack(starts, 2).unsqueeze(3), m
+
+
+def _of_state(p: Tensor, x: Tensor, segment: Tensor | None, L: int) -> Tensor:
+    """log u of each token, for chunks of L tokens."""
+    u = _before_chunk(p, x, L) - x
+    if segment is None:
+        return u
+    same = segment == _before_chunk(torch.zeros_like(segment), segment, L)
+    return torch.where(same, u, -torch.inf)
+
+
 def _before_chunk(opening: Tensor, x: Tensor, L: int) -> Tensor:
-    """x [B, K, S, ...] of the last token before each token's chunk of L; before the first chunk it is `opening`."""
-    tokens = x.shape[2]
+    """x [B, H, K, S] of the last token before each token's chunk of L; before the first chunk it is `opening`."""
+    tokens = x.shape[3]
     if tokens <= L:
         return opening
-    before = torch.cat([opening[:, :, :1], x[:, :, L - 1 : tokens - 1 : L]], 2).repeat_interleave(L, 2)[:, :, :tokens]
-    before[:, :, :L] = opening[:, :, :L]
-    return before
+    before = x[..., L - 1 : tokens - 1 : L].repeat_interleave(L, 3)[..., : tokens - L]
+    return torch.cat([opening.expand_as(x)[..., :L], before], 3)
 
 
 def exact_dtype(f: Tensor) -> torch.dtype:
@@ -176,64 +184,80 @@ def exact_dtype(f: Tensor) -> torch.dtype:
 
 
 def _sum_within(segment: Tensor, x: Tensor) -> Tensor:
-    """Running sums, in float64, of x [B, K, L, H], those of each segment [B, K, L] by themselves."""
-    sums = x.cumsum(2, dtype=exact_dtype(x))
+    """Running sums, in float64, of x [B, H, K, L], those of each segment [B, 1, K, L] by themselves."""
+    sums = x.cumsum(3, dtype=exact_dtype(x))
     starts = torch.ones_like(segment, dtype=torch.bool)
-    starts[:, :, 1:] = segment[:, :, 1:] != segment[:, :, :-1]
-    first = torch.where(starts, torch.arange(x.shape[2], device=x.device), 0).cummax(2).values.unsqueeze(-1)
-    return sums - (sums - x).gather(2, first.expand_as(x))
+    starts[..., 1:] = segment[..., 1:] != segment[..., :-1]
+    first = torch.where(starts, torch.arange(x.shape[3], device=x.device), 0).cummax(3).values
+    return sums - (sums - x).gather(3, first.expand_as(x))
 
 
 def _max_within(segment: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Running maxima of x [B, K, L, H] and where they were reached, those of each segment [B, K, L] by themselves."""
+    """Running maxima of x [B, H, K, L] and where they were reached, each segment [B, 1, K, L] by itself."""
     best, step = x.clone(), 1
-    segment = segment.unsqueeze(-1)
-    while step < x.shape[2]:
-        earlier = torch.where(segment[:, :, step:] == segment[:, :, :-step], best[:, :, :-step], -torch.inf)
-        torch.maximum(best[:, :, step:], earlier, out=best[:, :, step:])
+    while step < x.shape[3]:
+        earlier = torch.where(segment[..., step:] == segment[..., :-step], best[..., :-step], -torch.inf)
+        torch.maximum(best[..., step:], earlier, out=best[..., step:])
         step *= 2
-    places = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1)
-    return best, torch.where(x == best, places, 0).cummax(2).values
+    places = torch.arange(x.shape[3], device=x.device)
+    return best, torch.where(x == best, places, 0).cummax(3).values
 
 
 def prepare_backward(
-    i: Tensor, f: Tensor, scan: Scan, de: Tensor, dx: Tensor, db: Tensor, dp: Tensor, dm: Tensor | None,
-    L: int, reverse: bool, input_gate: str,
+    i: Tensor, f: Tensor, scan: Scan, de: Tensor, dx: Tensor, db: Tensor | None, dp: Tensor | None, dm: Tensor | None,
+    L: int, reverse: bool, input_gate: str, starts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of i, f and the initial m from those of e, x, b, p [B, S, H] and of the final m [B, H]."""
-    S = i.shape[1]
-    de, dx, db, dp = (_to_scan(g, L, reverse) for g in (de, dx, db, dp))
-    K, last = de.shape[1], (S - 1) % L
-    if input_gate == "exp":
+    """Gradients of i, f and the initial m from those of e, x, b, p [B, H, S] and of the final m [B, H].
+
+    starts: whether the gradient of the initial m is wanted; otherwise it may be anything.
+    """
+    B, H, S = de.shape
+    de, dx = (_to_scan(g, L, reverse) for g in (de, dx))
+    db, dp = (None if g is None else _to_scan(g, L, reverse) for g in (db, dp))
+    db = torch.zeros_like(dx) if db is None else db
+    exponential = input_gate == "exp"
+    if exponential:
         # x_t goes to whichever made the maximum; the m that leaves a chunk is b + x of its last token
-        dp = dp + dx * scan.carried
-        de = de.scatter_add(2, scan.source, dx.masked_fill(scan.carried, 0.0))
+        of_e = dx.masked_fill(scan.carried, 0.0)
+        dp = dx - of_e if dp is None else dp + (dx - of_e)
+        de = de.scatter_add(3, scan.source, of_e)
     else:
         db = db - dx
-    whole = dp if scan.unbroken is None else torch.where(scan.unbroken, dp, 0.0)
-    dstart = whole.sum(2)
-    dm = torch.zeros_like(dstart[:, 0]) if dm is None else dm
-    for c in reversed(range(K)):
-        if input_gate == "exp":
-            t = L - 1 if c < K - 1 else last
-            carried = scan.carried[:, c, t]
-            db[:, c, t] += dm
-            de[:, c].scatter_add_(1, scan.source[:, c, t : t + 1], dm.masked_fill(carried, 0.0).unsqueeze(1))
-            if scan.unbroken is not None:
-                carried = carried & scan.unbroken[:, c, t]
-            dm = dstart[:, c] + torch.where(carried, dm, 0.0)
-        else:
-            dm = dstart[:, c]
-    through = (db - de).flip(2)
+    if starts or dm is not None or de.shape[2] > 1:
+        dm = _stabilisers_backward(scan, de, db, dp, dm, S, exponential)
+    through = (db - de).flip(3)
     if scan.segment is None:
-        through = through.cumsum(2, dtype=exact_dtype(f))
+        through = through.cumsum(3, dtype=exact_dtype(f))
     else:
-        through = _sum_within(scan.segment.flip(2), through)
-    dlog_f = through.flip(2)
-    di = _to_memory(de, S, reverse)
-    if input_gate != "exp":
+        through = _sum_within(scan.segment.flip(3), through)
+    di, dlog_f = (_to_memory(g, S, reverse).to(f.dtype).transpose(1, 2) for g in (de, through.flip(3)))
+    if not exponential:
         di = di * torch.sigmoid(-i)
-    return di, _to_memory(dlog_f, S, reverse) * torch.sigmoid(-f), dm
+    return di, dlog_f * torch.sigmoid(-f), f.new_zeros(B, H) if dm is None else dm
+
+
+def _stabilisers_backward(
+    scan: Scan, de: Tensor, db: Tensor, dp: Tensor | None, dm: Tensor | None, S: int, exponential: bool
+) -> Tensor:
+    """Add to de and db [B, H, K, L] what reaches them through the stabilisers between K; gradient of the initial m."""
+    B, H, K, L = de.shape
+    dm = de.new_zeros(B, H) if dm is None else dm
+    if dp is None:
+        return torch.zeros_like(dm)
+    whole = dp if scan.unbroken is None else torch.where(scan.unbroken, dp, 0.0)
+    dstart = whole.sum(3)
+    for c in reversed(range(K)):
+        if not exponential:
+            dm = dstart[:, :, c]
+            continue
+        t = L - 1 if c < K - 1 else (S - 1) % L
+        carried = scan.carried[:, :, c, t]
+        db[:, :, c, t] += dm
+        de[:, :, c].scatter_add_(2, scan.source[:, :, c, t : t + 1], dm.masked_fill(carried, 0.0).unsqueeze(2))
+        if scan.unbroken is not None:
+            carried = carried & scan.unbroken[:, :, c, t]
+        dm = dstart[:, :, c] + torch.where(carried, dm, 0.0)
+    return dm
 
 
 def exp_(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ turned, and D is the transposed triangle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,43 +57,100 @@ from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, nonfinite
 
 
+PAIRS = 1 << 17  # weights of pairs of tokens that are made in the same operations
+
+
+class Options(NamedTuple):
+    """How a pass computes: see `mlstm`."""
+
+    reverse: bool
+    eps: float
+    exponential: bool
+    normalize: bool
+
+
 def _rows(x: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """A chunk of a group of sequences: [B, S, H, D] to [G * H, L, D]; no copy if the group is one."""
+    if group[1] - group[0] == 1:
+        return x[group[0], chunk.first : chunk.end].transpose(0, 1).to(dtype)
     return x[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2).flatten(0, 1).to(dtype)
 
 
-def _put(out: Tensor, group: tuple[int, int], first: int, rows: Tensor) -> None:
-    """The inverse of `_rows`, into `out` from its token `first` on."""
-    target = out[group[0] : group[1], first : first + rows.shape[1]].transpose(1, 2)
-    target.copy_(rows.view(target.shape))
+def _rows_to_fill(out: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """Memory for [G * H, L, D]: that of `out` itself where `_rows` makes no copy."""
+    if group[1] - group[0] == 1 and out.dtype == dtype:
+        return _rows(out, group, chunk, dtype)
+    N, L = (group[1] - group[0]) * out.shape[2], chunk.end - chunk.first
+    return out.new_empty(N, L, out.shape[3], dtype=dtype)
+
+
+def _put(out: Tensor, group: tuple[int, int], chunk: Chunk, rows: Tensor) -> None:
+    """Copy `rows`, which come from `_rows_to_fill`, into `out` unless they lie there."""
+    if group[1] - group[0] > 1 or out.dtype != rows.dtype:
+        target = out[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2)
+        target.copy_(rows.view(target.shape))
+
+
+def _part(x: Tensor, span: slice) -> Tensor:
+    """x[:, span] of x [N, L, D]."""
+    return x if span.stop - span.start == x.shape[1] else x[:, span]
 
 
 class ChunkGates(NamedTuple):
     """The gates of one chunk of one group, N = G * H rows."""
 
-    D: list[Tensor]  # [N, queries, keys] of each block
-    u: Tensor  # [N, L, 1]
+    D: Sequence[Tensor]  # [N, queries, keys] of each block
+    u: Tensor | None  # [N, L, 1]; None where no chunk reads a state
     floor: Tensor  # [N, L, 1]
     write: Tensor  # [N, L, 1]: D of the chunk's last token
-    keep: Tensor  # [N, 1, 1]: u of the chunk's last token
+    keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
 
 
-def _chunk_gates(gates: Gates, group: tuple[int, int], chunk: Chunk, reverse: bool) -> ChunkGates:
-    first, end, last = chunk[:3]
-    e, x, u, floor = (g[group[0] : group[1], :, first:end] for g in gates[:4])
-    segment = None if gates.segment is None else gates.segment[group[0] : group[1], None, first:end]
-    n = end - first
-    D = []
-    for rows, keys in blocks_of(n, reverse):
-        weights = exp2_((e[:, :, None, keys] - x[:, :, rows, None]).to(u.dtype))
-        # the other half may be infinite: assigned, not multiplied
-        weights = weights.triu_() if reverse else weights.tril_(rows.start)
-        if segment is not None:
-            weights.masked_fill_(segment[:, :, None, keys] != segment[:, :, rows, None], 0.0)
-        D.append(weights.flatten(0, 1))
-    u, floor = (g.reshape(-1, n, 1) for g in (u, floor))
+def _chunk_gates(
+    gates: Gates, group: tuple[int, int], chunk: Chunk, D: Sequence[Tensor], reverse: bool
+) -> ChunkGates:
+    u, floor = (
+        None if g is None else g[group[0] : group[1], :, chunk.first : chunk.end].flatten(0, 1).unsqueeze(2)
+        for g in (gates.u, gates.floor)
+    )
+    assert floor is not None
     write = D[0 if reverse else -1][:, 0 if reverse else -1].unsqueeze(2)
-    return ChunkGates(D, u, floor, write, u[:, last : last + 1])
+    return ChunkGates(D, u, floor, write, None if u is None else u[:, chunk.last : chunk.last + 1])
+
+
+def _decays(gates: Gates, group: tuple[int, int], chunks: Sequence[Chunk], reverse: bool) -> Iterator[list[Tensor]]:
+    """Yield D of each chunk block by block: [N, queries, keys]. Short chunks are made in the same operations."""
+    e, x, segment = (None if g is None else g[group[0] : group[1]] for g in (gates.e, gates.x, gates.segment))
+    assert e is not None
+    for few in _runs(chunks, PAIRS // (e.shape[0] * e.shape[1])):
+        n, ends = few[0].end - few[0].first, (few[0], few[-1])
+        span = slice(min(chunk.first for chunk in ends), max(chunk.end for chunk in ends))
+        parts = [None if g is None else g[:, :, span].unflatten(2, (-1, n)) for g in (e, x, segment)]
+        blocks = [_decay(*parts, rows, keys, reverse, gates.floor.dtype) for rows, keys in blocks_of(n, reverse)]
+        for at in range(len(few))[:: -1 if reverse else 1]:
+            yield [D[:, at] for D in blocks]
+
+
+def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
+    """Neighbours of the same length and together of at most so many pairs of tokens, or one chunk."""
+    lengths = [chunk.end - chunk.first for chunk in chunks]
+    even = len(chunks) if lengths[-1] == lengths[0] else len(chunks) - 1  # only the last may be short
+    together = max(1, pairs // lengths[0] ** 2)
+    yield from (chunks[at : min(at + together, even)] for at in range(0, even, together))
+    if even < len(chunks):
+        yield chunks[even:]
+
+
+def _decay(
+    e: Tensor, x: Tensor, segment: Tensor | None, rows: slice, keys: slice, reverse: bool, dtype: torch.dtype
+) -> Tensor:
+    """D [N, T, queries, keys] of e, x [G, H, T, L], T chunks."""
+    weights = exp2_((e[..., None, keys] - x[..., rows, None]).to(dtype))
+    # the other half may be infinite: assigned, not multiplied
+    weights = weights.triu_() if reverse else weights.tril_(rows.start)
+    if segment is not None:
+        weights.masked_fill_(segment[..., None, keys] != segment[..., rows, None], 0.0)
+    return weights.flatten(0, 1)
 
 
 def _advance(
@@ -103,6 +160,7 @@ def _advance(
     written = (k * g.write).transpose(1, 2)
     if C is None or n is None:
         return torch.bmm(written, v), written.sum(2, keepdim=True)
+    assert g.keep is not None
     C, n = (C.mul_(g.keep), n.mul_(g.keep)) if in_place else (C * g.keep, n * g.keep)
     return C.baddbmm_(written, v), n.add_(written.sum(2, keepdim=True))
 
@@ -113,21 +171,24 @@ class Kept(NamedTuple):
     gates: Gates
     scan: Scan
     m: Tensor
-    weights: list[Tensor]  # W of each block, in the order of the forward pass; empty if they would be too large
+    W: list[Tensor]  # of each block, in the order of the forward pass; empty if they would be too large
+    D: list[Tensor]  # likewise
 
     def tensors(self) -> list[Tensor | None]:
-        return [*self.gates, *self.scan, self.m, *self.weights]
+        return [*self.gates, *self.scan, self.m, *self.W, *self.D]
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Kept:
         gates, scan = len(Gates._fields), len(Gates._fields) + len(Scan._fields)
-        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], [*tensors[scan + 1 :]])
+        weights = tensors[scan + 1 :]
+        half = len(weights) // 2
+        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], [*weights[:half]], [*weights[half:]])
 
 
 def _may_keep_weights(v: Tensor, plan: Plan, reverse: bool) -> bool:
     """Whether W of all blocks is not larger than an input."""
     pairs = sum(
-        (rows.stop - rows.start) * (keys.stop - (keys.start or 0))
+        (rows.stop - rows.start) * (keys.stop - keys.start)
         for chunk in plan.chunks
         for rows, keys in blocks_of(chunk.end - chunk.first, reverse)
     )
@@ -153,7 +214,7 @@ def _forward(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
     """As `_mlstm`, and with `save` what is kept for the backward pass."""
     B, S, H, DK = q.shape
-    DV, dtype = v.shape[-1], f.dtype
+    DV = v.shape[-1]
     h = v.new_empty(B, S, H, DV)
     C_out, n_out, m_out = _empty_state(q, v, f, return_state)
     if h.numel() == 0 or S == 0:
@@ -166,29 +227,43 @@ def _forward(
         (q, k, v, i, f), (C0, n0, m0) = found.clean(q, k, v, i, f), found.clean_state(C0, n0, m0)
     with without_autocast(q.device.type):
         plan = make_plan(q, v, chunk_size, reverse)
-        kept = Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate), [])
-        gates, m = kept.gates, kept.m
-        weights = kept.weights if save and _may_keep_weights(v, plan, reverse) else None
+        enters = C0 is not None or len(plan.chunks) > 1
+        kept = Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
+        options = Options(reverse, eps, input_gate == "exp", normalize)
+        weights = kept if save and _may_keep_weights(v, plan, reverse) else None
         for group in plan.groups:
             rows = slice(*group)
             C = None if C0 is None else C0[rows].flatten(0, 1)
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
-            for chunk in plan.chunks:
-                qc, kc, vc = (_rows(y, group, chunk, dtype) for y in (q, k, v))
-                g = _chunk_gates(gates, group, chunk, reverse)
-                for part in _blocks_forward(qc, kc, vc, C, n, g, weights, reverse, eps, normalize):
-                    _put(h, group, chunk.first + part.first, part.h)
-                if return_state or chunk is not plan.chunks[-1]:
-                    C, n = _advance(C, n, kc, vc, g, in_place=chunk is not plan.chunks[0])
+            C, n = _group_forward(h, q, k, v, C, n, kept.gates, plan, group, weights, options, return_state)
             if return_state and C is not None and n is not None:
                 C_out[rows] = C.view(-1, H, DK, DV)
                 n_out[rows] = n.view(-1, H, DK)
         if return_state:
-            m_out.copy_(m)
-            _rescale(m, C_out, n_out)
+            m_out.copy_(kept.m)
+            _rescale(kept.m, C_out, n_out)
     if found is not None:
         found.mark(h, C_out, n_out, m_out)
     return (h, C_out, n_out, m_out), kept.tensors() if save else ()
+
+
+def _group_forward(
+    h: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, gates: Gates, plan: Plan,
+    group: tuple[int, int], weights: Kept | None, options: Options, return_state: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write h of a group of sequences. Return the state after them if wanted. weights: where W and D are kept."""
+    decays = _decays(gates, group, plan.chunks, options.reverse)
+    for chunk, D in zip(plan.chunks, decays, strict=True):
+        qc, kc, vc = (_rows(y, group, chunk, gates.floor.dtype) for y in (q, k, v))
+        g = _chunk_gates(gates, group, chunk, D, options.reverse)
+        out = h[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2)
+        W = _chunk_forward(out, qc, kc, vc, C, n, g, options)
+        if weights is not None:
+            weights.W.extend(W)
+            weights.D.extend(D)
+        if return_state or chunk is not plan.chunks[-1]:
+            C, n = _advance(C, n, kc, vc, g, in_place=chunk is not plan.chunks[0])
+    return C, n
 
 
 def _weights(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
@@ -196,33 +271,32 @@ def _weights(q: Tensor, k: Tensor, D: Tensor) -> Tensor:
     return torch.baddbmm(D, q, k.transpose(1, 2), beta=0, alpha=q.shape[2] ** -0.5).mul_(D)
 
 
-class Block(NamedTuple):
-    """What a block of queries gives."""
-
-    first: int
-    h: Tensor  # [N, queries, DV]
-
-
-def _blocks_forward(
-    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates, weights: list[Tensor] | None,
-    reverse: bool, eps: float, normalize: bool,
-) -> Iterator[Block]:
-    """Yield h of a chunk block by block; C, n: the state before it (None: zero). weights: where W is kept."""
-    us = g.u * q.shape[2] ** -0.5
-    for (rows, keys), D in zip(blocks_of(q.shape[1], reverse), g.D, strict=True):
-        W = _weights(q[:, rows], k[:, keys], D)
-        if weights is not None:
-            weights.append(W)
-        den = W.sum(2, keepdim=True)
-        if C is None or n is None:
-            num = torch.bmm(W, v[:, keys])
+def _chunk_forward(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates, options: Options
+) -> list[Tensor]:
+    """Write h of a chunk to `out` [G, H, L, DV]; C, n: the state before it (None: zero). Return W of its blocks."""
+    weights = []
+    us = None if g.u is None else g.u * q.shape[2] ** -0.5
+    for (rows, keys), D in zip(blocks_of(q.shape[1], options.reverse), g.D, strict=True):
+        queries, values = _part(q, rows), _part(v, keys)
+        W = _weights(queries, _part(k, keys), D)
+        weights.append(W)
+        den = W.sum(2, keepdim=True) if options.normalize else None
+        if C is None or n is None or us is None:
+            num = torch.bmm(W, values)
         else:
-            u = us[:, rows]
-            num = torch.bmm(q[:, rows], C).mul_(u).baddbmm_(W, v[:, keys])
-            den.addcmul_(torch.bmm(q[:, rows], n), u)
-        if normalize:
-            num.div_(torch.maximum(den.abs_(), g.floor[:, rows]).add_(eps))
-        yield Block(rows.start, num)
+            u = _part(us, rows)
+            num = torch.bmm(queries, C).mul_(u).baddbmm_(W, values)
+            if den is not None:
+                den.addcmul_(torch.bmm(queries, n), u)
+        target = out[:, :, rows]
+        num = num.view(target.shape)
+        if den is None:
+            target.copy_(num)
+        else:
+            size = torch.maximum(den.abs_(), _part(g.floor, rows)).add_(options.eps)
+            torch.div(num, size.view(*target.shape[:3], 1), out=target)
+    return weights
 
 
 def _rescale(m: Tensor, *parts: Tensor | None) -> None:
@@ -247,11 +321,8 @@ def _mlstm_fake(  # type: ignore[no-untyped-def]
 
 
 class ChunkGrads(NamedTuple):
-    """Gradients of one chunk: of its operands, of its gates [N, L, 1], and of the state before it."""
+    """Gradients of the gates of one chunk [N, L, 1], and of the state before it."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
     e: Tensor
     x: Tensor
     b: Tensor | None
@@ -260,126 +331,139 @@ class ChunkGrads(NamedTuple):
     n: Tensor | None
 
 
-class BlockGrads(NamedTuple):
-    """Gradients of a block of queries: of q, of the scores q k^T before D, of num and den, and of the gates."""
+class Normaliser(NamedTuple):
+    """den of a chunk, whether |den| wins over the floor, and what num is multiplied with: [N, L, 1]."""
 
-    W: Tensor
-    q: Tensor
-    scores: Tensor  # times sqrt(DK)
-    num: Tensor
-    den: Tensor | None
-    e: Tensor  # of the keys
-    x: Tensor
-    b: Tensor | None
-    p: Tensor
+    den: Tensor
+    wins: Tensor
+    inverse: Tensor
 
-
-def _block_backward(
-    dh: Tensor, q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, D: Tensor, us: Tensor,
-    floor: Tensor, W: Tensor | None, eps: float, *, exponential: bool, normalize: bool,
-) -> BlockGrads:
-    """From the gradients of h. With r_t = dh_t . h_t:
-
-    dnum = dh / (max + eps), dden = -sign(den) r / (max + eps) where |den| wins over the floor, else 0;
-    every log weight gets (its weight) x (gradient of its weight), and m itself gets what eps leaves of it.
-    """
-    W = _weights(q, k, D) if W is None else W
-    dp = torch.zeros_like(us)
-    qn = None if n is None else torch.bmm(q, n).mul_(us)
-    db = dden = dq = None
-    dnum = dh
-    if normalize:
-        den = W.sum(2, keepdim=True)
+    @classmethod
+    def of(cls, W: Sequence[Tensor], qn: Tensor | None, floor: Tensor, eps: float) -> Normaliser:
+        den = _side_by_side([w.sum(2, keepdim=True) for w in W])
         den = den if qn is None else den.add_(qn)
         size = den.abs()
-        wins = size >= floor
-        inverse = torch.maximum(size, floor).add_(eps).reciprocal_()
-        dnum = dh * inverse
+        return cls(den, size >= floor, torch.maximum(size, floor).add_(eps).reciprocal_())
 
-    # through num; dq without the factor us, which den shares
-    dW = torch.bmm(dnum, v.transpose(1, 2))
-    r = (W * dW).sum(2, keepdim=True)
-    if C is not None:
-        dq = torch.bmm(dnum, C.transpose(1, 2))
-        dp = (q * dq).sum(2, keepdim=True).mul_(us)
-        r += dp
-    dx = -r
+    def backward(self, r: Tensor, floor: Tensor, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of x, of b (None: 0) and of den, from r_t = dh_t . num_t / (max + eps).
 
-    # through den and the stabiliser
-    if normalize:
-        share = r * inverse
-        dden = -torch.sign(den) * share * wins
-        dW += dden
-        if n is not None and dq is not None and qn is not None:
-            dp += dden * qn
-            dq += dden * n.transpose(1, 2)
-        if exponential:
-            dx = -eps * share
-            db = (share * floor).mul_(~wins)
-        else:
-            dx -= dden * den
+        dden = -sign(den) r / (max + eps) where |den| wins, else 0; m itself gets what eps leaves of it.
+        """
+        share = r * self.inverse
+        dden = torch.sign(self.den).mul_(share).mul_(self.wins).neg_()
+        if options.exponential:
+            return share * -options.eps, share.mul_(floor).mul_(~self.wins), dden
+        return torch.addcmul(-r, dden, self.den, value=-1), None, dden
 
-    de = (dW * W).sum(1).unsqueeze(2)
-    dS, scale = dW.mul_(D), q.shape[2] ** -0.5
-    dq = torch.bmm(dS, k).mul_(scale) if dq is None else dq.mul_(us).baddbmm_(dS, k, alpha=scale)
-    return BlockGrads(W, dq, dS, dnum, dden, de, dx, db, dp)
+
+class Operands(NamedTuple):
+    """q, k [N, L, DK] and v [N, L, DV] of a chunk, or their gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 def _chunk_backward(
-    dh: Tensor, dC: Tensor | None, dn: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, C: Tensor | None, n: Tensor | None, g: ChunkGates,
-    weights: Sequence[Tensor | None], chunk: Chunk, reverse: bool, eps: float, *, exponential: bool, normalize: bool,
+    grads: Operands, dh: Tensor, dC: Tensor | None, dn: Tensor | None,
+    given: Operands, C: Tensor | None, n: Tensor | None, g: ChunkGates, W: Sequence[Tensor], chunk: Chunk,
+    options: Options,
 ) -> ChunkGrads:
-    """From the gradients of h and of the state after the chunk (None: zero); C, n: the state before it (None: zero)."""
-    scale, last = q.shape[2] ** -0.5, chunk.last
-    us = g.u * scale
-    spans = blocks_of(q.shape[1], reverse)
-    blocks = [
-        _block_backward(
-            dh[:, rows], q[:, rows], k[:, keys], v[:, keys], C, n, D, us[:, rows], g.floor[:, rows], W, eps,
-            exponential=exponential, normalize=normalize,
-        )
-        for (rows, keys), D, W in zip(spans, g.D, weights, strict=True)
-    ]  # fmt: skip
-    dq, dx, db, dp = (_side_by_side([getattr(block, name) for block in blocks]) for name in "qxbp")
-    assert dq is not None
-    assert dx is not None
-    assert dp is not None
+    """Write the gradients of a chunk's q, k and v, and return the others.
 
-    # through the state after the chunk
-    kept = None
-    if dC is None or dn is None:
-        dk, dv, de = torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(us)
+    From those of h and of the state after the chunk (None: zero), which may be overwritten.
+    C, n: the state before it (None: zero).
+    """
+    q, k, v = given
+    scale, spans = q.shape[2] ** -0.5, blocks_of(q.shape[1], options.reverse)
+    us = None if C is None or g.u is None else g.u * scale
+    qn = None if n is None or us is None else torch.bmm(q, n).mul_(us)
+    norm = Normaliser.of(W, qn, g.floor, options.eps) if options.normalize else None
+    dnum = dh if norm is None else dh * norm.inverse
+
+    # through num
+    dW = [torch.bmm(_part(dnum, rows), _part(v, keys).transpose(1, 2)) for rows, keys in spans]
+    r = _side_by_side([(w * d).sum(2, keepdim=True) for w, d in zip(W, dW, strict=True)])
+    dread = dp = None
+    if C is not None and us is not None:
+        dread = torch.bmm(dnum, C.transpose(1, 2))
+        dp = (q * dread).sum(2, keepdim=True).mul_(us)
+        r += dp
+
+    # through den and the stabiliser
+    if norm is None:
+        dx, db, dden = -r, None, None
     else:
-        dk = torch.bmm(v, dC.transpose(1, 2)).add_(dn.transpose(1, 2))
-        de = (k * dk).sum(2, keepdim=True).mul_(g.write)
-        dk.mul_(g.write)
-        dv = torch.bmm(k, dC).mul_(g.write)
-        if C is not None and n is not None and (chunk.opens or chunk.closes):
-            kept = (_dot(C, dC) + _dot(n, dn)).mul_(g.keep.squeeze(2))
-            dp[:, last] += kept
-        if chunk.closes:
-            dx[:, last] -= de.sum(1) if kept is None else de.sum(1).add_(kept)
+        dx, db, dden = norm.backward(r, g.floor, options)
+        dW = [d.add_(_part(dden, rows)) for (rows, _), d in zip(spans, dW, strict=True)]
+        if dread is not None and dp is not None and n is not None and qn is not None:
+            dp.addcmul_(dden, qn)
+            dread.addcmul_(dden, n.transpose(1, 2))
+    dS = [d.mul_(D) for d, D in zip(dW, g.D, strict=True)]
 
-    # to keys, values and the state before the chunk, from all blocks
-    if C is not None and n is not None:
-        dC, dn = (None if x is None else x * g.keep for x in (dC, dn))
-    for (rows, keys), block in zip(spans, blocks, strict=True):
-        dk[:, keys].baddbmm_(block.scores.transpose(1, 2), q[:, rows], alpha=scale)
-        dv[:, keys].baddbmm_(block.W.transpose(1, 2), block.num)
-        de[:, keys] += block.e
-        if C is not None and n is not None:
-            read = (q[:, rows] * us[:, rows]).transpose(1, 2)
-            dC = torch.bmm(read, block.num) if dC is None else dC.baddbmm_(read, block.num)
-            through_den = torch.zeros_like(n) if block.den is None else torch.bmm(read, block.den)
-            dn = through_den if dn is None else dn.add_(through_den)
-    return ChunkGrads(dq, dk, dv, de, dx, db, dp if chunk.opens else None, dC, dn)
+    # to the operands; through the gates of the last token, before dk is complete
+    _fill_q(grads.q, dread, us, k, zip(spans, dS, strict=True))
+    if dC is not None and dn is not None:
+        _write_backward(grads, given, dC, dn, g.write)
+        _last_backward(dx, dp, grads.k, given.k, (C, n), (dC, dn), g.keep, chunk)
+    _fill_k_and_v(grads, q, dnum, zip(spans, W, dS, strict=True), dC is not None, options.reverse)
+    de = (k * grads.k).sum(2, keepdim=True)  # each weight times its gradient, over the queries
+    if C is not None and n is not None and us is not None and g.keep is not None:
+        read = (q * us).transpose(1, 2)
+        dC = torch.bmm(read, dnum) if dC is None else dC.mul_(g.keep).baddbmm_(read, dnum)
+        dn = torch.zeros_like(n) if dn is None else dn.mul_(g.keep)
+        dn = dn if dden is None else dn.baddbmm_(read, dden)
+    return ChunkGrads(de, dx, db, dp if chunk.opens else None, dC, dn)
 
 
-def _side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The queries of all blocks."""
-    given = [x for x in parts if x is not None]
-    return given[0] if len(given) == 1 else torch.cat(given, 1) if given else None
+def _fill_q(
+    dq: Tensor, dread: Tensor | None, us: Tensor | None, k: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor]]
+) -> None:
+    """Write dq, from the gradients of u q / sqrt(DK), which reads the state, and of the scores."""
+    if dread is not None and us is not None:
+        torch.mul(dread, us, out=dq)
+    for (rows, keys), dS in blocks:
+        _part(dq, rows).baddbmm_(dS, _part(k, keys), beta=int(dread is not None), alpha=k.shape[2] ** -0.5)
+
+
+def _write_backward(grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor) -> None:
+    """Write what reaches k and v through the state after the chunk."""
+    grads.k.baddbmm_(given.v, dC.transpose(1, 2), beta=0).add_(dn.transpose(1, 2)).mul_(write)
+    grads.v.baddbmm_(given.k, dC, beta=0).mul_(write)
+
+
+def _last_backward(
+    dx: Tensor, dp: Tensor | None, dk: Tensor, k: Tensor, state: tuple[Tensor | None, Tensor | None],
+    grads: tuple[Tensor, Tensor], keep: Tensor | None, chunk: Chunk,
+) -> None:
+    """Add to dx and dp of the last token what reaches them through the state after the chunk; dk: only that."""
+    C, n = state
+    kept = None
+    if C is not None and n is not None and dp is not None and keep is not None and (chunk.opens or chunk.closes):
+        kept = (_dot(C, grads[0]) + _dot(n, grads[1])).mul_(keep.squeeze(2))
+        dp[:, chunk.last] += kept
+    if chunk.closes:
+        written = (k * dk).sum((1, 2)).unsqueeze(1)
+        dx[:, chunk.last] -= written if kept is None else written.add_(kept)
+
+
+def _fill_k_and_v(
+    grads: Operands, q: Tensor, dnum: Tensor, blocks: Iterable[tuple[tuple[slice, slice], Tensor, Tensor]],
+    filled: bool, reverse: bool,
+) -> None:
+    """Write dk and dv, or add to them if they are filled, from W and the gradients of the scores."""
+    blocks = list(blocks)
+    for (rows, keys), W, dS in blocks if reverse else reversed(blocks):  # the first reaches all keys
+        beta = int(filled)
+        _part(grads.k, keys).baddbmm_(dS.transpose(1, 2), _part(q, rows), beta=beta, alpha=q.shape[2] ** -0.5)
+        _part(grads.v, keys).baddbmm_(W.transpose(1, 2), _part(dnum, rows), beta=beta)
+        filled = True
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """The queries of all blocks; new memory only if they are several."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _given_or_zeros(
@@ -421,7 +505,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `_mlstm_backward`, with what the forward pass kept."""
     B, S, H, DK = q.shape
-    DV, dtype = v.shape[-1], f.dtype
+    DV = v.shape[-1]
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as the fake ones are
     dC0, dn0, _ = _empty_state(q, v, f, True)
     if v.numel() == 0 or S == 0:
@@ -436,51 +520,101 @@ def _backward(
         dh, dC_out, dn_out, dm_out = found.clean_outputs(dh, dC_out, dn_out, dm_out)
     with without_autocast(q.device.type):
         plan = make_plan(q, v, chunk_size, reverse)
-        kept = kept or Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate), [])
-        gates, scan, m = kept[:3]
+        enters = C0 is not None or len(plan.chunks) > 1
+        kept = kept or Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
         dC_out, dn_out = (None if x is None else x.clone() for x in (dC_out, dn_out))
-        _rescale(m, dC_out, dn_out)
-        weights = list(kept.weights)
-        exponential = input_gate == "exp"
-        de, dx, db, dp = (i.new_zeros(B, H, S) for _ in range(4))
+        _rescale(kept.m, dC_out, dn_out)
+        options = Options(reverse, eps, input_gate == "exp", normalize)
+        de, dx = f.new_empty(B, H, S), f.new_empty(B, H, S)
+        vectors = GateGrads(
+            de, dx, torch.empty_like(dx) if options.exponential else None, torch.zeros_like(dx) if enters else None
+        )
         for group in reversed(plan.groups):
             rows = slice(*group)
-            N = (group[1] - group[0]) * H
-            parts = [_chunk_gates(gates, group, chunk, reverse) for chunk in plan.chunks]
             C = None if C0 is None else C0[rows].flatten(0, 1)
             n = None if n0 is None else n0[rows].reshape(-1, DK, 1)
-            states = [(C, n)]
-            for g, chunk in zip(parts[:-1], plan.chunks[:-1], strict=True):
-                kc, vc = (_rows(y, group, chunk, dtype) for y in (k, v))
-                states.append(_advance(*states[-1], kc, vc, g))
-            dC, dn = _given_or_zeros(dC_out, dn_out, rows, (N, DK, DV))
-            for g, (C, n), chunk in zip(reversed(parts), reversed(states), reversed(plan.chunks), strict=True):
-                qc, kc, vc = (_rows(y, group, chunk, dtype) for y in (q, k, v))
-                dhc = torch.zeros_like(vc) if dh is None else _rows(dh, group, chunk, dtype)
-                W: Sequence[Tensor | None] = weights[-len(g.D) :] if weights else [None] * len(g.D)
-                del weights[-len(g.D) :]
-                grads = _chunk_backward(
-                    dhc, dC, dn, qc, kc, vc, C, n, g, W, chunk, reverse, eps, exponential=exponential,
-                    normalize=normalize,
-                )  # fmt: skip
-                dC, dn = grads.C, grads.n
-                for out, part in ((dq, grads.q), (dk, grads.k), (dv, grads.v)):
-                    _put(out, group, chunk.first, part)
-                for vector, column in ((de, grads.e), (dx, grads.x), (db, grads.b), (dp, grads.p)):
-                    if column is not None:
-                        target = vector[rows, :, chunk.first : chunk.end]
-                        target.copy_(column.view(target.shape))
+            dC, dn = _given_or_zeros(dC_out, dn_out, rows, ((group[1] - group[0]) * H, DK, DV))
+            dC, dn = _group_backward(
+                vectors, Operands(dq, dk, dv), dh, dC, dn, Operands(q, k, v), C, n, kept, plan, group, options
+            )
             if C0 is not None and dC is not None and dn is not None:
                 dC0[rows], dn0[rows] = dC.view(-1, H, DK, DV), dn.view(-1, H, DK)
         if C0 is None:
             dC0.zero_()
             dn0.zero_()
-        de, dx, db, dp = (y.transpose(1, 2) for y in (de, dx, db, dp))
-        di, df, dm0 = prepare_backward(i, f, scan, de, dx, db, dp, dm_out, plan.summed, reverse, input_gate)
+        di, df, dm0 = prepare_backward(
+            i, f, kept.scan, *vectors, dm_out, plan.summed, reverse, input_gate, m0 is not None
+        )
     results = dq, dk, dv, di.contiguous(), df.to(f.dtype).contiguous(), dC0, dn0, dm0.contiguous()
     if undefined is not None:
         nonfinite.fill(results, *undefined)
     return results
+
+
+class GateGrads(NamedTuple):
+    """Gradients of e, x, b and p [B, H, S], as they lie in memory. None is zero."""
+
+    e: Tensor
+    x: Tensor
+    b: Tensor | None
+    p: Tensor | None
+
+
+def _group_backward(
+    vectors: GateGrads, grads: Operands, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None,
+    given: Operands, C: Tensor | None, n: Tensor | None, kept: Kept, plan: Plan, group: tuple[int, int],
+    options: Options,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write the gradients of a group of sequences, from the last chunk to the first. Return those of the first state.
+
+    W and D that were kept are freed chunk by chunk.
+    """
+    dtype, rows = kept.gates.floor.dtype, slice(*group)
+    decays = _kept_decays(kept, group, plan, options.reverse)
+    parts = [_chunk_gates(kept.gates, group, c, D, options.reverse) for c, D in zip(plan.chunks, decays, strict=True)]
+    states = [(C, n)]
+    for g, chunk in zip(parts[:-1], plan.chunks[:-1], strict=True):
+        kc, vc = (_rows(y, group, chunk, dtype) for y in given[1:])
+        states.append(_advance(*states[-1], kc, vc, g))
+    for chunk in reversed(plan.chunks):
+        g, (C, n) = parts.pop(), states.pop()
+        operands = Operands(*(_rows(y, group, chunk, dtype) for y in given))
+        dhc = torch.zeros_like(operands.v) if dh is None else _rows(dh, group, chunk, dtype)
+        W = _kept_or_new_weights(kept, operands, g.D, options.reverse)
+        filled = Operands(*(_rows_to_fill(y, group, chunk, dtype) for y in grads))
+        of_gates = _chunk_backward(filled, dhc, dC, dn, operands, C, n, g, W, chunk, options)
+        dC, dn = of_gates.C, of_gates.n
+        for out, part in zip(grads, filled, strict=True):
+            _put(out, group, chunk, part)
+        for vector, column in zip(vectors, of_gates[:4], strict=True):
+            if vector is not None and column is not None:
+                target = vector[rows, :, chunk.first : chunk.end]
+                target.copy_(column.view(target.shape))
+    return dC, dn
+
+
+def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan, reverse: bool) -> Iterator[list[Tensor]]:
+    """Yield D of each chunk, and free it if it was kept."""
+    if not kept.D:
+        yield from _decays(kept.gates, group, plan.chunks, reverse)
+        return
+    counts = [len(blocks_of(chunk.end - chunk.first, reverse)) for chunk in plan.chunks]
+    D = kept.D[-sum(counts) :]
+    del kept.D[-sum(counts) :]
+    at = 0
+    for count in counts:
+        yield D[at : at + count]
+        at += count
+
+
+def _kept_or_new_weights(kept: Kept, x: Operands, D: Sequence[Tensor], reverse: bool) -> list[Tensor]:
+    """W of each block of a chunk. The last that were kept are taken away."""
+    if not kept.W:
+        spans = blocks_of(x.q.shape[1], reverse)
+        return [_weights(_part(x.q, rows), _part(x.k, keys), d) for (rows, keys), d in zip(spans, D, strict=True)]
+    W = kept.W[-len(D) :]
+    del kept.W[-len(D) :]
+    return W
 
 
 @_mlstm_backward.register_fake
