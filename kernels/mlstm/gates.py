@@ -41,6 +41,12 @@ class Plan(NamedTuple):
     summed: int
     chunks: list[Chunk]
     groups: list[tuple[int, int]]
+    reverse: bool
+
+    def cut(self, x: Tensor, axis: int) -> list[Tensor]:
+        """Views of x, whose axis is that of tokens, in the order of the chunks."""
+        ordered = -1 if self.reverse else 1
+        return [*x.split([chunk.end - chunk.first for chunk in self.chunks[::ordered]], axis)][::ordered]
 
 
 def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
@@ -56,7 +62,7 @@ def make_plan(q: Tensor, v: Tensor, chunk_size: int, reverse: bool) -> Plan:
     if reverse:
         chunks = [Chunk(S - b, S - a, 0, opens, closes) for a, b, _, opens, closes in chunks]
     size = max(1, WORKING_SET // (H * L * max(L, DK, v.shape[-1])))
-    return Plan(L, min(together * L, S), chunks, [(b, min(b + size, B)) for b in range(0, B, size)])
+    return Plan(L, min(together * L, S), chunks, [(b, min(b + size, B)) for b in range(0, B, size)], reverse)
 
 
 def _chunk_size(S: int, width: int) -> int:
@@ -132,13 +138,12 @@ def prepare(
     start, m = _stabilisers(b, best, unbroken, m, S, exponential)
     p = start if unbroken is None else torch.where(unbroken, start, 0.0)
     x = torch.maximum(best, p) if exponential else -b
-    u = _of_state(p, x, segment, plan.L) if enters else None
+    u = exp_(_to_memory(_of_state(p, x, segment, plan.L), S, reverse).to(f.dtype)) if enters else None
     floor = (b + x).neg_() if exponential else torch.zeros_like(b)
-    u, floor = (None if y is None else _to_memory(y, S, reverse).to(f.dtype) for y in (u, floor))
-    floor = floor.clamp_(max=largest_exponent(f.dtype)).exp_()
+    floor = _to_memory(floor, S, reverse).to(f.dtype).clamp_(max=largest_exponent(f.dtype)).exp_()
     e, x = (_to_memory(y * LOG2E, S, reverse) for y in (e, x))
     lying = None if segment is None else _to_memory(segment, S, reverse)
-    gates = Gates(e, x, None if u is None else exp_(u), floor, lying)
+    gates = Gates(e, x, u, floor, lying)
     return gates, Scan(source, p > best, unbroken, segment), m
 
 

@@ -33,6 +33,7 @@ turned, and D is the transposed triangle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,6 @@ from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, nonfinite
 
-
 PAIRS = 1 << 17  # weights of pairs of tokens that are made in the same operations
 
 
@@ -69,26 +69,32 @@ class Options(NamedTuple):
     normalize: bool
 
 
-def _rows(x: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """A chunk of a group of sequences: [B, S, H, D] to [G * H, L, D]; no copy if the group is one."""
-    if group[1] - group[0] == 1:
-        return x[group[0], chunk.first : chunk.end].transpose(0, 1).to(dtype)
-    return x[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2).flatten(0, 1).to(dtype)
+def _cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
+    """A group of sequences chunk by chunk, in the order of the scan: [B, S, H, D] to views [G, H, L, D]."""
+    return plan.cut(x[group[0] : group[1]].transpose(1, 2), 2)
 
 
-def _rows_to_fill(out: Tensor, group: tuple[int, int], chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """Memory for [G * H, L, D]: that of `out` itself where `_rows` makes no copy."""
-    if group[1] - group[0] == 1 and out.dtype == dtype:
-        return _rows(out, group, chunk, dtype)
-    N, L = (group[1] - group[0]) * out.shape[2], chunk.end - chunk.first
-    return out.new_empty(N, L, out.shape[3], dtype=dtype)
+def _cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
+    """The same for gates: [B, H, S] to views [N, L, 1]."""
+    return plan.cut(x[group[0] : group[1]].flatten(0, 1).unsqueeze(2), 1)
 
 
-def _put(out: Tensor, group: tuple[int, int], chunk: Chunk, rows: Tensor) -> None:
-    """Copy `rows`, which come from `_rows_to_fill`, into `out` unless they lie there."""
-    if group[1] - group[0] > 1 or out.dtype != rows.dtype:
-        target = out[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2)
-        target.copy_(rows.view(target.shape))
+def _rows(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """[G, H, L, D] to [N, L, D]; no copy if G is 1 and the dtype is this."""
+    return part.flatten(0, 1).to(dtype)
+
+
+def _rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for [N, L, D]: that of `part` [G, H, L, D] itself where `_rows` makes no copy."""
+    if part.shape[0] == 1 and part.dtype == dtype:
+        return part[0]
+    return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
+
+
+def _put(part: Tensor, rows: Tensor) -> None:
+    """Copy `rows`, which come from `_rows_to_fill`, into `part` unless they lie there."""
+    if part.shape[0] > 1 or part.dtype != rows.dtype:
+        part.copy_(rows.view(part.shape))
 
 
 def _part(x: Tensor, span: slice) -> Tensor:
@@ -100,35 +106,43 @@ class ChunkGates(NamedTuple):
     """The gates of one chunk of one group, N = G * H rows."""
 
     D: Sequence[Tensor]  # [N, queries, keys] of each block
-    u: Tensor | None  # [N, L, 1]; None where no chunk reads a state
+    us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None where no chunk reads a state
     floor: Tensor  # [N, L, 1]
     write: Tensor  # [N, L, 1]: D of the chunk's last token
     keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
 
 
 def _chunk_gates(
-    gates: Gates, group: tuple[int, int], chunk: Chunk, D: Sequence[Tensor], reverse: bool
-) -> ChunkGates:
-    u, floor = (
-        None if g is None else g[group[0] : group[1], :, chunk.first : chunk.end].flatten(0, 1).unsqueeze(2)
-        for g in (gates.u, gates.floor)
-    )
-    assert floor is not None
-    write = D[0 if reverse else -1][:, 0 if reverse else -1].unsqueeze(2)
-    return ChunkGates(D, u, floor, write, None if u is None else u[:, chunk.last : chunk.last + 1])
+    gates: Gates, group: tuple[int, int], plan: Plan, decays: Iterable[Sequence[Tensor]], DK: int
+) -> Iterator[ChunkGates]:
+    """Yield the gates of each chunk of a group, from D of each."""
+    last, us, keeps = 0 if plan.reverse else -1, repeat(None), repeat(None)
+    if gates.u is not None:
+        us = _cut_gate(gates.u * DK**-0.5, group, plan)
+        keeps = (u[:, last].unsqueeze(1) for u in _cut_gate(gates.u, group, plan))
+    for D, u, keep, floor in zip(decays, us, keeps, _cut_gate(gates.floor, group, plan), strict=False):
+        yield ChunkGates(D, u, floor, D[last][:, last].unsqueeze(2), keep)
 
 
-def _decays(gates: Gates, group: tuple[int, int], chunks: Sequence[Chunk], reverse: bool) -> Iterator[list[Tensor]]:
+def _decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
     """Yield D of each chunk block by block: [N, queries, keys]. Short chunks are made in the same operations."""
-    e, x, segment = (None if g is None else g[group[0] : group[1]] for g in (gates.e, gates.x, gates.segment))
-    assert e is not None
-    for few in _runs(chunks, PAIRS // (e.shape[0] * e.shape[1])):
-        n, ends = few[0].end - few[0].first, (few[0], few[-1])
-        span = slice(min(chunk.first for chunk in ends), max(chunk.end for chunk in ends))
-        parts = [None if g is None else g[:, :, span].unflatten(2, (-1, n)) for g in (e, x, segment)]
-        blocks = [_decay(*parts, rows, keys, reverse, gates.floor.dtype) for rows, keys in blocks_of(n, reverse)]
+    N = (group[1] - group[0]) * gates.e.shape[1]
+    reverse = plan.reverse
+    for few in _runs(plan.chunks, PAIRS // N):
+        e, x, segment = (None if g is None else _of_chunks(g, group, few) for g in (gates.e, gates.x, gates.segment))
+        assert e is not None
+        assert x is not None
+        spans = blocks_of(e.shape[3], reverse)
+        blocks = [_decay(e, x, segment, rows, keys, reverse, gates.floor.dtype) for rows, keys in spans]
         for at in range(len(few))[:: -1 if reverse else 1]:
             yield [D[:, at] for D in blocks]
+
+
+def _of_chunks(gate: Tensor, group: tuple[int, int], chunks: Sequence[Chunk]) -> Tensor:
+    """Neighbouring chunks, all of one length, of a group: [B, H, S] to [G, H, T, L], as they lie in memory."""
+    first, end = min(chunks[0].first, chunks[-1].first), max(chunks[0].end, chunks[-1].end)
+    part = gate[group[0] : group[1], :, first:end]
+    return part.view(*part.shape[:2], len(chunks), -1)
 
 
 def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
@@ -180,17 +194,17 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Kept:
         gates, scan = len(Gates._fields), len(Gates._fields) + len(Scan._fields)
-        weights = tensors[scan + 1 :]
-        half = len(weights) // 2
-        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], [*weights[:half]], [*weights[half:]])
+        half = (len(tensors) + scan + 1) // 2  # as many W as D
+        weights = [*tensors[scan + 1 : half]], [*tensors[half:]]
+        return cls(Gates(*tensors[:gates]), Scan(*tensors[gates:scan]), tensors[scan], *weights)
 
 
-def _may_keep_weights(v: Tensor, plan: Plan, reverse: bool) -> bool:
+def _may_keep_weights(v: Tensor, plan: Plan) -> bool:
     """Whether W of all blocks is not larger than an input."""
     pairs = sum(
         (rows.stop - rows.start) * (keys.stop - keys.start)
         for chunk in plan.chunks
-        for rows, keys in blocks_of(chunk.end - chunk.first, reverse)
+        for rows, keys in blocks_of(chunk.end - chunk.first, plan.reverse)
     )
     return pairs <= v.shape[1] * v.shape[3]
 
@@ -230,7 +244,7 @@ def _forward(
         enters = C0 is not None or len(plan.chunks) > 1
         kept = Kept(*prepare(i, f, m0, resets, plan, reverse, input_gate, enters), [], [])
         options = Options(reverse, eps, input_gate == "exp", normalize)
-        weights = kept if save and _may_keep_weights(v, plan, reverse) else None
+        weights = kept if save and _may_keep_weights(v, plan) else None
         for group in plan.groups:
             rows = slice(*group)
             C = None if C0 is None else C0[rows].flatten(0, 1)
@@ -252,15 +266,15 @@ def _group_forward(
     group: tuple[int, int], weights: Kept | None, options: Options, return_state: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h of a group of sequences. Return the state after them if wanted. weights: where W and D are kept."""
-    decays = _decays(gates, group, plan.chunks, options.reverse)
-    for chunk, D in zip(plan.chunks, decays, strict=True):
-        qc, kc, vc = (_rows(y, group, chunk, gates.floor.dtype) for y in (q, k, v))
-        g = _chunk_gates(gates, group, chunk, D, options.reverse)
-        out = h[group[0] : group[1], chunk.first : chunk.end].transpose(1, 2)
+    dtype = gates.floor.dtype
+    parts = (_cut(x, group, plan) for x in (q, k, v, h))
+    all_gates = _chunk_gates(gates, group, plan, _decays(gates, group, plan), q.shape[3])
+    for *given, out, g, chunk in zip(*parts, all_gates, plan.chunks, strict=True):
+        qc, kc, vc = (_rows(part, dtype) for part in given)
         W = _chunk_forward(out, qc, kc, vc, C, n, g, options)
         if weights is not None:
             weights.W.extend(W)
-            weights.D.extend(D)
+            weights.D.extend(g.D)
         if return_state or chunk is not plan.chunks[-1]:
             C, n = _advance(C, n, kc, vc, g, in_place=chunk is not plan.chunks[0])
     return C, n
@@ -276,7 +290,7 @@ def _chunk_forward(
 ) -> list[Tensor]:
     """Write h of a chunk to `out` [G, H, L, DV]; C, n: the state before it (None: zero). Return W of its blocks."""
     weights = []
-    us = None if g.u is None else g.u * q.shape[2] ** -0.5
+    us = g.us
     for (rows, keys), D in zip(blocks_of(q.shape[1], options.reverse), g.D, strict=True):
         queries, values = _part(q, rows), _part(v, keys)
         W = _weights(queries, _part(k, keys), D)
@@ -289,7 +303,7 @@ def _chunk_forward(
             num = torch.bmm(queries, C).mul_(u).baddbmm_(W, values)
             if den is not None:
                 den.addcmul_(torch.bmm(queries, n), u)
-        target = out[:, :, rows]
+        target = out if rows.stop - rows.start == out.shape[2] else out[:, :, rows]
         num = num.view(target.shape)
         if den is None:
             target.copy_(num)
@@ -376,8 +390,7 @@ def _chunk_backward(
     C, n: the state before it (None: zero).
     """
     q, k, v = given
-    scale, spans = q.shape[2] ** -0.5, blocks_of(q.shape[1], options.reverse)
-    us = None if C is None or g.u is None else g.u * scale
+    us, spans = g.us, blocks_of(q.shape[1], options.reverse)
     qn = None if n is None or us is None else torch.bmm(q, n).mul_(us)
     norm = Normaliser.of(W, qn, g.floor, options.eps) if options.normalize else None
     dnum = dh if norm is None else dh * norm.inverse
@@ -569,36 +582,37 @@ def _group_backward(
 
     W and D that were kept are freed chunk by chunk.
     """
-    dtype, rows = kept.gates.floor.dtype, slice(*group)
-    decays = _kept_decays(kept, group, plan, options.reverse)
-    parts = [_chunk_gates(kept.gates, group, c, D, options.reverse) for c, D in zip(plan.chunks, decays, strict=True)]
+    dtype = kept.gates.floor.dtype
+    parts = [_cut(x, group, plan) for x in given]
+    gates = [*_chunk_gates(kept.gates, group, plan, _kept_decays(kept, group, plan), given.q.shape[3])]
     states = [(C, n)]
-    for g, chunk in zip(parts[:-1], plan.chunks[:-1], strict=True):
-        kc, vc = (_rows(y, group, chunk, dtype) for y in given[1:])
-        states.append(_advance(*states[-1], kc, vc, g))
-    for chunk in reversed(plan.chunks):
-        g, (C, n) = parts.pop(), states.pop()
-        operands = Operands(*(_rows(y, group, chunk, dtype) for y in given))
-        dhc = torch.zeros_like(operands.v) if dh is None else _rows(dh, group, chunk, dtype)
+    for g, k, v in zip(gates[:-1], *parts[1:], strict=False):
+        states.append(_advance(*states[-1], _rows(k, dtype), _rows(v, dtype), g))
+    dhs = repeat(None, len(gates)) if dh is None else reversed(_cut(dh, group, plan))
+    outs = [reversed(_cut(x, group, plan)) for x in grads]
+    columns = [repeat(None, len(gates)) if x is None else reversed(_cut_gate(x, group, plan)) for x in vectors]
+    for chunk, dhc, *each in zip(reversed(plan.chunks), dhs, *outs, *columns, strict=True):
+        g, (C, n) = gates.pop(), states.pop()
+        operands = Operands(*(_rows(part.pop(), dtype) for part in parts))
+        dhc = torch.zeros_like(operands.v) if dhc is None else _rows(dhc, dtype)
         W = _kept_or_new_weights(kept, operands, g.D, options.reverse)
-        filled = Operands(*(_rows_to_fill(y, group, chunk, dtype) for y in grads))
+        filled = Operands(*(_rows_to_fill(y, dtype) for y in each[:3]))
         of_gates = _chunk_backward(filled, dhc, dC, dn, operands, C, n, g, W, chunk, options)
         dC, dn = of_gates.C, of_gates.n
-        for out, part in zip(grads, filled, strict=True):
-            _put(out, group, chunk, part)
-        for vector, column in zip(vectors, of_gates[:4], strict=True):
-            if vector is not None and column is not None:
-                target = vector[rows, :, chunk.first : chunk.end]
-                target.copy_(column.view(target.shape))
+        for out, part in zip(each[:3], filled, strict=True):
+            _put(out, part)
+        for column, part in zip(each[3:], of_gates[:4], strict=True):
+            if column is not None and part is not None:
+                column.copy_(part)
     return dC, dn
 
 
-def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan, reverse: bool) -> Iterator[list[Tensor]]:
+def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
     """Yield D of each chunk, and free it if it was kept."""
     if not kept.D:
-        yield from _decays(kept.gates, group, plan.chunks, reverse)
+        yield from _decays(kept.gates, group, plan)
         return
-    counts = [len(blocks_of(chunk.end - chunk.first, reverse)) for chunk in plan.chunks]
+    counts = [len(blocks_of(chunk.end - chunk.first, plan.reverse)) for chunk in plan.chunks]
     D = kept.D[-sum(counts) :]
     del kept.D[-sum(counts) :]
     at = 0
