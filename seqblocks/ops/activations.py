@@ -103,7 +103,7 @@ class Positive(Activation):
 
 @primitive("one_minus_exp")
 class OneMinusExp(Activation):
-    """1 - exp(x): of a log decay, the share that is lost."""
+    """1 - exp(x): for a log decay, the fraction that decays."""
 
 
 @primitive("rational_exp")

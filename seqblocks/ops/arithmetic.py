@@ -97,22 +97,22 @@ class Divide(Op):
 
 @primitive("lerp")
 class Lerp(Op):
-    """Go part of the way to another wire: x + by * (to - x). The part is a wire, or a learned weight [features]."""
+    """Interpolate towards another wire: x + by * (to - x). `by` is a wire, or a learned weight [features]."""
 
     independent = "features"
     ports = (
-        Port("x", "where it starts", main=True, kinds=ANY.kinds, broadcast=True),
-        Port("to", "where it goes, as wide as x", kinds=ANY.kinds, broadcast=True),
+        Port("x", "the start", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("to", "the target, as wide as x", kinds=ANY.kinds, broadcast=True),
         Port(
-            "by", "the part of the way, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds,
+            "by", "the factor, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds,
             broadcast=True,
         ),
     )
 
     def shape(self, x: Wire, to: Wire, by: Wire | None = None) -> Wire:
-        must_match("to", to, x.features, "the width of where it starts")
+        must_match("to", to, x.features, "the width of x")
         if by:
-            must_match("by", by, x.features, "the width of where it starts")
+            must_match("by", by, x.features, "the width of x")
         return x
 
     def facts(self, x: Wire, to: Wire, by: Wire | None = None) -> Facts:
@@ -132,11 +132,11 @@ class Lerp(Op):
 
 @primitive("select")
 class Select(Op):
-    """Some of the features that follow each other: from `first` on, `features` of them."""
+    """Select `features` consecutive features, starting at `first`."""
 
     ports = (Port("x", "the input", main=True, kinds=FLOATS),)
-    features: int = argument(..., "how many", ge=1)
-    first: int = argument(0, "the first of them, from 0", ge=0)
+    features: int = argument(..., "number of features", ge=1)
+    first: int = argument(0, "index of the first feature, from 0", ge=0)
 
     def shape(self, x: Wire) -> Wire:
         end = self.first + self.features
@@ -172,15 +172,15 @@ class Scale(Op):
 
 @primitive("constant")
 class Constant(Op):
-    """The same vector in place of every token of its input: learned (weight [features]), or a fixed number.
+    """Replace every token by the same vector: learned (weight [features]), or a fixed number.
 
-    Only the number of tokens is read of the input.
+    Only the number of input tokens is used.
     """
 
     ports = (ANY._replace(size_only=True),)
     features: int = argument(..., "width of the vector", ge=1)
     learned: bool = argument(True, "whether the vector is a parameter that starts at `value`, or stays at `value`")
-    value: float = argument(0.0, "the number, or what each feature starts at", ge=-1e6, le=1e6)
+    value: float = argument(0.0, "the number, or the initial value of each feature", ge=-1e6, le=1e6)
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.features)

@@ -55,7 +55,7 @@ class _Heads(Op):
 
 @primitive("attention")
 class Attention(_Heads):
-    """Multi-head attention: a token sees itself and those before it, of the same sequence.
+    """Multi-head attention: each token attends to itself and to earlier tokens of its sequence.
 
     q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
     State per sequence: keys and values of the last `window` - 1 tokens, or without a window of up to `cache`
@@ -64,10 +64,10 @@ class Attention(_Heads):
 
     ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
     reads = "past"
-    window: int = argument(0, "tokens that are seen, its own included (0: all)", ge=0)
+    window: int = argument(0, "tokens that each token attends to, including itself (0: all)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
-    causal: bool = argument(True, "whether only the past is seen; if not, the step cannot stream")
-    cache: int = argument(2048, "most tokens of a stream, where there is no window", ge=1)
+    causal: bool = argument(True, "whether tokens attend only to the past; if not, the step cannot stream")
+    cache: int = argument(2048, "maximum number of tokens of a stream without a window", ge=1)
     source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
@@ -196,10 +196,10 @@ EMPTY = "cross_attention needs a memory of at least one token, and this one is e
 
 @primitive("cross_attention")
 class CrossAttention(_Heads):
-    """Multi-head attention over another sequence, the memory: each token sees all of it.
+    """Multi-head attention over another sequence, the memory: each token attends to all of it.
 
     q is [batch, seq, H * D], k [batch, memory, G * D], v [batch, memory, G * DV]; each head of k and v serves H / G of
-    q. It streams where the memory depends on no input that streams.
+    q. It streams if the memory does not depend on an input that streams.
     """
 
     ports = (

@@ -288,8 +288,8 @@ class Reduce(_Axes):
     """
 
     may_drop = True
-    by: Literal["mean", "sum", "max", "min", "std"] = argument("mean", "what is made of the numbers along these axes")
-    eps: float = argument(1e-5, "added to the variance, of which std takes the root", gt=0, le=1)
+    by: Literal["mean", "sum", "max", "min", "std"] = argument("mean", "how the numbers along these axes are combined")
+    eps: float = argument(1e-5, "added to the variance before std takes the root", gt=0, le=1)
 
     def check_names(self) -> Sides:
         sides = super().check_names()

@@ -35,8 +35,8 @@ class Centaurus(Op):
     )
     sub_states: int = argument(8, "complex sub-states of a channel, M", ge=1)
     features: int | None = argument(None, "width of the output, G (default: the width of x)", ge=1)
-    hold: Literal["euler", "zoh"] = argument("euler", "how a token enters: times dt, or integrated exactly over dt")
-    stable: bool = argument(True, "whether A's real part is always negative: -softplus(A_real), else A_real")
+    hold: Literal["euler", "zoh"] = argument("euler", "how the input is discretised: times dt, or exactly")
+    stable: bool = argument(True, "whether A's real part is always negative: -softplus(A_real), otherwise A_real")
     source = "Centaurus (ICLR 2025, openreview PkpNRmBZ32)"
 
     @property

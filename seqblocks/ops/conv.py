@@ -24,7 +24,7 @@ class CausalConv(Op):
     reversible = True
     kernel: int = argument(4, "number of taps, K", ge=1, le=4096)
     activation: Activation = argument("none", "applied to the result")
-    mixing: bool = argument(False, "mix the features (a full convolution) instead of treating each on its own")
+    mixing: bool = argument(False, "mix the features (a full convolution) instead of convolving each separately")
     bias: bool = argument(True, "whether a bias is added")
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:

@@ -29,8 +29,8 @@ class _Conv(Op):
     reads = "past"
     features: int = argument(..., "width of the output, O", ge=1)
     kernel: int = argument(..., "number of taps, K", ge=1, le=LARGEST)
-    groups: int = argument(1, "parts that the features are split into, each convolved on its own, G", ge=1)
-    causal: bool = argument(True, "whether only its own frame and the past are seen; if not, the step cannot stream")
+    groups: int = argument(1, "groups of features that are convolved separately, G", ge=1)
+    causal: bool = argument(True, "whether only a token's frame and the past are read; if not, the step cannot stream")
     bias: bool = argument(True, "whether a bias is added")
 
     def earlier(self) -> int:
@@ -77,7 +77,7 @@ class Conv1d(_Conv):
     [(K - 1) dilation + 1 - stride, D], oldest first.
     """
 
-    stride: int = argument(1, "tokens that become one", ge=1, le=LARGEST)
+    stride: int = argument(1, "input tokens per output token", ge=1, le=LARGEST)
     dilation: int = argument(1, "distance between taps, in tokens", ge=1, le=LARGEST)
 
     def span(self) -> int:
@@ -142,12 +142,12 @@ class Conv1d(_Conv):
 class ConvTranspose1d(_Conv):
     """Transposed convolution, `stride` tokens out for one token in. Weight [D, O / G, K], as torch's ConvTranspose1d.
 
-    Tap k of token j is added to token j stride + k of the output, so that each token is made of the one it replaces
-    and of those before it. What follows the last frame is dropped. `causal: false` drops as much at both ends.
+    Tap k of token j is added to token j stride + k of the output, so each token depends on the one it replaces
+    and on those before it. Output after the last frame is dropped; `causal: false` drops the same number at both ends.
     A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
     """
 
-    stride: int = argument(..., "tokens that one becomes", ge=1, le=LARGEST)
+    stride: int = argument(..., "output tokens per input token", ge=1, le=LARGEST)
 
     def earlier(self) -> int:
         return (self.kernel - 1) // self.stride

@@ -25,11 +25,11 @@ def exactly(x: Any) -> Any:
 
 @primitive("time_step")
 class TimeStep(Op):
-    """The steps of a state space: softplus(x + bias), between `least` and `most`. Made in float32 at least."""
+    """Step sizes of a state space: softplus(x + bias), between `least` and `most`. Computed in float32 at least."""
 
     independent = "features"
-    least: float = argument(0.0, "no step is shorter", ge=0)
-    most: float = argument(math.inf, "no step is longer", gt=0)
+    least: float = argument(0.0, "lower limit of the step sizes", ge=0)
+    most: float = argument(math.inf, "upper limit of the step sizes", gt=0)
     source = "Mamba-2 (arXiv:2405.21060)"
     exact = True
 
@@ -73,7 +73,7 @@ class LogDecay(Op):
     ports = (X, Port("lower", "kind logsigmoid: the smallest decays, from 0 to 1, as wide as x", optional=True))
     kind: DecayKind = argument(..., "how x becomes a log decay")
     heads: int = argument(0, "heads with an A_log each; must divide the width (0: one for each feature)", ge=0)
-    temperature: float = argument(16.0, "kind logsigmoid: what it is divided by", gt=0)
+    temperature: float = argument(16.0, "kind logsigmoid: divisor of the log decay", gt=0)
     bound: float = argument(-5.0, "kinds bounded and sigmoid: the strongest log decay", lt=0)
     exact = True
 
@@ -153,7 +153,7 @@ def at_least(lower: Any, x: Any) -> Any:
 
 @primitive("lower_decays")
 class LowerDecays(Op):
-    """The smallest decay that each feature may have in each of several layers: learned, and rising with the layer.
+    """Learned lower bounds of the decays, for each feature in each of several layers; they rise with the layer.
 
     Weight [layers, D]: softmax over the layers, then cumulative sums, less those of the first layer, which is 0.
     Each token has the decays of all layers, [batch, seq, layers * D]; `select` takes those of one layer. Only the
@@ -162,7 +162,7 @@ class LowerDecays(Op):
 
     ports = (X._replace(size_only=True),)
     layers: int = argument(..., "number of layers", ge=1)
-    features: int = argument(..., "decays of a layer, D", ge=1)
+    features: int = argument(..., "decays per layer, D", ge=1)
     source = "HGRN (arXiv:2311.04823)"
     exact = True
 

@@ -44,7 +44,7 @@ class Dropout(Op):
 class DropPath(Op):
     """Zero whole samples at random while training, and rescale the others by 1 / (1 - p).
 
-    At the end of a branch of `parallel` it drops the branch; `residual` has an argument for its own.
+    At the end of a branch of `parallel` it drops the branch; `residual` has an argument for this.
     """
 
     ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)

@@ -69,7 +69,7 @@ class Gate(Op):
 
     independent = "heads"
     ports = (
-        Port("x", "what is gated", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("x", "the input to gate", main=True, kinds=ANY.kinds, broadcast=True),
         Port("by", "the gate, before its activation", kinds=ANY.kinds, broadcast=True),
     )
     activation: ActivationName = argument("silu", "the gate's nonlinearity")

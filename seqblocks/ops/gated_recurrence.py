@@ -13,7 +13,7 @@ from seqblocks.types import Wire
 
 @primitive("gated_recurrence")
 class GatedRecurrence(Op):
-    """A state per channel that decays and takes in the input: h = e^g h + factor x, with the log decay g.
+    """Recurrence with one state per channel: h = e^g h + factor x, with the log decay g.
 
     factor full: 1. complement: 1 - e^g, so that h is a moving average (HGRN, minGRU, minLSTM). unit_variance:
     sqrt(1 - e^(2g)), so that inputs of variance 1 make states of variance 1 (RG-LRU); with `first_full` it is 1 for the
@@ -21,12 +21,12 @@ class GatedRecurrence(Op):
     """
 
     independent = "features"
-    ports = (Port("x", "what is taken in", main=True), Port("decay", "log decay, at most 0, as wide as x"))
+    ports = (Port("x", "the input", main=True), Port("decay", "log decay, at most 0, as wide as x"))
     reads = "past"
     reversible = True
     summary_cost = 1.2
-    factor: Literal["full", "complement", "unit_variance"] = argument("full", "how much of the input is taken in")
-    first_full: bool = argument(False, "whether the first token of a sequence is taken in as it is")
+    factor: Literal["full", "complement", "unit_variance"] = argument("full", "the factor of the input")
+    first_full: bool = argument(False, "whether the first token of a sequence has a factor of 1")
     source = "HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201)"
 
     def shape(self, x: Wire, decay: Wire) -> Wire:

@@ -10,11 +10,11 @@ from seqblocks.types import Facts, Wire
 
 @primitive("repeat_heads")
 class RepeatHeads(Op):
-    """Each head's features several times, next to each other: heads a b become a a b b."""
+    """Repeat each head's features: heads a b become a a b b."""
 
     independent = "heads"
     heads: int = argument(1, "number of heads; must divide the width", ge=1)
-    times: int = argument(..., "how often each head occurs", ge=1)
+    times: int = argument(..., "copies of each head", ge=1)
 
     def shape(self, x: Wire) -> Wire:
         must_divide(self.heads, x.features, "heads", "the width")
@@ -29,10 +29,10 @@ class RepeatHeads(Op):
 
 @primitive("join_heads")
 class JoinHeads(Op):
-    """Each head's features, then those of the same head of another wire: heads a b and c d become a c b d."""
+    """Join each head of two wires: heads a b and c d become a c b d."""
 
     independent = "heads"
-    ports = (X, Port("with", "what follows in each head", main=False))
+    ports = (X, Port("with", "the features to append to each head", main=False))
     heads: int = argument(..., "number of heads; must divide both widths", ge=1)
 
     def shape(self, x: Wire, other: Wire) -> Wire:
@@ -63,9 +63,9 @@ class _OfHeads(Op):
 
 @primitive("roll_heads")
 class RollHeads(_OfHeads):
-    """Each head's features `by` places later; those at its end come first."""
+    """Roll each head's features by `by` positions: those at the end come first."""
 
-    by: int = argument(..., "how many places", ge=1)
+    by: int = argument(..., "number of positions", ge=1)
 
     def facts(self, x: Wire) -> Facts:
         return x.facts
@@ -76,7 +76,7 @@ class RollHeads(_OfHeads):
 
 @primitive("softmax")
 class Softmax(_OfHeads):
-    """Shares of each head's features: exp(x) / sum(exp(x)), in float32 at least."""
+    """Softmax over each head's features: exp(x) / sum(exp(x)), in float32 at least."""
 
     def facts(self, x: Wire) -> Facts:
         return Facts(0.0, 1.0)

@@ -11,7 +11,7 @@ from seqblocks.types import Wire
 
 @primitive("headwise_linear")
 class HeadwiseLinear(Op):
-    """Block-diagonal map: the features are cut into blocks of `block`, each with a matrix of its own.
+    """Block-diagonal map: the features are cut into blocks of `block`, each with its own matrix.
 
     Weight [G, O/G, I/G] with G = I / block; initialised small(block). With `shared` all blocks have one matrix,
     [O/G, I/G], and one bias.

@@ -15,8 +15,8 @@ class LearnableSkip(Op):
 
     independent = "heads"
     ports = (
-        Port("x", "what is added to", main=True, kinds=ANY.kinds, broadcast=True),
-        Port("with", "what is scaled and added", kinds=ANY.kinds, broadcast=True),
+        Port("x", "the wire to add to", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("with", "the wire to scale and add", kinds=ANY.kinds, broadcast=True),
     )
     heads: int = argument(0, "heads with one weight each; must divide the width (0: one for each feature)", ge=0)
     mixed = True

@@ -12,7 +12,7 @@ from seqblocks.types import Wire
 class Affine(Op):
     """Base of the maps y = W x + b with weight [O, I] and bias [O]."""
 
-    ports = (Port("x", "what is mapped; a list is joined along the features", main=True, joins=True, kinds=ANY.kinds),)
+    ports = (Port("x", "the input; a list is joined along the features", main=True, joins=True, kinds=ANY.kinds),)
     bias: bool = argument(True, "whether a bias is added")
 
     def width(self) -> int:

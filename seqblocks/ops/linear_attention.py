@@ -37,9 +37,9 @@ class LinearAttention(Op):
         Port("k", "keys, as wide as q, times W"),
         Port("v", "values, W * HV * V wide"),
         Port("decay", "log decay, HV or HV * K wide", optional=True),
-        Port("beta", "rule delta: how much is corrected, W * HV wide", optional=True),
-        Port("a", "rule dplr: what reads the state before the decay, HV * K wide", optional=True),
-        Port("b", "rule dplr: where that is written, HV * K wide", optional=True),
+        Port("beta", "rule delta: strength of the correction, W * HV wide", optional=True),
+        Port("a", "rule dplr: reads the state before the decay, HV * K wide", optional=True),
+        Port("b", "rule dplr: writes the result of `a`, HV * K wide", optional=True),
     )
     reads = "past"
     reversible = True
@@ -52,9 +52,9 @@ class LinearAttention(Op):
         "none", "a decay without a wire; retention: ln(1 - 2^(-5 - h)) for head h"
     )
     qk_norm: Literal["none", "l2"] = argument("none", "l2: queries and keys are divided by their length")
-    scale: float = argument(0.0, "what scores are multiplied by (0: 1 / sqrt(K))", ge=0)
-    bonus: bool = argument(False, "rule add: read before the write; a weight u [H, K] weighs the current token")
-    normalize: bool = argument(False, "rule add: divide by the scores' sum")
+    scale: float = argument(0.0, "factor of the scores (0: 1 / sqrt(K))", ge=0)
+    bonus: bool = argument(False, "rule add: read before the write, with a weight u [H, K] for the current token")
+    normalize: bool = argument(False, "rule add: divide by the sum of the scores")
     mixed = True
     source = (
         "arXiv:2006.16236, 2307.08621 (retention), 2312.06635 (GLA), 2406.06484 (delta), 2502.10297 (writes), "

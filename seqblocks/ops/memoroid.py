@@ -14,13 +14,13 @@ from seqblocks.types import Wire
 class MLSTMMemoroid(MLSTM):
     """The mLSTM by an associative scan: parallel over the sequence, a state [H, DK, DV] per token in memory.
 
-    Ports and state as `mlstm`. A reset leaves nothing of the earlier state. For training on long sequences use
+    Ports and state as `mlstm`. A reset clears the state completely. For training on long sequences use
     `mlstm`. `unit_floor` is the read-out of early memorax releases: it floors the normaliser at 1
     on the stabilised state and scales both q and k, so that its result depends on the stabiliser.
     """
 
     input_gate: Literal["exp"] = argument("exp", "the input gate's nonlinearity")
-    normalize: bool = argument(True, "whether h is divided by the normaliser: always, as the gate is exponential")
+    normalize: bool = argument(True, "whether h is divided by the normaliser: always, because the gate is exponential")
     sigmoid = False
     summary_cost = 0.0
     readout: Literal["paper", "unit_floor"] = argument("paper", "how the state is read")

@@ -45,10 +45,10 @@ class Phase(Op):
 
 @primitive("rotate")
 class Rotate(Op):
-    """Turn pairs of each head's features, 2j and 2j + 1, by angles; later features than there are angles for stay."""
+    """Rotate pairs of each head's features, 2j and 2j + 1, by angles. Features without an angle stay as they are."""
 
     independent = "heads"
-    ports = (X, Port("by", "the angles, as many for each head"))
+    ports = (X, Port("by", "the angles, the same number for each head"))
     heads: int = argument(..., "number of heads; must divide the width and the number of angles", ge=1)
     source = "Mamba-3 (ICLR 2026)"
 

@@ -13,7 +13,7 @@ Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean"
 
 @primitive("pool")
 class Pool(Op):
-    """One vector for the whole sequence.
+    """Reduce the sequence to one vector.
 
     mean of all tokens; max of each feature (after a linear head, as in Vision Mamba, of each class); first (cls: a
     class token in that place), middle or last token; bilateral_mean and bilateral_concat of the first and the last.

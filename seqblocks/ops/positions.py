@@ -28,7 +28,7 @@ class PositionEmbed(Op):
     """
 
     reads = "past"  # the number of tokens before a token
-    length: int | None = argument(None, "number of positions, where the input's length is open", ge=1)
+    length: int | None = argument(None, "number of positions, if the length of the input is unknown", ge=1)
     rows: int | None = argument(None, "rows of positions over an image (default: those of the tokens)", ge=1)
     columns: int | None = argument(None, "columns of positions over an image (default: those of the tokens)", ge=1)
     source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
@@ -155,17 +155,17 @@ class Sinusoids(Op):
 
 @primitive("rotary")
 class Rotary(Op):
-    """Turn pairs of each head's features by an angle that grows with the position in the sequence.
+    """Rotate pairs of each head's features by an angle that grows with the position in the sequence.
 
-    Of D features that turn in a head, features j and j + D / 2 turn by position / base^(2 j / D). Positions count from
-    the last reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
+    Of D features that rotate in a head, features j and j + D / 2 rotate by position / base^(2 j / D). Positions count
+    from the last reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
     """
 
     independent = "heads"
     reads = "past"  # the number of tokens before a token
     heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
     base: float = argument(10000.0, "base of the wavelengths", ge=1)
-    features: int | None = argument(None, "how many features of each head turn, the first ones (default: all)", ge=2)
+    features: int | None = argument(None, "how many features of each head rotate, the first ones (default: all)", ge=2)
     source = "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745)"
 
     def shape(self, x: Wire) -> Wire:

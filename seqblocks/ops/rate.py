@@ -36,7 +36,7 @@ def check_tokens(x: Any, factor: int, verb: str) -> None:
 class _Rate(Op):
     """Base of both: no sequence starts in the middle of a window, and a stream continues by whole windows."""
 
-    factor: int = argument(..., "how many tokens become one, or one becomes", ge=1, le=2**20)
+    factor: int = argument(..., "tokens per window, or repeats per token", ge=1, le=2**20)
     reads = "all"
 
     def facts(self, x: Wire) -> Facts:
@@ -51,7 +51,7 @@ class _Rate(Op):
 
 @primitive("downsample")
 class Downsample(_Rate):
-    """One token for `factor` of them: their mean, or the last. A stream then takes frames of whole windows."""
+    """Merge windows of `factor` tokens into one: their mean, or the last. Streams then take frames of whole windows."""
 
     method: Literal["mean", "last"] = argument("mean", "how a window becomes one token")
 

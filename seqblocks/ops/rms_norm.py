@@ -22,9 +22,9 @@ class RMSNorm(Norm):
 
     independent = "groups"
     ports = (ANY, Port("z", "a gate, as wide as x", optional=True, kinds=ANY.kinds, broadcast=True))
-    gate: Literal["before", "after"] = argument("before", "where the gate is multiplied: before the norm, or after")
+    gate: Literal["before", "after"] = argument("before", "where the gate is applied: before or after the norm")
     activation: ActivationName = argument("silu", "the gate's nonlinearity")
-    groups: int = argument(1, "groups of features with a mean of their own; must divide the width", ge=1)
+    groups: int = argument(1, "groups of features with separate means; must divide the width", ge=1)
     shared: bool = argument(False, "whether all groups share one gain and one bias, as wide as a group")
     bias: bool = argument(False, "whether a bias is added")
     eps: float = argument(1e-6, "added to the mean square", gt=0)

@@ -16,7 +16,7 @@ class Router(Op):
     builtin = True
     ports = (ANY,)
     count: int = argument(..., "number of experts, C", ge=1)
-    corrected: bool = argument(False, "whether a number per expert is added where experts are chosen")
+    corrected: bool = argument(False, "whether a number per expert is added when experts are chosen")
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.count)

@@ -69,12 +69,12 @@ class _Shifted(Op):
 
 @primitive("shift")
 class Shift(_Shifted):
-    """The token `by` places earlier, zeros at the start of a sequence.
+    """Delay the input by `by` tokens, with zeros at the start of a sequence.
 
     State: the last `by` inputs [by, D], oldest first.
     """
 
-    by: int = argument(..., "how many tokens later the input appears", ge=1, le=65536)
+    by: int = argument(..., "delay in tokens", ge=1, le=65536)
 
     def facts(self, x: Wire) -> Facts:
         is_past_the_end = isinstance(x.length, int) and self.by >= x.length

@@ -11,7 +11,7 @@ from seqblocks.types import Wire
 
 @primitive("slstm")
 class SLSTM(Op):
-    """Scalar memory per feature, whose gates also read the head's own output one token before.
+    """Scalar memory per feature, whose gates also read the head's output at the previous token.
 
     i, f, z, o are the gates before recurrence and bias, each [batch, seq, H * D]. It owns the recurrent matrices
     [H, D, 4, D] (zero at first) and a bias per gate [H, D]; that of the forget gate falls from 5 to -7 over each head
@@ -22,7 +22,7 @@ class SLSTM(Op):
     ports = (
         Port("i", "input gate"),
         Port("f", "forget gate"),
-        Port("z", "what is written"),
+        Port("z", "cell input"),
         Port("o", "output gate"),
     )
     reads = "past"

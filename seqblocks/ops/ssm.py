@@ -21,7 +21,7 @@ class SSM(Op):
 
     ports = (
         Port("x", "the channels", main=True),
-        Port("dt", "the step of each channel, before its softplus"),
+        Port("dt", "step size of each channel, before its softplus"),
         Port("B", "how the input enters the states", optional=True),
         Port("C", "how the states are read", optional=True),
         Port("z", "a gate: the result is multiplied by silu(z)", optional=True),
@@ -30,7 +30,7 @@ class SSM(Op):
     reversible = True
     summary_cost = 1.2
     state_size: int = argument(16, "states of a channel, N", ge=1, alias="state")
-    groups: int = argument(1, "groups of channels with a B and a C of their own, G", ge=1)
+    groups: int = argument(1, "groups of channels with separate B and C, G", ge=1)
     softplus: bool = argument(True, "whether dt goes through a softplus")
     skip: bool = argument(True, "whether D x is added")
     source = "Mamba (arXiv:2312.00752), S6"

@@ -125,7 +125,7 @@ def text(verb: Verb) -> str:
 def describe_port(port: Port) -> str:
     """Return what a port reads: "queries (sequence)"."""
     many = ", or a list of them" if port.joins else ""
-    meets = "; a vector meets each token" if port.broadcast else ""
+    meets = "; a vector is combined with each token" if port.broadcast else ""
     length = f"; as long as {port.length}" if port.length else ""
     return f"{port.about} ({' or '.join(port.kinds)}{many}{meets}{length})"
 
