@@ -143,7 +143,7 @@ class _Changes:
 
 def _allowed(folders: Folders) -> list[Path]:
     """Return the folders whose files may be used. Raises UsageError if one is not a folder."""
-    each = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
+    each = [*folders] if isinstance(folders, Iterable) and not isinstance(folders, str) else [folders]
     found = []
     for folder in each:
         if not isinstance(folder, str | os.PathLike) or not os.path.isdir(folder):

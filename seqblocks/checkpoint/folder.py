@@ -198,7 +198,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dtype: Any) -> SequenceModel:
     spec, weights = read_model(place, path, set)
-    model = build_model(spec, device="meta", dtype=dtype or torch.float32)
+    model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
     if dtype is None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in weights.headers:  # or it is tied

@@ -98,7 +98,7 @@ def spec_of(place: Path, spec: Any, set: Mapping[str, Any] | None = None, allow_
 
 def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype: Any, seed: int) -> SequenceModel:
     """Allocate a model and fill it; parameters that were left out are drawn."""
-    model = build_model(spec, device="meta", dtype=dtype or torch.float32)
+    model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
     declared = {item.name: item.parameter for item in graph.parameters(spec.graph)}
     if dtype is None:
         usual = min((header.dtype for header in ours.headers.values()), key=lambda kind: kind.itemsize, default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from seqblocks.checkpoint.folder import read_model
+from seqblocks.checkpoint.folder import as_path, read_model
 from seqblocks.checkpoint.weights import check_fit, fill
 from seqblocks.errors import UsageError
 from seqblocks.runtime.model import SequenceModel
@@ -73,6 +74,8 @@ def pieces(model: SequenceModel, state: Mapping[str, Any]) -> dict[str, Any]:
     tensors stay where they are. Of a model that is not split over ranks it is returned as it is.
     """
     _check(model)
+    if not isinstance(state, Mapping):
+        raise UsageError(f"pieces takes a state dict, not {type(state).__name__}")
     return dict(state) if model._parts is None else _in_pieces(model._parts, state, _shapes(model), "")
 
 
@@ -83,7 +86,7 @@ def load_weights(model: SequenceModel, path: str | os.PathLike[str]) -> None:
     UsageError where the folder is at fault.
     """
     _check(model)
-    _, weights = read_model(Path(os.path.realpath(path)), path)
+    _, weights = read_model(Path(os.path.realpath(as_path(path))), path)
     check_fit(model._whole_spec, weights.headers)
     fill(model, weights.headers, weights.read)
 
@@ -141,6 +144,8 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     Returns the norm before that, the same on all ranks; all must call it.
     """
     _check(model)
+    if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
+        raise UsageError(f"max_norm is a number from 0 on, not {max_norm!r}")
     squares = {True: 0.0, False: 0.0}
     found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in found:

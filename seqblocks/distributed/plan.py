@@ -55,6 +55,8 @@ def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
     what would only be gathered again. Raises UsageError that names the mixers whose heads or groups cannot be dealt out
     evenly, or says that no step can be split.
     """
+    if not isinstance(spec, ModelSpec):
+        raise UsageError(f"tensor_plan takes what load_model returns, or model.spec, not {type(spec).__name__}")
     if type(ranks) is not int or ranks < 1:
         raise UsageError(f"a model is split over a whole number of ranks, at least 1, not {ranks!r}")
     planner = _Planner(spec, ranks)

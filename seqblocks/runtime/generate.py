@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def generate(
     _check_model(model)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
+    if on_token is not None and not callable(on_token):
+        raise UsageError(f"on_token is a function of a sequence's number and a token, not {on_token!r}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is a whole number from 0 on, not {max_new_tokens!r}")
     x, resets = _padded(prompt, model._some_tensor().device)
@@ -119,7 +122,7 @@ def _check_model(model: Any) -> None:
 
 
 def _stops(stop: int | Iterable[int]) -> frozenset[int]:
-    tokens = (stop,) if isinstance(stop, int) else tuple(stop)
+    tokens = tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise UsageError(f"stop is a token number, or several, not {stop!r}")
     return frozenset(tokens)
@@ -167,16 +170,18 @@ class _Sampler:
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: SequenceModel
     ) -> None:
-        if not 0 <= temperature < float("inf"):
+        if not isinstance(temperature, Real | Tensor) or not 0 <= temperature < float("inf"):
             raise UsageError(f"temperature is a number from 0 on, not {temperature!r}")
-        if top_k is not None and top_k < 1:
+        if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
             raise UsageError(f"top_k is a whole number from 1 on, not {top_k!r}")
-        if top_p is not None and not 0 < top_p <= 1:
+        if top_p is not None and (not isinstance(top_p, Real | Tensor) or not 0 < top_p <= 1):
             raise UsageError(f"top_p is a probability above 0, not {top_p!r}")
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._generator = None
         if seed is not None:
-            self._generator = torch.Generator(model._some_tensor().device).manual_seed(seed)
+            if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+                raise UsageError(f"a seed is an integer of 64 bits or None, not {seed!r}")
+            self._generator = torch.Generator(model._some_tensor().device).manual_seed(int(seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return token numbers [batch] for logits [batch, vocabulary]."""

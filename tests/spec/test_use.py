@@ -110,7 +110,7 @@ def test_folders_that_are_allowed(world: Path, run_cli: Run, tmp_path: Path) -> 
             assert run_cli(verb, str(path), "--allow-use", str(library)).returncode == 0, verb
             assert run_cli(verb, str(path)).returncode == 1, verb
     assert "--allow-use DIR" in (faults(path)[0].hint or "")
-    for wrong in ("/nowhere", library / "mine.yaml", [3]):
+    for wrong in ("/nowhere", library / "mine.yaml", [3], 3, None):
         with pytest.raises(UsageError, match="takes folders"):
             check.load_spec(path, allow_use=wrong)  # type: ignore[arg-type]
 

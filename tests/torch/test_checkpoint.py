@@ -182,6 +182,11 @@ def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
         load(tmp_path / "absent")
     with pytest.raises(seqblocks.UsageError, match="'gpu9' is not a device"):
         load(tmp_path / "absent", device="gpu9")
+    seqblocks.save(seqblocks.build_text(MAPPED), tmp_path / "good")
+    for dtype in (torch.ones(2), "", 3):
+        for read in (load, seqblocks.from_pretrained):
+            with pytest.raises(seqblocks.UsageError, match="is not a dtype of a model"):
+                read(tmp_path / "good", dtype=dtype)
     strange = tmp_path / "strange"
     strange.write_bytes(b"not a model")
     with pytest.raises(seqblocks.UsageError, match="strange is not a folder; load reads the folder that save wrote"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import seqblocks
-from seqblocks.distributed import shard
+from seqblocks.distributed import clip_gradients, load_weights, pieces, shard, tensor_plan
 from seqblocks.distributed.fsdp import layer_paths
 
 HERE = Path(__file__).parent
@@ -143,3 +143,20 @@ def test_without_a_process_group_the_error_says_how_to_start_one():
         shard(model)
     with pytest.raises(seqblocks.UsageError, match="shard takes what build made, or a stage of it, not Linear"):
         shard(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("path", [3, None, ["a"], "a\0b"])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(seqblocks.UsageError, match="path"):
+        load_weights(seqblocks.build_text(on_ranks.SPECS["nested"], device="meta"), path)
+
+
+def test_arguments_of_other_types() -> None:
+    model = seqblocks.build_text(on_ranks.SPECS["nested"], device="meta")
+    with pytest.raises(seqblocks.UsageError, match=r"load_model returns, or model\.spec, not str"):
+        tensor_plan("nested", 2)  # type: ignore[arg-type]
+    with pytest.raises(seqblocks.UsageError, match="pieces takes a state dict, not NoneType"):
+        pieces(model, None)  # type: ignore[arg-type]
+    for norm in ("1", None, -1.0, float("nan")):
+        with pytest.raises(seqblocks.UsageError, match="max_norm is a number from 0 on, not"):
+            clip_gradients(model, norm)  # type: ignore[arg-type]
