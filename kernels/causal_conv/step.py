@@ -17,7 +17,9 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
 
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
-    taps = weight[:, 0].t().contiguous()
+    taps = weight[:, 0].t()
+    if not torch.compiler.is_compiling():  # which would copy them for each token
+        taps = taps.contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
 
     def step(window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

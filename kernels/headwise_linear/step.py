@@ -23,13 +23,18 @@ def matrix(weight: Tensor) -> Tensor | None:
 def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return f(x [B, G * I]) -> [B, G * O], without gradients. weight [G, O, I], bias [G * O]."""
     G, O, I = weight.shape
+    if torch.compiler.is_compiling():  # which would lay out the blocks anew for each token
+        return lambda x: _plus(torch.einsum("bgi,goi->bgo", x.view(-1, G, I), weight).flatten(1), bias)
     whole = matrix(weight)
     if whole is not None:
         return lambda x: F.linear(x, whole, bias)
     blocks = weight.transpose(1, 2).contiguous()
 
     def step(x: Tensor) -> Tensor:
-        y = torch.bmm(x.view(-1, G, I).transpose(0, 1), blocks).transpose(0, 1).reshape(-1, G * O)
-        return y if bias is None else y + bias
+        return _plus(torch.bmm(x.view(-1, G, I).transpose(0, 1), blocks).transpose(0, 1).reshape(-1, G * O), bias)
 
     return step
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias

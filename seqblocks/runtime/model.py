@@ -25,6 +25,7 @@ from seqblocks.runtime.sharing import connect
 from seqblocks.runtime.step import Place
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
+from seqblocks.runtime.traced import is_traceable
 from seqblocks.state import States, check_state, declared, new_state
 from seqblocks.types import Wire
 
@@ -67,6 +68,7 @@ class SequenceModel(Body):
         self._has_experts = any(node.kind == "experts" for node in graph.walk(spec.graph))
         self._step_axes = ["batch"] if self.frame_size == 1 else ["batch", str(self.frame_size)]
         self._stepper: Stepper | None = None
+        self._traced: Stepper | None = None  # that of compiled code
 
     def forward(  # type: ignore[override]  # a model is called by a user, the other bodies with a Call
         self,
@@ -233,21 +235,28 @@ class SequenceModel(Body):
 
     def _stepper_for(self, x: Tensor) -> Stepper | None:
         """Return what runs a token of this kind without gradients, planned anew where the model has changed."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
+        if torch.is_grad_enabled() or self.training or type(x) is not Tensor or not x.is_cpu:
             return None
         if torch.is_autocast_enabled("cpu") or dispatch.requested() not in ("auto", "torch"):
             return None
-        if self.training or nn.modules.module._has_any_global_hook() or dispatch.transformed():
+        if torch.compiler.is_compiling():
+            found = self._traced if is_traceable(self) else None
+        else:
+            found = self._stepper_of_now()
+        if found is None or (x.is_floating_point() and x.dtype != found.dtype):
+            return None
+        return found
+
+    def _stepper_of_now(self) -> Stepper | None:
+        if nn.modules.module._has_any_global_hook() or dispatch.transformed():
             return None
         if self._stepper is None or not self._stepper.holds():
             self._stepper = stepper(self, self.spec, self._declared_state)
-        if self._stepper is None or (x.is_floating_point() and x.dtype != self._stepper.dtype):
-            return None
         return self._stepper
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is planned for the next token and what is left of the latest call: neither can be copied."""
-        return {**self.__dict__, "_stepper": None, "_routed": None}
+        return {**self.__dict__, "_stepper": None, "_traced": None, "_routed": None}
 
     def init_state(
         self, batch_size: int, device: Any = None, dtype: torch.dtype | str | None = None, **inputs: Tensor

@@ -12,7 +12,6 @@ from seqblocks import graph
 from seqblocks.errors import UsageError
 from seqblocks.graph import Node
 from seqblocks.kernels import dispatch
-from seqblocks.kernels.numerics import autocast_dtype
 from seqblocks.op import Op
 from seqblocks.ops.norm import Norm
 from seqblocks.runtime.call import Call, Carrying
@@ -22,8 +21,6 @@ from seqblocks.runtime.sharing import Holder, shared_parameters
 from seqblocks.runtime.step import Place, StepModule, broadcast, gridded, joining_axis, makes, vectors_of
 from seqblocks.runtime.sums import Sum, added_up
 from seqblocks.state import States, compact
-
-PLANNED = {torch.float32, torch.float64}  # dtypes that the functions for one token compute in
 
 
 @makes("op")
@@ -42,12 +39,6 @@ class Primitive(StepModule, Holder):
         self._vectors = vectors_of(node)
         rate = node.wires[0].rate if node.wires and node.wires[0] else 1
         self._carrying = Carrying(place.path, node.op, node.state, rate) if node.state else None
-        self._states = [*node.state]
-        wires = [wire for wire in (*node.wires, node.type) if wire]
-        kind = type(node.op)
-        has_step = kind.prepare_step is not Op.prepare_step and kind.matrix is Op.matrix
-        sequences = not node.whole_inputs and all(wire.kind == "sequence" and not wire.context for wire in wires)
-        self._has_step = has_step and sequences  # a function for one token, and not for weights in another layout alone
         self._gridded = gridded(node, place)
         self._converts_to = _plain_parameter(node) if place.exact and not node.op.mixed else None
         self._own, self._elsewhere = list(node.parameters), list[str]()
@@ -86,8 +77,6 @@ class Primitive(StepModule, Holder):
         inputs = self._at_ports(tensors)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}
-        if self._has_step and call.compiling and (done := self._one_token(parameters, call, inputs)):
-            return done
         out = self.op.forward(parameters, call, *inputs)
         if not self._stateful:
             return out, {}
@@ -98,27 +87,6 @@ class Primitive(StepModule, Holder):
         if call.return_state and isinstance(state, dict):
             state = {name: compact(x) for name, x in state.items()}
         return y, state
-
-    def _one_token(self, p: dict[str, Any], call: Call, inputs: list[Any]) -> tuple[Tensor, States] | None:
-        """Compute a token of a compiled stream by the function that the op has for it, or return None.
-
-        A compiler fuses those few operations, also with what is derived of the parameters.
-        """
-        given = [x for x in inputs if x is not None]
-        if not _is_plain_step(call) or any(x.shape[1] != 1 for x in given):
-            return None
-        states = [call.state[name] for name in self._states] if call.state else []
-        dtypes = {x.dtype for x in (*given, *states, *p.values()) if x.is_floating_point()}
-        if len(dtypes) != 1 or not dtypes <= PLANNED or len(states) != len(self._states):
-            return None
-        if given[0].device.type != "cpu" or autocast_dtype("cpu"):  # what autocast narrows, `forward` sorts out
-            return None
-        run = self.op.prepare_step(p)
-        if run is None:
-            return None
-        out = run(*states, *(x if x is None else x.squeeze(1) for x in inputs))
-        y, *after = out if states else (out,)
-        return y.unsqueeze(1), {name: compact(x) for name, x in zip(self._states, after, strict=True)}
 
     def _at_ports(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """The inputs by port: joined where a port reads several wires, None where it reads none."""
@@ -152,13 +120,6 @@ class Primitive(StepModule, Holder):
     def extra_repr(self) -> str:
         given = [f"{k}={v}" for k, v in self.op.model_dump(exclude_defaults=True).items()]
         return ", ".join([*given, f"out={self._type}"])
-
-
-def _is_plain_step(call: Call) -> bool:
-    """Whether a call that is compiled may use what ops have for one token of a stream without gradients."""
-    if not call.streaming or call.resets is not None or call.reverse or call.training or torch.is_grad_enabled():
-        return False
-    return dispatch.requested() in ("auto", "torch") and not torch.compiler.is_exporting()
 
 
 def _plain_parameter(node: Node) -> str | None:

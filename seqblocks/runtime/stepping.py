@@ -38,17 +38,17 @@ DTYPES = (torch.float32, torch.float64)  # others are computed in several dtypes
 Path = tuple[str, ...]
 
 
-def stepper(model: Body, spec: ModelSpec, declared: States) -> Stepper | None:
+def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] | None = None) -> Stepper | None:
     """Return the stepper of a model, or None where its steps depend on more than a stepper knows.
 
-    declared: the states of its steps, nested as they are.
+    declared: the states of its steps, nested as they are. kind: the class of the stepper, default Stepper.
     """
     parameters = list(model.parameters())
     kinds = {(type(x), x.device.type, x.dtype) for x in parameters}
     alike = len(kinds) == 1 and kinds <= {(nn.Parameter, "cpu", dtype) for dtype in DTYPES}
     if model.training or is_hooked(model) or not alike or any(x.is_inference() for x in parameters):
         return None
-    return Stepper(model, spec, declared)
+    return (kind or Stepper)(model, spec, declared)
 
 
 class Stepper:
@@ -128,7 +128,7 @@ class Stepper:
             self._guard.note_bypassed(child)
             self._note_parameters(child, derived=True)
         run = prepare_joined([matrix for _, matrix in found])
-        y = self._source.call(run, self._source.at_ports(nodes[0], inputs), (), [])
+        y = self._source.call(self._source.constant(run), self._source.at_ports(nodes[0], inputs), (), [])
         widths = tuple(weight.shape[0] for _, (weight, _) in found)
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
@@ -140,7 +140,7 @@ class Stepper:
         return found if found and found[0].numel() <= MOST_COPIED else None
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
-        for table, name in _holders(module).values():
+        for table, name in holders(module).values():
             self._guard.note_entry(table, name)
             if derived:
                 self._guard.note_numbers(table[name])
@@ -168,9 +168,10 @@ class Stepper:
         return self._source.call_with_all_state(run, inputs, path)
 
     def _primitive(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        return self._op(module, node, inputs, path) if _as_declared(module, node) else None
+
+    def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
         """Call the op's own function, or its `forward` where a token without an axis of time will do."""
-        if not _as_declared(module, node):
-            return None
         op, parameters = module.op, module.parameters_by_name(self._call)
         run, derived = op.prepare_step(parameters), True
         if run is None:
@@ -178,7 +179,7 @@ class Stepper:
         if run is None:
             return None
         self._note_parameters(module, derived)
-        return self._source.call(run, self._source.at_ports(node, inputs), path, list(node.state))
+        return self._source.call(self._source.constant(run), self._source.at_ports(node, inputs), path, [*node.state])
 
     def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:
         return self._body(module, node.bodies[""], inputs, path)
@@ -195,7 +196,8 @@ class Stepper:
 
     def _parallel(self, module: Parallel, node: Node, inputs: Sequence[str], path: Path) -> str:
         made = [self._layer(module, node, *item, inputs[0], inputs, path) for item in node.bodies.items()]
-        return self._source.call(lambda *results: merged([*results], node.arguments.merge), made, path, [])
+        merge = self._source.constant(lambda *results: merged([*results], node.arguments.merge))
+        return self._source.call(merge, made, path, [])
 
     def _layer(
         self, module: nn.Module, node: Node, label: str, body: Graph, x: str, inputs: Sequence[str], path: Path
@@ -221,17 +223,17 @@ def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., 
     if matrix is not None:
         weight, bias = matrix
         return prepare_linear(weight, bias)
-    return partial(op.forward, parameters, call) if _is_pointwise(op) else None
+    return partial(op.forward, parameters, call) if is_pointwise(op) else None
 
 
 def _as_declared(module: Primitive, node: Node) -> bool:
     """Whether a module has the op of its node, and plain parameters as declared, its own or those of another step."""
-    holders = _holders(module)
-    plain = all(isinstance(table.get(name), nn.Parameter) for table, name in holders.values())
-    return type(module.op) is type(node.op) and holders.keys() == node.parameters.keys() and plain
+    held = holders(module)
+    plain = all(isinstance(table.get(name), nn.Parameter) for table, name in held.values())
+    return type(module.op) is type(node.op) and held.keys() == node.parameters.keys() and plain
 
 
-def _holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
+def holders(module: Primitive) -> dict[str, tuple[dict[str, Any], str]]:
     """Return the table that holds each parameter, and its name there."""
     shared = {name: (owner._parameters, there) for name, (owner, there) in module._owners.items()}
     return {name: (module._parameters, name) for name in module._parameters} | shared
@@ -242,7 +244,7 @@ def _is_sequence(wire: Wire | None) -> bool:
     return wire is not None and wire.kind in ("sequence", "tokens") and not wire.context
 
 
-def _is_pointwise(op: Op) -> bool:
+def is_pointwise(op: Op) -> bool:
     """Whether `forward` computes a token without an axis of time: it takes vectors too, or token numbers."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
@@ -254,6 +256,8 @@ class _Source:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._names: dict[str, Any] = {"cat": torch.cat}
+        self._constants: dict[int, str] = {}  # the names of values, by identity
+        self._joined: dict[str, str] = {}  # the variables of inputs that were joined
         self._count = 0
         self._given: dict[Path, str] = {(): "state"}  # the variables of the state that comes in, by path
         self._made: dict[Path, str] = {}  # and of the one that is returned
@@ -276,9 +280,10 @@ class _Source:
         return parts
 
     def constant(self, value: Any) -> str:
-        name = f"c{len(self._names)}"
-        self._names[name] = value
-        return name
+        if id(value) not in self._constants:
+            self._constants[id(value)] = f"c{len(self._names)}"
+            self._names[self._constants[id(value)]] = value
+        return self._constants[id(value)]
 
     def unpack(self, declared: States, path: Path, dtype: torch.dtype) -> None:
         """Give each part of the state a variable, and check it."""
@@ -310,17 +315,27 @@ class _Source:
         for port in node.op.ports:
             part = inputs[at : at + len(node.inputs.get(port.name, ()))]
             at += len(part)
-            joined = self.assign(f"cat(({', '.join(part)}), -1)") if len(part) > 1 else None
-            arguments.append(joined or (part[0] if part else "None"))
+            arguments.append(self._join(part) if len(part) > 1 else part[0] if part else "None")
         return arguments
 
-    def call(self, run: Callable[..., Any], inputs: Sequence[str], path: Path, state: list[str]) -> str:
-        """Call a function with the parts of a step's state and inputs; return the variable of its output."""
+    def _join(self, part: Sequence[str]) -> str:
+        whole = f"cat(({', '.join(part)}), -1)"
+        if whole not in self._joined:
+            self._joined[whole] = self.assign(whole)
+        return self._joined[whole]
+
+    def call(self, run: str, inputs: Sequence[str], path: Path, state: list[str]) -> str:
+        """Call the function of a variable with the parts of a step's state and inputs; return that of its output."""
         y, paths, made = self.variable(), [(*path, part) for part in state], [self.variable() for _ in state]
         given = [self._given[each] for each in paths]
         self._made |= zip(paths, made, strict=True)
-        self.add(f"{', '.join([y, *made])} = {self.constant(run)}({', '.join([*given, *inputs])})")
+        self.add(f"{', '.join([y, *made])} = {run}({', '.join([*given, *inputs])})")
         return y
+
+    def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the parts of a state that a step has made."""
+        for part in state:
+            self._made[(*path, part)] = self.assign(f"{self.constant(function)}({self._made[(*path, part)]})")
 
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
         """Call a function with the state of everything at a path, a dict, or None where there is none."""

@@ -16,9 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import seqblocks
 from seqblocks.errors import RunError
 from seqblocks.kernels import use_backend
-from seqblocks.runtime.call import Call
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.stepping import Stepper
 
 SPEC = """
@@ -43,8 +41,21 @@ model:
 """
 
 
-def build(**options: Any) -> SequenceModel:
-    model = seqblocks.build_model(seqblocks.load_text(SPEC)[1], **({"dtype": torch.float64} | options)).eval()
+SMALL = """
+seqblocks: 1
+use: [xlstm]
+model:
+  input: {tokens: 11}
+  steps:
+    - embed: {features: 32}
+    - mlstm_block: {dim: 32, heads: 2}
+    - headwise_linear: {block: 8, features: 16}
+    - unembed
+"""
+
+
+def build(spec: str = SPEC, **options: Any) -> SequenceModel:
+    model = seqblocks.build_model(seqblocks.load_text(spec)[1], **({"dtype": torch.float64} | options)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -376,26 +387,69 @@ def test_transforms_of_functions_take_the_other_way() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def compiled_token(backend: str = "auto") -> tuple[Any, Any]:
-    """What a cell computes for a token of a compiled stream whose state has its parts in another order, and forward."""
-    model = build(dtype=torch.float32)
-    cell = next(x for x in model.modules() if isinstance(x, Primitive) and x.op.verb == "slstm")
-    draw = torch.Generator().manual_seed(5)
-    inputs = [torch.randn(2, 1, 16, generator=draw) for _ in "ifzo"]
-    state = {name: torch.rand(2, 2, 8, generator=draw) for name in "ycnm"}
-    expected = cell(*inputs, call=Call(False, state, True, streaming=True))
-    call = Call(False, dict(reversed(state.items())), True, streaming=True)
-    with torch.no_grad(), use_backend(backend):
-        return cell._one_token(cell.parameters_by_name(call), call, inputs), expected
+def compiled(model: SequenceModel) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model.step, backend="eager", fullgraph=True)
 
 
-def test_a_compiled_token_finds_its_state_by_name() -> None:
-    found, expected = compiled_token()
-    torch.testing.assert_close(found, expected)
+def assert_compiled_follows(model: SequenceModel, step: Any) -> None:
+    x, state = tokens(), model.init_state(2)
+    with torch.no_grad():
+        expected, last = model.step(x[:, 0], state)
+        expected, _ = model.step(x[:, 1], last)
+        y, after = step(x[:, 0], _reversed(state))
+        y, _ = step(x[:, 1], after)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_compiled_token_leaves_autocast_and_other_backends_to_forward() -> None:
+def _reversed(state: Any) -> Any:
+    """The same state, the entries of all dicts in another order."""
+    return {name: _reversed(x) for name, x in reversed(state.items())} if isinstance(state, dict) else state
+
+
+def test_a_compiled_step_follows_a_changed_model() -> None:
+    """It derives all from the parameters of now, and is compiled anew where a step is another."""
+    model = build(SMALL)
+    step = compiled(model)
+    assert_compiled_follows(model, step)
+    assert isinstance(model._traced, Stepper)
+    for change in (_add, _set_data, _load, _assign, _parametrize, _replace):
+        change(model)
+        assert_compiled_follows(model, step)
+
+
+def test_a_compiled_step_calls_hooks() -> None:
+    model = build(SMALL)
+    _hook(model)
+    _hook_inside(model)
+    assert_compiled_follows(model, compiled(model))
+
+
+def test_a_compiled_step_marks_new_sequences() -> None:
+    model = build(SMALL)
+    step, x, resets = compiled(model), tokens(), torch.tensor([False, True])
+    with torch.no_grad():
+        _, state = model.step(x[:, 0])
+        expected, _ = model.step(x[:, 1], state, resets=resets)
+        found, _ = step(x[:, 1], state, resets=resets)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None:
     """It multiplies states as matrices, which autocast would round."""
-    assert compiled_token("reference")[0] is None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert compiled_token()[0] is None
+    model = build(SMALL, dtype=torch.float32)
+    state, x = model.init_state(2), tokens()[:, 0]
+    with torch.no_grad(), use_backend("reference"):
+        compiled(model)(x, state)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        compiled(model)(x, state)
+    assert model._traced is None
+
+
+@pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
+def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
+    """One graph for all tokens, whose nodes are what a compiler's time depends on."""
+    ours, hand = (by_hand.graphs_of(name, side, lambda graph, _: graph.forward, calls=3) for side in (True, False))
+    nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]
+    assert len(ours) == 1
+    assert nodes[0] <= 1.35 * nodes[1]

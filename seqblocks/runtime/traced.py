@@ -1,0 +1,73 @@
+"""One token of a stream, for a compiler: the function of a stepper, in which weights are read and not prepared.
+
+A compiler traces each call on the way to an operation and guards each attribute that is read there, which took longer
+than all it does for the operations. So it traces the function that a stepper writes. What is derived from parameters is
+derived in the graph, since compiled code runs on after they have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from seqblocks.graph import ModelSpec, Node
+from seqblocks.kernels.dispatch.compiled import constant
+from seqblocks.op import Op
+from seqblocks.runtime.primitive import Primitive
+from seqblocks.runtime.stepping import Path, Stepper, holders, is_pointwise, stepper
+from seqblocks.state import States, compact
+
+
+class TracedStepper(Stepper):
+    """A stepper whose function reads parameters from the tables of their modules."""
+
+    def _child(self, parent: nn.Module, name: str) -> nn.Module:
+        self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
+        return super()._child(parent, name)
+
+    def _one_product(self, module: nn.Module, nodes: list[Node], inputs: Sequence[str]) -> dict[int, str] | None:
+        return None  # it would copy the matrices for each token
+
+    def _op(self, module: Primitive, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        op, source = module.op, self._source
+        prepared = type(op).prepare_step is not Op.prepare_step
+        prepared = prepared and op.prepare_step(module.parameters_by_name(self._call)) is not None
+        if not (prepared or is_pointwise(op)):
+            return None
+        self._note_parameters(module, derived=False)
+        tables = ((name, source.constant(table), there) for name, (table, there) in holders(module).items())
+        parameters = "{" + ", ".join(f"{name!r}: {table}[{there!r}]" for name, table, there in tables) + "}"
+        given = source.at_ports(node, inputs)
+        if prepared:
+            run = source.assign(f"{source.constant(op)}.prepare_step({parameters})")
+            y = source.call(run, given, path, [*node.state])
+            source.replace_state(path, [*node.state], compact)
+            return y
+        call = source.constant(self._call)
+        return source.assign(f"{source.constant(op)}.forward({parameters}, {call}, {', '.join(given)})")
+
+
+class Traceable(Protocol):
+    """What is needed of a model."""
+
+    spec: ModelSpec
+    _declared_state: States
+    _traced: Stepper | None
+
+
+@constant
+def is_traceable(model: Traceable) -> bool:
+    """Return whether a stepper serves a compiled step of this model; it is then `model._traced`."""
+    if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting():
+        return False
+    if model._traced is None or not model._traced.holds():
+        model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type]
+    return model._traced is not None
+
+
+@constant
+def _watch(module: nn.Module) -> None:
+    """Have a compiler guard the identity of a module, as it does for what it passes to a function it does not trace."""
