@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from seqblocks.graph import ModelSpec, Node
+from seqblocks.kernels import dispatch
 from seqblocks.kernels.dispatch.compiled import constant
 from seqblocks.op import Op
 from seqblocks.runtime.primitive import Primitive
@@ -61,7 +62,7 @@ class Traceable(Protocol):
 @constant
 def is_traceable(model: Traceable) -> bool:
     """Return whether a stepper serves a compiled step of this model; it is then `model._traced`."""
-    if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting():
+    if nn.modules.module._has_any_global_hook() or torch.compiler.is_exporting() or dispatch.transformed():
         return False
     if model._traced is None or not model._traced.holds():
         model._traced = stepper(model, model.spec, model._declared_state, TracedStepper)  # type: ignore[arg-type]
