@@ -161,6 +161,7 @@ def rehearse(root: Path, out: Path, *cases: str, **environment: str) -> dict[str
 PEER = "def causal_conv1d_fn(x, weight, bias, activation):\n    raise RuntimeError('not on this device')\n"
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
     """With a peer that can be imported and fails: a line in the table."""
     (tmp_path / "causal_conv1d.py").write_text(PEER, encoding="utf-8")

@@ -115,6 +115,7 @@ def language(root: Path, out: Path, *options: str) -> tuple[str, dict[str, float
     return printed, {spec: float(bits) for spec, bits in found}
 
 
+@pytest.mark.slow
 def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All work and no play makes Jack a dull boy. " * 200, encoding="utf-8")
