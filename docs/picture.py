@@ -1,4 +1,4 @@
-"""Draw docs/hybrid.svg: a bundled hybrid spec beside the model that it describes.
+"""Draw docs/hybrid.svg: a bundled hybrid spec next to the model that it describes.
 
     python docs/picture.py            write the picture
     python docs/picture.py --check    exit with 1 if the committed picture is out of date
@@ -30,7 +30,7 @@ Box = tuple[str, tuple[str, ...], str, int]  # name, facts, colour, indent
 
 
 def boxes(body: Graph, indent: int = 0) -> Iterator[Box]:
-    """One box a step, in the order they run; the layers of a `repeat` are opened."""
+    """Yield one box per step in the order in which they run, also for the steps in the layers of a `repeat`."""
     for node in body.nodes:
         if node.kind == "repeat":
             for label, layer in node.bodies.items():
@@ -41,7 +41,7 @@ def boxes(body: Graph, indent: int = 0) -> Iterator[Box]:
 
 
 def facts(node: Node) -> tuple[str, ...]:
-    """Output shape, parameters and state of a step."""
+    """Return output shape, parameters and state of a step."""
     inside = [node, *(inner for body in node.bodies.values() for inner in graph.walk(body))]
     state = sum(declared.numel for each in inside for declared in each.state.values())
     count = graph.count_node(node)
@@ -84,7 +84,7 @@ def model_panel(found: list[Box], left: float, total: str) -> Iterator[str]:
 
 
 def picture() -> str:
-    """The SVG as text."""
+    """Return the SVG as text."""
     model = seqblocks.load_model(SPEC)
     summary = seqblocks.summarise(model)
     lines = [line for line in SPEC.read_text("utf-8").rstrip().split("\n") if not line.startswith("about:")]

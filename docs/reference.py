@@ -1,9 +1,9 @@
-"""Write the parts of docs/language.md that are made from the declarations of the verbs.
+"""Write the parts of docs/language.md that are generated from the declarations of the verbs.
 
     python docs/reference.py            rewrite them in place
     python docs/reference.py --check    exit with 1 if the committed page is out of date
 
-Such a part is between `<!-- begin NAME -->` and `<!-- end NAME -->`. Everything else on the page is written by hand.
+Generated parts are between `<!-- begin NAME -->` and `<!-- end NAME -->`. The rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PART = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.S)
 
 
 def parts() -> dict[str, str]:
-    """Every generated part by its name. The list of functions is inside a sentence; the others are whole lines."""
+    """Return the generated parts by name. The list of functions is part of a sentence; the others are whole lines."""
     primitives = (verb for verb in reference.verbs().values() if issubclass(verb, Op) and verb.builtin)
     made = {name: f"\n{section(find_combinator(name))}\n" for name in COMBINATORS}
     made["primitives"] = "\n" + "\n\n".join(map(section, primitives)) + "\n"
@@ -45,7 +45,7 @@ def section(verb: Verb) -> str:
 
 
 def _is_notable(port: Port) -> bool:
-    """Whether a port is more than one sequence from the step before."""
+    """Return whether a port is anything but one sequence from the previous step."""
     return not port.main or port.joins or port.kinds != ("sequence",)
 
 
@@ -70,7 +70,7 @@ def initialisers() -> Iterator[str]:
 
 
 def page(text: str) -> str:
-    """Return the page with its generated parts as the declarations are now."""
+    """Return the page with generated parts that match the current declarations."""
     made = parts()
     found = PART.findall(text)
     if sorted(found) != sorted(made):

@@ -3,7 +3,7 @@
     pip install 'seqblocks[examples]'
     python examples/digits.py
 
-Writes into --out: the model (digits/, weights and spec) and a plot of loss and accuracy.
+Writes the model (digits/, weights and spec) and a plot of loss and accuracy to the folder --out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_status
     count = sum(p.numel() for p in model.parameters())
-    print(f"{options.spec}: {count:,} parameters; {len(train[0]):,} images to learn from, {len(test[0]):,} to test on")
+    print(f"{options.spec}: {count:,} parameters; {len(train[0]):,} training images, {len(test[0]):,} test images")
 
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "digits"
@@ -44,19 +44,19 @@ def main() -> int:
     history = fit(model, train, test, options, path)
     seconds = time.perf_counter() - start
     if not history:
-        print("stopped before the first epoch was over; nothing is saved", file=sys.stderr)
+        print("stopped during the first epoch; nothing is saved", file=sys.stderr)
         return 130
 
     plot(history, options.out / "digits.png")
     again = seqblocks.load(path)
     found, last = accuracy(again, *test), history[-1]["accuracy"]
     if found != last:
-        print(f"the saved model has accuracy {found:.2%} and had {last:.2%}", file=sys.stderr)
+        print(f"the saved model has accuracy {found:.2%}; before saving it had {last:.2%}", file=sys.stderr)
         return 1
     epochs = "1 epoch" if len(history) == 1 else f"{len(history)} epochs"
     print(f"test accuracy {found:.2%} after {epochs} in {seconds:.0f} s, {count:,} parameters")
-    print(f"the model, loaded again with the same accuracy: {path}")
-    print(f"loss and accuracy: {options.out / 'digits.png'}")
+    print(f"model: {path} (loaded again, with the same accuracy)")
+    print(f"plot: {options.out / 'digits.png'}")
     return 0
 
 
@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def change(text: str) -> tuple[str, Any]:
-    """The name and the value of `depth=6`."""
+    """Return the name and the value of `depth=6`."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"'{text}' is not PATH=VALUE, such as depth=6")
@@ -84,21 +84,21 @@ def change(text: str) -> tuple[str, Any]:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Return a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 
 def require_extras() -> None:
-    """Exit at once where packages are missing that only this example needs."""
+    """Exit at once if a package that only this example needs is missing."""
     if missing := [name for name in ("sklearn", "matplotlib", "safetensors") if importlib.util.find_spec(name) is None]:
-        print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
-        sys.exit(4)  # as the command line does where an extra is absent
+        print(f"no {' and no '.join(missing)}: pip install 'seqblocks[examples]'", file=sys.stderr)
+        sys.exit(4)  # like the command line if an extra is missing
 
 
 def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (images [n, 1, 8, 8] between 0 and 1, labels [n]) to learn from, and a quarter of all to test on."""
+    """Return (images [n, 1, 8, 8] between 0 and 1, labels [n]) for training, and a quarter of all for testing."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -126,8 +126,8 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
                     loss += part
                     progress.advance(task)
                 now = {"loss": loss, "accuracy": accuracy(model, *test)}
-                seqblocks.save(model, path)  # the latest, not the best on the test images: those are not for choosing
-                history.append(now)  # after it is saved: an interrupt leaves a history that ends with the saved model
+                seqblocks.save(model, path)  # the latest, not the best: test images must not select a model
+                history.append(now)  # after saving, so that the history ends with the saved model even if interrupted
                 progress.update(task, description=f"epoch {epoch + 1}: test accuracy {now['accuracy']:.2%}")
                 if not sys.stdout.isatty() and (epoch + 1) % 10 == 0:
                     print(f"epoch {epoch + 1}: loss {now['loss']:.3f}, test accuracy {now['accuracy']:.2%}")
@@ -137,7 +137,7 @@ def fit(model: Any, train: Any, test: Any, options: argparse.Namespace, path: Pa
 
 
 def one_epoch(model: Any, train: Any, batch: int, optimiser: Any, schedule: Any) -> Iterator[float]:
-    """Train on all images once, in random order; yields each batch's part of the mean loss."""
+    """Train on all images once, in random order, and yield the share of each batch in the mean loss."""
     images, labels = train
     model.train()
     for index in torch.randperm(len(labels)).split(batch):
@@ -151,7 +151,7 @@ def one_epoch(model: Any, train: Any, batch: int, optimiser: Any, schedule: Any)
 
 
 def shifted(images: Tensor) -> Tensor:
-    """Move each image by up to one pixel: a digit does not depend on its place."""
+    """Move each image by up to one pixel, because the position of a digit does not matter."""
     padded = nn.functional.pad(images, (1, 1, 1, 1))
     moves = torch.randint(3, (len(images), 2)).tolist()
     return torch.stack([image[:, dy : dy + 8, dx : dx + 8] for image, (dy, dx) in zip(padded, moves, strict=True)])
@@ -159,7 +159,7 @@ def shifted(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images whose digit is recognised."""
+    """Return the fraction of images whose digit is recognised."""
     model.eval()
     return (model(images).argmax(1) == labels).double().mean().item()
 
@@ -181,7 +181,7 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     right.plot(epochs, errors, color="tab:red")
     right.set(ylabel="test error, %", ylim=(0, min(30, max(errors) + 1)))
     right.yaxis.label.set_color("tab:red")
-    left.set_title(f"Vision-LSTM on handwritten digits: {100 - errors[-1]:.2f} % right")
+    left.set_title(f"Vision-LSTM on handwritten digits: {100 - errors[-1]:.2f} % correct")
     temporary = path.with_suffix(".part.png")
     figure.savefig(temporary, dpi=150)
     os.replace(temporary, path)

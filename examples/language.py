@@ -1,11 +1,11 @@
-"""Three small language models compared on one text, byte by byte: mLSTM, selective state space, and a hybrid.
+"""Compare three small byte-level language models on one text: mLSTM, selective state space, and a hybrid.
 
     pip install 'seqblocks[examples]'
     python examples/language.py
 
-The text is the documentation that comes with Python itself (module pydoc_data), or a file of yours (--text). Training
-reads it as parallel streams whose state is carried on from step to step. Writes into --out: the models, and a plot of
-the loss on held-out text against the tokens read; then the best one writes, byte by byte, with constant memory.
+The text is the documentation that comes with Python (module pydoc_data), or your own file (--text). Training reads it
+as parallel streams whose state is carried from step to step. Writes the models, and a plot of the loss on held-out text
+against the tokens read, to the folder --out. The best model then writes a sample, byte by byte, in constant memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ History = list[tuple[int, float]]  # tokens read, bits per byte on the held-out 
 
 
 def main() -> int:
-    """Train each, plot, let the best one write."""
+    """Train each model, plot the losses, and print a sample of the best one."""
     options = arguments()
     if missing := [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]:
-        print(f"no {' and no '.join(missing)} here: pip install 'seqblocks[examples]'", file=sys.stderr)
-        return 4  # as the command line does where an extra is absent
+        print(f"no {' and no '.join(missing)}: pip install 'seqblocks[examples]'", file=sys.stderr)
+        return 4  # like the command line if an extra is missing
     try:
         models = {spec: seqblocks.build(spec, seed=options.seed) for spec in options.spec or SPECS}
         text = read(options.text)
@@ -48,14 +48,14 @@ def main() -> int:
     if min(len(train) // options.batch, len(held_out) // 8) < 2:
         print(f"a text of {len(text):,} bytes is too short for {options.batch} streams", file=sys.stderr)
         return 2
-    print(f"{len(train):,} bytes to learn from, {len(held_out):,} held out, {torch.get_num_threads()} threads")
+    print(f"{len(train):,} bytes for training, {len(held_out):,} held out, {torch.get_num_threads()} threads")
     options.out.mkdir(parents=True, exist_ok=True)
     histories = train_all(models, train, held_out, options)
     if not histories:
         print("stopped before the first evaluation; nothing is saved", file=sys.stderr)
         return 130
     plot(histories, options.out / "language.png")
-    print(f"loss against tokens: {options.out / 'language.png'}")
+    print(f"plot: {options.out / 'language.png'}")
     best = min(histories, key=lambda spec: histories[spec][-1][1])
     print_sample(best, models[best], options)
     return 0
@@ -64,7 +64,7 @@ def main() -> int:
 def train_all(
     models: dict[str, Any], train: Tensor, held_out: Tensor, options: argparse.Namespace
 ) -> dict[str, History]:
-    """Train one model after the other, until Ctrl-C; returns the histories of those that were evaluated."""
+    """Train one model after another, until Ctrl-C. Return the histories of the models that were evaluated."""
     histories: dict[str, History] = {}
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
     try:
@@ -83,7 +83,7 @@ def train_all(
                     soft_wrap=True,
                 )
     except KeyboardInterrupt:
-        print("\nstopped; what was saved is kept")
+        print("\nstopped; saved models are kept")
     return {spec: history for spec, history in histories.items() if history}
 
 
@@ -93,29 +93,29 @@ def print_sample(spec: str, model: Any, options: argparse.Namespace) -> None:
     start = time.perf_counter()
     for piece in write(model, options.prompt, options.length, options.seed):
         print(piece, end="", flush=True)
-    print(f"\n({options.length} bytes, one step each, {options.length / (time.perf_counter() - start):.0f} a second)")
+    print(f"\n({options.length} bytes, one step each, {options.length / (time.perf_counter() - start):.0f} per second)")
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare small language models on one text.")
     parser.add_argument("--spec", action="append", metavar="SPEC", help="a spec that reads 256 tokens; may be repeated")
-    parser.add_argument("--text", type=Path, help="a file to learn from (default: Python's documentation)")
-    parser.add_argument("--steps", type=positive, default=240, help="steps of training")
+    parser.add_argument("--text", type=Path, help="a file to train on (default: Python's documentation)")
+    parser.add_argument("--steps", type=positive, default=240, help="training steps")
     parser.add_argument("--batch", type=positive, default=16, help="parallel streams")
-    parser.add_argument("--seq", type=positive, default=256, help="tokens of a stream in one step")
+    parser.add_argument("--seq", type=positive, default=256, help="tokens of each stream per step")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--prompt", default="The statement ", help="what the best model continues")
-    parser.add_argument("--length", type=positive, default=400, help="bytes to write")
+    parser.add_argument("--prompt", default="The statement ", help="text that the best model continues")
+    parser.add_argument("--length", type=positive, default=400, help="bytes that it writes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/language"), help="folder for the results")
     return parser.parse_args()
 
 
 def positive(text: str) -> int:
-    """Return a whole number from 1 on."""
+    """Return a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 
@@ -134,7 +134,7 @@ def fit(
     spec: str, model: Any, train: Tensor, held_out: Tensor, options: argparse.Namespace, history: History,
     progress: Progress, task: TaskID,
 ) -> None:
-    """Train by truncated backpropagation through time: each step continues from the detached state of the last."""
+    """Train by truncated backpropagation through time: each step continues from the last detached state."""
     optimiser = torch.optim.AdamW(model.parameter_groups(weight_decay=0.1), lr=options.rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.1)
     streams = train[: len(train) // options.batch * options.batch].view(options.batch, -1)
@@ -165,7 +165,7 @@ def fit(
 
 @torch.no_grad()
 def bits_per_byte(model: Any, text: Tensor) -> float:
-    """Return the loss on a text, read as 8 streams from beginning to end."""
+    """Return the loss on a text, which is read as 8 streams from beginning to end."""
     model.eval()
     streams = text[: len(text) // 8 * 8].view(8, -1)
     total, state = 0.0, None
@@ -178,7 +178,7 @@ def bits_per_byte(model: Any, text: Tensor) -> float:
 
 @torch.no_grad()
 def write(model: Any, prompt: str, length: int, seed: int) -> Any:
-    """Read the prompt at once, then continue byte by byte from the state; yields text as characters are complete."""
+    """Read the prompt at once, then continue byte by byte from the state. Yield text as characters become complete."""
     import codecs
 
     model.eval()

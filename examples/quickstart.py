@@ -1,4 +1,4 @@
-"""A picture through a Vision-LSTM, and a sequence token by token. Needs nothing but seqblocks."""
+"""Run an image through a Vision-LSTM, and a sequence token by token. Needs only seqblocks."""
 
 import torch
 
@@ -15,7 +15,7 @@ SEVEN = """
 ........
 """
 
-# A bundled spec: images of 8 x 8 pixels, ten classes. Its weights are random, so its answer means nothing yet;
+# A bundled spec for images of 8 x 8 pixels and ten classes. Its weights are random, so the result has no meaning;
 # examples/digits.py trains it.
 model = seqblocks.build("vil_digits", seed=0).eval()
 pixels = [[float(c == "#") for c in line] for line in SEVEN.split()]
@@ -26,7 +26,7 @@ count = sum(p.numel() for p in model.parameters())
 print(f"image {list(image.shape)} -> logits {list(logits.shape)}, {count:,} parameters")
 print("logits " + " ".join(f"{value:.2f}" for value in logits[0].tolist()))
 
-# A spec of your own, as text: it reads only the past, so it can be run step by step.
+# Your own spec, as text. It reads only the past, so it can run step by step.
 STREAM = """
 seqblocks: 1
 use: [vil]
