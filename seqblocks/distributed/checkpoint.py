@@ -137,6 +137,11 @@ def _first_row(tensor: Any) -> int:
     return offsets[0] if offsets else 0
 
 
+def _check_norm(norm: Any) -> None:
+    if not isinstance(norm, Real | Tensor) or not norm >= 0:
+        raise UsageError(f"max_norm is a number from 0 on, not {norm!r}")
+
+
 @torch.no_grad()
 def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     """Scale the gradients of a model on several ranks so that their norm over all parameters is at most `max_norm`.
@@ -144,8 +149,7 @@ def clip_gradients(model: SequenceModel, max_norm: float) -> float:
     Returns the norm before that, the same on all ranks; all must call it.
     """
     _check(model)
-    if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
-        raise UsageError(f"max_norm is a number from 0 on, not {max_norm!r}")
+    _check_norm(max_norm)
     squares = {True: 0.0, False: 0.0}
     found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in found:

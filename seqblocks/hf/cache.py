@@ -57,11 +57,14 @@ class StateCache:
         """Remember, from the next call on, what `crop` needs: one more state, and the tokens since then."""
         self.recording = True
 
-    def crop(self, length: int) -> None:
+    def crop(self, length: Any) -> None:
         """Keep the first `length` tokens, or with a number below 1 leave out as many of the last ones.
 
         RunError for tokens from before the latest `crop`, or the prompt of a call that returns its last logits alone.
         """
+        length = length.item() if isinstance(length, Tensor) and length.numel() == 1 else length
+        if not isinstance(length, int):
+            raise RunError(f"crop takes a number of tokens, not {length!r}")
         count = self.seen - length if length > 0 else -length
         if count <= 0:
             self.recorded = None
@@ -86,8 +89,10 @@ class StateCache:
         """Go on with the sequences `indices` [n]."""
         self.reorder_cache(indices)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence, for several continuations of it."""
+    def batch_repeat_interleave(self, repeats: Any) -> None:
+        """Repeat each sequence, for several continuations of it. Raise RunError for what is no number."""
+        if not isinstance(repeats, int) or repeats < 1:
+            raise RunError(f"a sequence is repeated a whole number of times, at least once, not {repeats!r}")
         rows = self.recorded.tokens if self.recorded else _leaf(self.state) if self.state else None
         if rows is not None:
             self.reorder_cache(torch.arange(len(rows), device=rows.device).repeat_interleave(repeats))

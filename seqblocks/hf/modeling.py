@@ -336,6 +336,22 @@ def _without_packing(given: dict[str, Any], positions: Any, token_types: Any) ->
     return {name: value for name, value in given.items() if name not in known}
 
 
+def _check_labels(labels: Any, y: Tensor) -> None:
+    """Raise RunError unless there is a label for each token."""
+    found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+    if not isinstance(labels, Tensor) or labels.shape != y.shape[:2] or labels.is_floating_point():
+        raise RunError(f"labels are token numbers {list(y.shape[:2])}, -100 where none counts, not {found}")
+
+
+def _check_places(wanted: Any, y: Tensor) -> None:
+    """Raise RunError unless logits are wanted of a number of tokens, or of the places in a tensor."""
+    if isinstance(wanted, Tensor) and wanted.ndim == 1 and wanted.dtype in (torch.int64, torch.int32, torch.bool):
+        return
+    if not isinstance(wanted, int | torch.SymInt) or wanted < 0:
+        found = f"{wanted.dtype} {list(wanted.shape)}" if isinstance(wanted, Tensor) else repr(wanted)
+        raise RunError(f"logits_to_keep is a number of tokens, or their places in a tensor [n], not {found}")
+
+
 def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
     """Return the outputs of the last `wanted` tokens, of all for 0, or of those that a tensor names."""
     if isinstance(wanted, Tensor):
@@ -375,7 +391,7 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         default as the config says, except in training. kwargs: inputs that do not stream, by their names; with
         output_hidden_states=True the output has what enters the first layer and what each returns. RunError.
         """
-        if isinstance(input_ids, Tensor) and not input_ids.shape[-1]:
+        if isinstance(input_ids, Tensor) and input_ids.ndim and not input_ids.shape[-1]:
             raise RunError("there are no tokens: a prompt has one or more, such as the one that begins a text")
         given = _without_packing(kwargs, position_ids, token_type_ids)
         of_the_loss = {name: given.pop(name) for name in OF_THE_LOSS & given.keys()}
@@ -387,7 +403,9 @@ class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
+            _check_labels(labels, y)
             loss = self.loss_function(logits=y, labels=labels, vocab_size=y.shape[-1], **of_the_loss)
+        _check_places(logits_to_keep, y)
         logits = _last(y, logits_to_keep)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=features)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -33,8 +34,11 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
         raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
 
 
-def check_grid(wire: Wire, x: Tensor, grid: tuple[int, int]) -> None:
-    """Raise RunError unless the tokens x have as many rows and columns. Images have a grid of their own."""
+def check_grid(wire: Wire, x: Tensor, grid: Any) -> None:
+    """Raise RunError unless these are rows and columns of the tokens x. Images have a grid of their own."""
+    sizes = grid if isinstance(grid, list | tuple) else ()
+    if len(sizes) != 2 or not all(isinstance(size, Integral | torch.SymInt) and size > 0 for size in sizes):
+        raise RunError(f"grid is a pair of whole numbers, rows and columns, not {grid!r}")
     if wire.kind == "sequence" and grid[0] * grid[1] != x.shape[1]:
         raise RunError(f"grid={tuple(grid)} does not fit the {x.shape[1]} tokens: pass rows and columns of the input")
 

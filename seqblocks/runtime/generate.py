@@ -148,7 +148,7 @@ def _padded(prompt: Prompt, device: torch.device) -> tuple[Tensor, Tensor | None
 
 def _rows(prompt: Any) -> list[Any]:
     if isinstance(prompt, Tensor):
-        return [prompt] if prompt.dim() == 1 else [*prompt]
+        return [prompt] if prompt.dim() < 2 else [*prompt]
     if not isinstance(prompt, list | tuple):
         raise UsageError(f"a prompt is token numbers, in a tensor or in lists, not {type(prompt).__name__}")
     return [prompt] if prompt and isinstance(prompt[0], int) else [*prompt]
@@ -164,22 +164,30 @@ def _row(tokens: Any, device: torch.device) -> Tensor:
     return row.long()
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real | Tensor)
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, Integral)
+
+
 class _Sampler:
     """Takes a token of each row of logits."""
 
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: SequenceModel
     ) -> None:
-        if not isinstance(temperature, Real | Tensor) or not 0 <= temperature < float("inf"):
+        if not _is_number(temperature) or not 0 <= temperature < float("inf"):
             raise UsageError(f"temperature is a number from 0 on, not {temperature!r}")
-        if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
+        if top_k is not None and (not _is_whole(top_k) or top_k < 1):
             raise UsageError(f"top_k is a whole number from 1 on, not {top_k!r}")
-        if top_p is not None and (not isinstance(top_p, Real | Tensor) or not 0 < top_p <= 1):
+        if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
             raise UsageError(f"top_p is a probability above 0, not {top_p!r}")
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._generator = None
         if seed is not None:
-            if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+            if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
                 raise UsageError(f"a seed is an integer of 64 bits or None, not {seed!r}")
             self._generator = torch.Generator(model._some_tensor().device).manual_seed(int(seed))
 

@@ -181,6 +181,11 @@ def test_a_grid_that_does_not_fit_the_input() -> None:
     torch.testing.assert_close(model(draw(1, 8, 2), grid=(4, 2)), draw(1, 8, 2).unflatten(1, (4, 2)).mean(2))
     with pytest.raises(RunError, match=r"grid=\(5, 5\) does not fit the 6 tokens"):
         model(draw(1, 6, 2), grid=(5, 5))
+    x = draw(1, 8, 2)
+    torch.testing.assert_close(model(x, grid=[4, 2]), model(x, grid=(4, 2)))
+    for wrong in (3, "ab", (6,), (1, 2, 3), (-1, -6), (1.0, 6.0), (None, 6), torch.tensor([1, 6])):
+        with pytest.raises(RunError, match="grid is a pair of whole numbers, rows and columns, not"):
+            model(draw(1, 6, 2), grid=wrong)
 
 
 def test_as_many_tokens_in_another_grid() -> None:

@@ -155,6 +155,7 @@ def test_nothing_to_do() -> None:
         ("text", {}, "a prompt is token numbers, in a tensor or in lists, not str"),
         ([[1, 2], []], {}, "has a token number or more"),
         (torch.zeros(1, 3), {}, "has a token number or more, and this one is torch.float32"),
+        (torch.tensor(3), {}, r"has a token number or more, and this one is torch.int64 \[\]"),
         ([["a"]], {}, "a prompt is token numbers, not list"),
         ([1], {"temperature": -1}, "temperature is a number from 0 on, not -1"),
         ([1], {"temperature": "x"}, "temperature is a number from 0 on, not 'x'"),

@@ -146,6 +146,12 @@ def test_sequences_are_repeated_and_reordered_after_going_back(saved: Path) -> N
             torch.testing.assert_close(model(x[rows, 5:], past_key_values=cache).logits, whole[rows, 5:])
             cache.batch_select_indices(torch.tensor([3, 0]))
             torch.testing.assert_close(model(x.flip(0)[:, 5:], past_key_values=cache).logits, whole.flip(0)[:, 5:])
+    wrong: Any
+    for wrong in (None, 1.5, torch.ones(2), [1]):
+        with pytest.raises(RunError, match="crop takes a number of tokens, not"):
+            cache.crop(wrong)
+        with pytest.raises(RunError, match="repeated a whole number of times, at least once, not"):
+            cache.batch_repeat_interleave(wrong)
     empty = hf.StateCache()
     empty.batch_repeat_interleave(3)
     assert empty.get_seq_length() == 0
@@ -160,6 +166,13 @@ def test_sequences_are_repeated_and_reordered_after_going_back(saved: Path) -> N
         ({"input_ids": None}, "needs its input, input_ids"),
         ({"input_ids": torch.zeros(1, 2)}, "reads token numbers"),
         ({"input_ids": ids(1, 0)}, "there are no tokens: a prompt has one or more"),
+        ({"input_ids": torch.tensor(3)}, "reads token numbers"),
+        ({"labels": ids(1, 3)}, r"labels are token numbers \[1, 2\], -100 where none counts, not torch.int64 \[1, 3\]"),
+        ({"labels": torch.zeros(1, 2)}, r"labels are token numbers \[1, 2\], .*, not torch.float32 \[1, 2\]"),
+        ({"labels": [[1, 2]]}, "labels are token numbers .* not list"),
+        ({"logits_to_keep": "x"}, "logits_to_keep is a number of tokens, or their places in a tensor .n., not 'x'"),
+        ({"logits_to_keep": -1}, "logits_to_keep is a number of tokens, .*, not -1"),
+        ({"logits_to_keep": torch.ones(1)}, "logits_to_keep is a number of tokens, .*, not torch.float32"),
         ({"nonsense": 3}, "takes no nonsense"),
     ],
 )
