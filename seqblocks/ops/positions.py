@@ -189,6 +189,25 @@ class Rotary(Op):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return position_after(x, call)
 
+    def prepare_step(self, p: Any) -> Any:
+        import torch
+
+        from seqblocks.kernels.positions import prepare_turning
+
+        turns: dict[int, Any] = {}  # by width
+
+        def step(position: Any, x: Any) -> Any:
+            heads = x.view(x.shape[0], self.heads, -1)
+            width = self.features or heads.shape[2]
+            if width not in turns:
+                turns[width] = prepare_turning(width, self.base, x.device)
+            y = turns[width](heads[..., :width], position)
+            if width < heads.shape[2]:
+                y = torch.cat([y, heads[..., width:]], 2)
+            return y.flatten(1), position + 1
+
+        return step
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         import torch
 

@@ -39,6 +39,13 @@ def with_past(x: Any, by: int, call: Any) -> Past:
     return Past(tokens, index, {"window": window.to(before.dtype)} if call.return_state else {})
 
 
+def moved_on(window: Any, x: Any) -> Any:
+    """Return the window [B, by, D] without its oldest token, and with x [B, D] at its end."""
+    import torch
+
+    return torch.cat([window.narrow(1, 1, window.shape[1] - 1), x.unsqueeze(1)], 1)
+
+
 def window_after(x: Any, by: int, call: Any) -> Any:
     """Return what tokens x [B, S, D] make of the last `by` tokens before them, as `Op.transition` does."""
     latest = slice(max(x.shape[1] - by, 0), None)
@@ -86,6 +93,9 @@ class Shift(_Shifted):
     def transition(self, p: Any, call: Any, x: Any) -> Any:
         return window_after(x, self.by, call)
 
+    def prepare_step(self, p: Any) -> Any:
+        return lambda window, x: (window.select(1, 0), moved_on(window, x))
+
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return shifted(x, self.by, call)
 
@@ -122,6 +132,15 @@ class TokenShift(_Shifted):
 
     def transition(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         return window_after(x, 1, call)
+
+    def prepare_step(self, p: Any) -> Any:
+        weight = p.get("weight")
+
+        def step(window: Any, x: Any, mix: Any) -> Any:
+            before = window.select(1, 0)
+            return (before - x).mul_(weight if mix is None else mix).add_(x), moved_on(window, x)
+
+        return step
 
     def forward(self, p: Any, call: Any, x: Any, mix: Any = None) -> Any:
         earlier, state = shifted(x, 1, call)

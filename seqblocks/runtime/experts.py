@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,18 +46,27 @@ class Experts(StepModule):
         x, values = tensors[0], dict(zip(self._reads, tensors, strict=True))
         inner = Call(call.training, directed=call.directed, routed=call.routed)
         logits = call_child(self._modules["router"], [x], inner, "router")[0].flatten(0, -2)
-        scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
-        weights, chosen = self._choose(scores, call)
-        if self._arguments.normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        scores, weights, chosen = self.route(logits, call)
         if call.routed is not None:
             call.routed.setdefault(self._path, []).append(Routed(logits, scores, chosen))
         flat = [each.flatten(0, -2) for each in (x, *(values[v] for v in self._captures))]
         # sizes that depend on numbers
         whole = x.is_meta or (torch.compiler.is_exporting() and dispatch.requested() == "reference")
-        run = self._on_all if whole else self._on_routed
-        y = run(flat, weights, chosen, inner, x.ndim)
+        if whole:
+            y = self._on_all(flat, weights, chosen, inner, x.ndim)
+        else:  # in training each gets a gradient, which may be 0
+            each = call.training or inner.compiling
+            experts = [partial(self._expert, label, call=inner, axes=x.ndim) for label in self.labels]
+            y = on_routed(experts, flat, weights, chosen, each)
         return y.unflatten(0, x.shape[:-1]), {}
+
+    def route(self, logits: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scores of all experts, and the weights and numbers [tokens, top] of those that are chosen."""
+        scores = logits.softmax(-1) if self._arguments.score == "softmax" else logits.sigmoid()
+        weights, chosen = self._choose(scores, call)
+        if self._arguments.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return scores, weights, chosen
 
     @property
     def _router(self) -> Primitive:
@@ -73,31 +84,16 @@ class Experts(StepModule):
         chosen = ranked.indices[:, : self._arguments.top]
         return scores.gather(-1, chosen) + 0 * correction.sum(), chosen  # a gradient of 0, not none
 
-    def _on_routed(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
-        """Compute each expert on its tokens, which are sorted by expert; no sum depends on the order of threads."""
-        top = chosen.shape[1]
-        order = chosen.flatten().argsort(stable=True)
-        sizes = torch.nn.functional.one_hot(chosen, len(self.labels)).sum((0, 1)).tolist()
-        sent = [each.repeat_interleave(top, 0)[order].split(sizes) for each in flat]
-        every = call.training or call.compiling or not order.numel()  # in training each gets a gradient, which may be 0
-        parts = [
-            self._expert(label, [each[at] for each in sent], call, axes)
-            for at, label in enumerate(self.labels)
-            if every or sizes[at]
-        ]
-        y = torch.cat(parts)[order.argsort()].unflatten(0, chosen.shape)
-        return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
-
     def _on_all(self, flat: list[Tensor], weights: Tensor, chosen: Tensor, call: Call, axes: int) -> Tensor:
         """Compute each expert on all tokens, which needs no sizes that depend on what the tokens hold."""
         total: Any = 0
         for at, label in enumerate(self.labels):
-            y = self._expert(label, flat, call, axes)
+            y = self._expert(label, *flat, call=call, axes=axes)
             sent = chosen == at
             total = total + torch.where(sent.any(-1, keepdim=True), y * (weights * sent).sum(-1, keepdim=True), 0)
         return total.to(y.dtype)
 
-    def _expert(self, label: str, tokens: list[Tensor], call: Call, axes: int) -> Tensor:
+    def _expert(self, label: str, *tokens: Tensor, call: Call, axes: int) -> Tensor:
         """Return what an expert makes of tokens [count, features], as one sequence where the input is sequences."""
         if axes == 2:
             return call_child(self._modules[label], tokens, call, label)[0]
@@ -109,6 +105,22 @@ class Experts(StepModule):
 
     def extra_repr(self) -> str:
         return f"count={self._arguments.count}, top={self._arguments.top}"
+
+
+def on_routed(
+    experts: Sequence[Callable[..., Tensor]], flat: list[Tensor], weights: Tensor, chosen: Tensor, each: bool
+) -> Tensor:
+    """Return the weighted sums [tokens, …] of what the chosen experts make of tokens, each called once at most.
+
+    The tokens are sorted by expert: no sum depends on the order of threads. each: call experts without tokens too.
+    """
+    top = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    sizes = torch.nn.functional.one_hot(chosen, len(experts)).sum((0, 1)).tolist()
+    sent = [x.repeat_interleave(top, 0)[order].split(sizes) for x in flat]
+    used = [at for at in range(len(experts)) if each or not order.numel() or sizes[at]]
+    y = torch.cat([experts[at](*(x[at] for x in sent)) for at in used])[order.argsort()].unflatten(0, chosen.shape)
+    return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def balance(routed: list[Routed]) -> Tensor:

@@ -77,7 +77,15 @@ class Primitive(StepModule, Holder):
         inputs = self._at_ports(tensors)
         if call.relay and self._carrying:
             return call.relay.run(self._carrying, parameters, call, inputs), {}
-        out = self.op.forward(parameters, call, *inputs)
+        return self.checked(self.op.forward(parameters, call, *inputs), call)
+
+    @property
+    def takes_plain_tokens(self) -> bool:
+        """Whether nothing but a state goes with a token: no grid, and no vector that meets it."""
+        return self._gridded is None and self._vectors is None and self._reduction is None
+
+    def checked(self, out: Any, call: Call) -> tuple[Tensor, States]:
+        """Return the output and the state of what the op's `forward` returned. Raises UsageError."""
         if not self._stateful:
             return out, {}
         if not isinstance(out, tuple) or len(out) != 2:

@@ -23,11 +23,13 @@ from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
 from seqblocks.runtime.call import Call, Grid, Phase
+from seqblocks.runtime.experts import Experts, on_routed
 from seqblocks.runtime.guard import Guard
 from seqblocks.runtime.parallel import Parallel, merged
 from seqblocks.runtime.primitive import Primitive
 from seqblocks.runtime.repeat import Repeat
 from seqblocks.runtime.residual import Residual
+from seqblocks.runtime.scan import Scan
 from seqblocks.runtime.step import call_child, is_hooked
 from seqblocks.state import States, dtype_of
 from seqblocks.types import Wire
@@ -56,6 +58,8 @@ class Stepper:
 
     run(state, x) returns (y, state), or None where the state is not as declared.
     """
+
+    calls_experts = True  # each by a function, as their numbers are known
 
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
         self.dtype = next(model.parameters()).dtype
@@ -175,14 +179,65 @@ class Stepper:
         op, parameters = module.op, module.parameters_by_name(self._call)
         run, derived = op.prepare_step(parameters), True
         if run is None:
-            run, derived = _undivided(op, parameters, self._call), False
+            run, derived = _undivided(op, parameters, self._call) or self._of_sequences(module, node, parameters), False
         if run is None:
             return None
         self._note_parameters(module, derived)
         return self._source.call(self._source.constant(run), self._source.at_ports(node, inputs), path, [*node.state])
 
+    def _of_sequences(self, module: Primitive, node: Node, parameters: dict[str, Any]) -> Callable[..., Any] | None:
+        """Return what computes a token by the op's `forward`, as a sequence of one; None where the module has to."""
+        if not module.takes_plain_tokens:
+            return None
+        assert node.op is not None
+        first = [next(iter(node.inputs.get(port.name, ())), None) for port in node.op.ports]
+        timed = [value is not None and _is_sequence(self._types[value]) for value in first]
+        names, made = [*node.state], _is_sequence(node.type)
+
+        def run(*given: Any) -> Any:
+            inputs = [x.unsqueeze(1) if time else x for x, time in zip(given[len(names) :], timed, strict=True)]
+            state = dict(zip(names, given, strict=False))  # inputs follow it
+            call = Call(False, state, True, None, False, True, self._grid, phase=self._phase)
+            y, after = module.checked(module.op.forward(parameters, call, *inputs), call)
+            y = y.squeeze(1) if made else y
+            return (y, *(after[name] for name in names)) if names else y
+
+        return run
+
     def _block(self, module: Block, node: Node, inputs: Sequence[str], path: Path) -> str:
         return self._body(module, node.bodies[""], inputs, path)
+
+    def _scan(self, module: Scan, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        """A scan in the order of the tokens is a block."""
+        return self._body(module, node.bodies[""], inputs, path) if node.arguments.orders == ("forward",) else None
+
+    def _experts(self, module: Experts, node: Node, inputs: Sequence[str], path: Path) -> str | None:
+        """Run the chosen experts, each a function of its own."""
+        router, labels = module._modules["router"], module.labels
+        if not self.calls_experts or type(router) is not Primitive or is_hooked(router):
+            return None
+        if any(type(layer := module._modules[label]) is not Body or is_hooked(layer) for label in labels):
+            return None
+        router_node, *_ = node.bodies[""].nodes
+        logits = self._node(self._child(module, "router"), router_node, inputs[:1], (*path, "router"))
+        values = dict(zip(node.reads, inputs, strict=True))
+        read = [inputs[0], *(values[value] for value in node.bodies[labels[0]].captures)]
+        experts = [self._expert(module, label, node.bodies[label], len(read), path) for label in labels]
+
+        def run(experts: tuple[Callable[..., Tensor], ...], logits: Tensor, *tokens: Tensor) -> Tensor:
+            _, weights, chosen = module.route(logits, self._call)
+            if len(chosen) != 1:
+                return on_routed(experts, [*tokens], weights, chosen, each=False)
+            y = torch.stack([experts[at](*tokens) for at in chosen[0].tolist()], 1)
+            return (y * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+        return self._source.call(self._source.constant(run), [f"({', '.join(experts)},)", logits, *read], path, [])
+
+    def _expert(self, module: Experts, label: str, body: Graph, count: int, path: Path) -> str:
+        """Write the function of an expert of `count` inputs. Returns its name."""
+        layer, inputs = self._child(module, label), [self._source.variable() for _ in range(count)]
+        self._guard.note_bypassed(layer)
+        return self._source.define(inputs, lambda: self._body(layer, body, inputs, (*path, label)))
 
     def _residual(self, module: Residual, node: Node, inputs: Sequence[str], path: Path) -> str:
         y = self._body(module, node.bodies[""], inputs, path)
@@ -213,7 +268,7 @@ class Stepper:
 
 _MAKERS: dict[type[nn.Module], Callable[[Stepper, Any, Node, Sequence[str], Path], str | None]] = {
     Primitive: Stepper._primitive, Block: Stepper._block, Residual: Stepper._residual, Repeat: Stepper._repeat,
-    Parallel: Stepper._parallel,
+    Parallel: Stepper._parallel, Scan: Stepper._scan, Experts: Stepper._experts,
 }  # fmt: skip
 
 
@@ -258,6 +313,7 @@ class _Source:
         self._names: dict[str, Any] = {"cat": torch.cat}
         self._constants: dict[int, str] = {}  # the names of values, by identity
         self._joined: dict[str, str] = {}  # the variables of inputs that were joined
+        self._functions: list[str] = []
         self._count = 0
         self._given: dict[Path, str] = {(): "state"}  # the variables of the state that comes in, by path
         self._made: dict[Path, str] = {}  # and of the one that is returned
@@ -268,6 +324,15 @@ class _Source:
 
     def add(self, line: str) -> None:
         self._lines.append(line)
+
+    def define(self, arguments: Sequence[str], write: Callable[[], str]) -> str:
+        """Write a function whose lines and result `write` makes. Returns its name."""
+        outer, self._lines = self._lines, []
+        y = write()
+        name = f"f{len(self._functions)}"
+        self._functions.append(_function(f"{name}({', '.join(arguments)})", [*self._lines, f"return {y}"]))
+        self._lines = outer
+        return name
 
     def assign(self, expression: str) -> str:
         name = self.variable()
@@ -346,9 +411,9 @@ class _Source:
 
     def function(self, y: str, declared: States) -> Callable[[States, Tensor], Any]:
         """Return the function whose result is the variable `y`."""
-        body = [*self._lines, f"return {y}, {self._packed(declared, ())}"]
-        lines = ["def run(state, x):", "batch, device = x.shape[0], x.device", *body]
-        exec("\n    ".join(lines), self._names)  # noqa: S102
+        lines = ["batch, device = x.shape[0], x.device", *self._lines]
+        lines.append(f"return {y}, {self._packed(declared, ())}")
+        exec("\n".join([*self._functions, _function("run(state, x)", lines)]), self._names)  # noqa: S102
         run: Callable[[States, Tensor], Any] = self._names["run"]
         return run
 
@@ -357,6 +422,10 @@ class _Source:
             return self._made[path]
         assert isinstance(declared, dict)
         return "{" + ", ".join(f"{key!r}: {self._packed(item, (*path, key))}" for key, item in declared.items()) + "}"
+
+
+def _function(header: str, lines: list[str]) -> str:
+    return "\n    ".join([f"def {header}:", *lines])
 
 
 def reset(declared: States, state: States, resets: Tensor) -> States:

@@ -25,6 +25,8 @@ from seqblocks.state import States, compact
 class TracedStepper(Stepper):
     """A stepper whose function reads parameters from the tables of their modules."""
 
+    calls_experts = False  # a compiler does not know which are chosen
+
     def _child(self, parent: nn.Module, name: str) -> nn.Module:
         self._source.add(f"{self._source.constant(_watch)}({self._source.constant(parent._modules)}[{name!r}])")
         return super()._child(parent, name)

@@ -150,6 +150,54 @@ def _only(spec: str, used: set[str]) -> str:
     return "\n".join(lines)
 
 
+VERBS = [
+    "rotary: {heads: 2}", "rotary: {heads: 2, features: 2}", "shift: {by: 1}", "shift: {by: 3}", "token_shift",
+    "sinusoids", "position_embed: {length: 16}", "conv1d: {features: 6, kernel: 3, dilation: 2}", "sigmoid", "elu",
+    "log_decay: {kind: exp}", "time_step", "l2_norm", "rms_norm: {groups: 2, bias: true}",
+    "rms_norm: {groups: 2, shared: true, bias: true}", "head_norm: {heads: 2, bias: true}",
+    "scan: {order: forward, steps: [{causal_conv: {kernel: 3}}, {linear: 8}]}",
+    "attention: {q: a, k: a, v: a, heads: 2, cache: 9}",
+    "attention: {q: a, k: a, v: a, heads: 2, window: 1, rotary: 100}",
+    "experts: {count: 3, steps: [{swiglu: {hidden: 4}}]}",
+    "experts: {count: 3, top: 1, score: sigmoid, corrected: true, steps: [{linear: 8}, silu, {headwise_linear: 2}]}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("verb", VERBS)
+def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned tokens are those of the whole sequence, and no module is called for them."""
+    monkeypatch.setattr(Stepper, "_call_module", None)
+    steps = "linear: {features: 8, as: a}", verb, "linear: {features: 4, name: out}"
+    text = "\n    - ".join(["seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:", *steps])
+    model = seqblocks.build_text(text, dtype=torch.float64, seed=0).eval()
+    x = torch.randn(batch, 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state = found = None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+        expected, last = model(x, return_state=True)
+        for t in range(9):
+            y, state = model.step(x[:, t], state)
+            found = y[:, None] if found is None else torch.cat([found, y[:, None]], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state, last, rtol=0, atol=1e-12)
+
+
+def test_an_expert_that_is_replaced_or_hooked_is_called() -> None:
+    text = "seqblocks: 1\nmodel: {input: {features: 8}, steps: [experts: {count: 3, top: 3, steps: [{linear: 8}]}]}"
+    model, x = seqblocks.build_text(text, seed=0).eval(), torch.ones(2, 8)
+    with torch.no_grad():
+        before, _ = model.step(x)
+        model.experts.get_submodule("1").linear = nn.Linear(8, 8)
+        replaced, _ = model.step(x)
+        model.experts.get_submodule("2").register_forward_hook(lambda module, inputs, y: (y[0] + 1, y[1]))
+        hooked, _ = model.step(x)
+        torch.testing.assert_close(hooked, model(x[:, None])[:, 0])
+    assert (replaced - before).abs().min() > 1e-6
+    assert (hooked - replaced).abs().min() > 1e-6
+
+
 def test_resets() -> None:
     resets = torch.zeros(2, 7, dtype=torch.bool)
     resets[0, 3] = resets[1, 0] = resets[1, 5] = True
