@@ -138,7 +138,8 @@ def _first_row(tensor: Any) -> int:
 
 
 def _check_norm(norm: Any) -> None:
-    if not isinstance(norm, Real | Tensor) or not norm >= 0:
+    is_number = isinstance(norm, Real | Tensor)
+    if not (is_number and norm >= 0):
         raise UsageError(f"max_norm is a number from 0 on, not {norm!r}")
 
 

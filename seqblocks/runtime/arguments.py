@@ -37,7 +37,8 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
 def check_grid(wire: Wire, x: Tensor, grid: Any) -> None:
     """Raise RunError unless these are rows and columns of the tokens x. Images have a grid of their own."""
     sizes = grid if isinstance(grid, list | tuple) else ()
-    if len(sizes) != 2 or not all(isinstance(size, Integral | torch.SymInt) and size > 0 for size in sizes):
+    whole = [size for size in sizes if isinstance(size, Integral | torch.SymInt)]
+    if len(sizes) != 2 or len(whole) != 2 or min(sizes) < 1:
         raise RunError(f"grid is a pair of whole numbers, rows and columns, not {grid!r}")
     if wire.kind == "sequence" and grid[0] * grid[1] != x.shape[1]:
         raise RunError(f"grid={tuple(grid)} does not fit the {x.shape[1]} tokens: pass rows and columns of the input")
