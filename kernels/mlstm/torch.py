@@ -43,6 +43,7 @@ from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.custom_op import custom_op, is_seen
 from seqblocks.kernels.mlstm import reference as mlstm_reference
 from seqblocks.kernels.mlstm.gates import (
+    BLOCK,
     Chunk,
     Gates,
     Plan,
@@ -84,16 +85,23 @@ def _rows(part: Tensor, dtype: torch.dtype) -> Tensor:
     return part.flatten(0, 1).to(dtype)
 
 
+def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products are written where they belong. Of one block of queries they are not: torch takes head by head
+    what does not lie in one piece.
+    """
+    return part.shape[0] == 1 and part.shape[2] > BLOCK and part.dtype == dtype
+
+
 def _rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for [N, L, D]: that of `part` [G, H, L, D] itself where `_rows` makes no copy."""
-    if part.shape[0] == 1 and part.dtype == dtype:
+    """Memory for [N, L, D]: that of `part` [G, H, L, D] itself, or new."""
+    if _fills_in_place(part, dtype):
         return part[0]
     return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
 
 
 def _put(part: Tensor, rows: Tensor) -> None:
     """Copy `rows`, which come from `_rows_to_fill`, into `part` unless they lie there."""
-    if part.shape[0] > 1 or part.dtype != rows.dtype:
+    if not _fills_in_place(part, rows.dtype):
         part.copy_(rows.view(part.shape))
 
 
