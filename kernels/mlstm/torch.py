@@ -42,23 +42,21 @@ from torch import Tensor
 from seqblocks.kernels.dispatch import always, register
 from seqblocks.kernels.dispatch.custom_op import custom_op, is_seen
 from seqblocks.kernels.mlstm import reference as mlstm_reference
-from seqblocks.kernels.mlstm.gates import (
-    BLOCK,
-    Chunk,
-    Gates,
-    Plan,
-    Scan,
-    blocks_of,
-    exp2_,
-    make_plan,
-    prepare,
-    prepare_backward,
+from seqblocks.kernels.mlstm.chunks import (
+    ChunkGates,
+    chunk_gates,
+    cut,
+    cut_gate,
+    decays,
+    part_of,
+    put,
+    rows_of,
+    rows_to_fill,
 )  # fmt: skip
+from seqblocks.kernels.mlstm.gates import Chunk, Gates, Plan, Scan, blocks_of, make_plan, prepare, prepare_backward
 from seqblocks.kernels.mlstm.reference import MLSTMState
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, nonfinite
-
-PAIRS = 1 << 17  # weights of pairs of tokens that are made in the same operations
 
 
 class Options(NamedTuple):
@@ -68,111 +66,6 @@ class Options(NamedTuple):
     eps: float
     exponential: bool
     normalize: bool
-
-
-def _cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
-    """A group of sequences chunk by chunk, in the order of the scan: [B, S, H, D] to views [G, H, L, D]."""
-    return plan.cut(x[group[0] : group[1]].transpose(1, 2), 2)
-
-
-def _cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
-    """The same for gates: [B, H, S] to views [N, L, 1]."""
-    return plan.cut(x[group[0] : group[1]].flatten(0, 1).unsqueeze(2), 1)
-
-
-def _rows(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """[G, H, L, D] to [N, L, D]; no copy if G is 1 and the dtype is this."""
-    return part.flatten(0, 1).to(dtype)
-
-
-def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products are written where they belong. Of one block of queries they are not: torch takes head by head
-    what does not lie in one piece.
-    """
-    return part.shape[0] == 1 and part.shape[2] > BLOCK and part.dtype == dtype
-
-
-def _rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for [N, L, D]: that of `part` [G, H, L, D] itself, or new."""
-    if _fills_in_place(part, dtype):
-        return part[0]
-    return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
-
-
-def _put(part: Tensor, rows: Tensor) -> None:
-    """Copy `rows`, which come from `_rows_to_fill`, into `part` unless they lie there."""
-    if not _fills_in_place(part, rows.dtype):
-        part.copy_(rows.view(part.shape))
-
-
-def _part(x: Tensor, span: slice) -> Tensor:
-    """x[:, span] of x [N, L, D]."""
-    return x if span.stop - span.start == x.shape[1] else x[:, span]
-
-
-class ChunkGates(NamedTuple):
-    """The gates of one chunk of one group, N = G * H rows."""
-
-    D: Sequence[Tensor]  # [N, queries, keys] of each block
-    us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None where no chunk reads a state
-    floor: Tensor  # [N, L, 1]
-    write: Tensor  # [N, L, 1]: D of the chunk's last token
-    keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
-
-
-def _chunk_gates(
-    gates: Gates, group: tuple[int, int], plan: Plan, decays: Iterable[Sequence[Tensor]], DK: int
-) -> Iterator[ChunkGates]:
-    """Yield the gates of each chunk of a group, from D of each."""
-    last, us, keeps = 0 if plan.reverse else -1, repeat(None), repeat(None)
-    if gates.u is not None:
-        us = _cut_gate(gates.u * DK**-0.5, group, plan)
-        keeps = (u[:, last].unsqueeze(1) for u in _cut_gate(gates.u, group, plan))
-    for D, u, keep, floor in zip(decays, us, keeps, _cut_gate(gates.floor, group, plan), strict=False):
-        yield ChunkGates(D, u, floor, D[last][:, last].unsqueeze(2), keep)
-
-
-def _decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
-    """Yield D of each chunk block by block: [N, queries, keys]. Short chunks are made in the same operations."""
-    N = (group[1] - group[0]) * gates.e.shape[1]
-    reverse = plan.reverse
-    for few in _runs(plan.chunks, PAIRS // N):
-        e, x, segment = (None if g is None else _of_chunks(g, group, few) for g in (gates.e, gates.x, gates.segment))
-        assert e is not None
-        assert x is not None
-        spans = blocks_of(e.shape[3], reverse)
-        blocks = [_decay(e, x, segment, rows, keys, reverse, gates.floor.dtype) for rows, keys in spans]
-        for at in range(len(few))[:: -1 if reverse else 1]:
-            yield [D[:, at] for D in blocks]
-
-
-def _of_chunks(gate: Tensor, group: tuple[int, int], chunks: Sequence[Chunk]) -> Tensor:
-    """Neighbouring chunks, all of one length, of a group: [B, H, S] to [G, H, T, L], as they lie in memory."""
-    first, end = min(chunks[0].first, chunks[-1].first), max(chunks[0].end, chunks[-1].end)
-    part = gate[group[0] : group[1], :, first:end]
-    return part.view(*part.shape[:2], len(chunks), -1)
-
-
-def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
-    """Neighbours of the same length and together of at most so many pairs of tokens, or one chunk."""
-    lengths = [chunk.end - chunk.first for chunk in chunks]
-    even = len(chunks) if lengths[-1] == lengths[0] else len(chunks) - 1  # only the last may be short
-    together = max(1, pairs // lengths[0] ** 2)
-    yield from (chunks[at : min(at + together, even)] for at in range(0, even, together))
-    if even < len(chunks):
-        yield chunks[even:]
-
-
-def _decay(
-    e: Tensor, x: Tensor, segment: Tensor | None, rows: slice, keys: slice, reverse: bool, dtype: torch.dtype
-) -> Tensor:
-    """D [N, T, queries, keys] of e, x [G, H, T, L], T chunks."""
-    weights = exp2_((e[..., None, keys] - x[..., rows, None]).to(dtype))
-    # the other half may be infinite: assigned, not multiplied
-    weights = weights.triu_() if reverse else weights.tril_(rows.start)
-    if segment is not None:
-        weights.masked_fill_(segment[..., None, keys] != segment[..., rows, None], 0.0)
-    return weights.flatten(0, 1)
 
 
 def _advance(
@@ -275,10 +168,10 @@ def _group_forward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write h of a group of sequences. Return the state after them if wanted. weights: where W and D are kept."""
     dtype = gates.floor.dtype
-    parts = (_cut(x, group, plan) for x in (q, k, v, h))
-    all_gates = _chunk_gates(gates, group, plan, _decays(gates, group, plan), q.shape[3])
+    parts = (cut(x, group, plan) for x in (q, k, v, h))
+    all_gates = chunk_gates(gates, group, plan, decays(gates, group, plan), q.shape[3])
     for *given, out, g, chunk in zip(*parts, all_gates, plan.chunks, strict=True):
-        qc, kc, vc = (_rows(part, dtype) for part in given)
+        qc, kc, vc = (rows_of(part, dtype) for part in given)
         W = _chunk_forward(out, qc, kc, vc, C, n, g, options)
         if weights is not None:
             weights.W.extend(W)
@@ -300,14 +193,14 @@ def _chunk_forward(
     weights = []
     us = g.us
     for (rows, keys), D in zip(blocks_of(q.shape[1], options.reverse), g.D, strict=True):
-        queries, values = _part(q, rows), _part(v, keys)
-        W = _weights(queries, _part(k, keys), D)
+        queries, values = part_of(q, rows), part_of(v, keys)
+        W = _weights(queries, part_of(k, keys), D)
         weights.append(W)
         den = W.sum(2, keepdim=True) if options.normalize else None
         if C is None or n is None or us is None:
             num = torch.bmm(W, values)
         else:
-            u = _part(us, rows)
+            u = part_of(us, rows)
             num = torch.bmm(queries, C).mul_(u).baddbmm_(W, values)
             if den is not None:
                 den.addcmul_(torch.bmm(queries, n), u)
@@ -316,7 +209,7 @@ def _chunk_forward(
         if den is None:
             target.copy_(num)
         else:
-            size = torch.maximum(den.abs_(), _part(g.floor, rows)).add_(options.eps)
+            size = torch.maximum(den.abs_(), part_of(g.floor, rows)).add_(options.eps)
             torch.div(num, size.view(*target.shape[:3], 1), out=target)
     return weights
 
@@ -404,7 +297,7 @@ def _chunk_backward(
     dnum = dh if norm is None else dh * norm.inverse
 
     # through num
-    dW = [torch.bmm(_part(dnum, rows), _part(v, keys).transpose(1, 2)) for rows, keys in spans]
+    dW = [torch.bmm(part_of(dnum, rows), part_of(v, keys).transpose(1, 2)) for rows, keys in spans]
     r = _side_by_side([(w * d).sum(2, keepdim=True) for w, d in zip(W, dW, strict=True)])
     dread = dp = None
     if C is not None and us is not None:
@@ -417,7 +310,7 @@ def _chunk_backward(
         dx, db, dden = -r, None, None
     else:
         dx, db, dden = norm.backward(r, g.floor, options)
-        dW = [d.add_(_part(dden, rows)) for (rows, _), d in zip(spans, dW, strict=True)]
+        dW = [d.add_(part_of(dden, rows)) for (rows, _), d in zip(spans, dW, strict=True)]
         if dread is not None and dp is not None and n is not None and qn is not None:
             dp.addcmul_(dden, qn)
             dread.addcmul_(dden, n.transpose(1, 2))
@@ -445,7 +338,7 @@ def _fill_q(
     if dread is not None and us is not None:
         torch.mul(dread, us, out=dq)
     for (rows, keys), dS in blocks:
-        _part(dq, rows).baddbmm_(dS, _part(k, keys), beta=int(dread is not None), alpha=k.shape[2] ** -0.5)
+        part_of(dq, rows).baddbmm_(dS, part_of(k, keys), beta=int(dread is not None), alpha=k.shape[2] ** -0.5)
 
 
 def _write_backward(grads: Operands, given: Operands, dC: Tensor, dn: Tensor, write: Tensor) -> None:
@@ -477,8 +370,8 @@ def _fill_k_and_v(
     blocks = list(blocks)
     for (rows, keys), W, dS in blocks if reverse else reversed(blocks):  # the first reaches all keys
         beta = int(filled)
-        _part(grads.k, keys).baddbmm_(dS.transpose(1, 2), _part(q, rows), beta=beta, alpha=q.shape[2] ** -0.5)
-        _part(grads.v, keys).baddbmm_(W.transpose(1, 2), _part(dnum, rows), beta=beta)
+        part_of(grads.k, keys).baddbmm_(dS.transpose(1, 2), part_of(q, rows), beta=beta, alpha=q.shape[2] ** -0.5)
+        part_of(grads.v, keys).baddbmm_(W.transpose(1, 2), part_of(dnum, rows), beta=beta)
         filled = True
 
 
@@ -591,34 +484,34 @@ def _group_backward(
     W and D that were kept are freed chunk by chunk.
     """
     dtype = kept.gates.floor.dtype
-    parts = [_cut(x, group, plan) for x in given]
-    gates = [*_chunk_gates(kept.gates, group, plan, _kept_decays(kept, group, plan), given.q.shape[3])]
+    parts = [cut(x, group, plan) for x in given]
+    gates = [*chunk_gates(kept.gates, group, plan, _kept_decays(kept, group, plan), given.q.shape[3])]
     states = [(C, n)]
     for g, k, v in zip(gates[:-1], *parts[1:], strict=False):
-        states.append(_advance(*states[-1], _rows(k, dtype), _rows(v, dtype), g))
-    dhs = repeat(None, len(gates)) if dh is None else reversed(_cut(dh, group, plan))
-    outs = [reversed(_cut(x, group, plan)) for x in grads]
-    columns = [repeat(None, len(gates)) if x is None else reversed(_cut_gate(x, group, plan)) for x in vectors]
+        states.append(_advance(*states[-1], rows_of(k, dtype), rows_of(v, dtype), g))
+    dhs = repeat(None, len(gates)) if dh is None else reversed(cut(dh, group, plan))
+    outs = [reversed(cut(x, group, plan)) for x in grads]
+    columns = [repeat(None, len(gates)) if x is None else reversed(cut_gate(x, group, plan)) for x in vectors]
     for chunk, dhc, *each in zip(reversed(plan.chunks), dhs, *outs, *columns, strict=True):
         g, (C, n) = gates.pop(), states.pop()
-        operands = Operands(*(_rows(part.pop(), dtype) for part in parts))
-        dhc = torch.zeros_like(operands.v) if dhc is None else _rows(dhc, dtype)
+        operands = Operands(*(rows_of(part.pop(), dtype) for part in parts))
+        dh_rows = torch.zeros_like(operands.v) if dhc is None else rows_of(dhc, dtype)
         W = _kept_or_new_weights(kept, operands, g.D, options.reverse)
-        filled = Operands(*(_rows_to_fill(y, dtype) for y in each[:3]))
-        of_gates = _chunk_backward(filled, dhc, dC, dn, operands, C, n, g, W, chunk, options)
+        filled = Operands(*(rows_to_fill(y, dtype) for y in each[:3]))
+        of_gates = _chunk_backward(filled, dh_rows, dC, dn, operands, C, n, g, W, chunk, options)
         dC, dn = of_gates.C, of_gates.n
-        for out, part in zip(each[:3], filled, strict=True):
-            _put(out, part)
-        for column, part in zip(each[3:], of_gates[:4], strict=True):
-            if column is not None and part is not None:
-                column.copy_(part)
+        for out, rows in zip(each[:3], filled, strict=True):
+            put(out, rows)
+        for column, gradient in zip(each[3:], of_gates[:4], strict=True):
+            if column is not None and gradient is not None:
+                column.copy_(gradient)
     return dC, dn
 
 
 def _kept_decays(kept: Kept, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
     """Yield D of each chunk, and free it if it was kept."""
     if not kept.D:
-        yield from _decays(kept.gates, group, plan)
+        yield from decays(kept.gates, group, plan)
         return
     counts = [len(blocks_of(chunk.end - chunk.first, plan.reverse)) for chunk in plan.chunks]
     D = kept.D[-sum(counts) :]
@@ -633,7 +526,7 @@ def _kept_or_new_weights(kept: Kept, x: Operands, D: Sequence[Tensor], reverse: 
     """W of each block of a chunk. The last that were kept are taken away."""
     if not kept.W:
         spans = blocks_of(x.q.shape[1], reverse)
-        return [_weights(_part(x.q, rows), _part(x.k, keys), d) for (rows, keys), d in zip(spans, D, strict=True)]
+        return [_weights(part_of(x.q, rows), part_of(x.k, keys), d) for (rows, keys), d in zip(spans, D, strict=True)]
     W = kept.W[-len(D) :]
     del kept.W[-len(D) :]
     return W

@@ -1,0 +1,122 @@
+"""Chunks of a chunkwise pass of the mLSTM: views of the operands, and their gates. Symbols are those of torch.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqblocks.kernels.mlstm.gates import BLOCK, Chunk, Gates, Plan, blocks_of, exp2_
+
+PAIRS = 1 << 17  # weights of pairs of tokens that are made in the same operations
+
+
+def cut(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
+    """Cut a group of sequences into chunks, in the order of the scan: [B, S, H, D] to views [G, H, L, D]."""
+    return plan.cut(x[group[0] : group[1]].transpose(1, 2), 2)
+
+
+def cut_gate(x: Tensor, group: tuple[int, int], plan: Plan) -> list[Tensor]:
+    """Cut the gates of a group of sequences likewise: [B, H, S] to views [N, L, 1]."""
+    return plan.cut(x[group[0] : group[1]].flatten(0, 1).unsqueeze(2), 1)
+
+
+def rows_of(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [G, H, L, D] as [N, L, D], without a copy if G is 1 and the dtype is this."""
+    return part.flatten(0, 1).to(dtype)
+
+
+def _fills_in_place(part: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products are written into `part` itself.
+
+    With one block of queries they are not: into memory that is not contiguous, torch multiplies one head after another.
+    """
+    return part.shape[0] == 1 and part.shape[2] > BLOCK and part.dtype == dtype
+
+
+def rows_to_fill(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for [N, L, D]: that of `part` [G, H, L, D] itself, or new."""
+    if _fills_in_place(part, dtype):
+        return part[0]
+    return part.new_empty(part.shape[0] * part.shape[1], *part.shape[2:], dtype=dtype)
+
+
+def put(part: Tensor, rows: Tensor) -> None:
+    """Copy `rows`, which `rows_to_fill` returned for `part`, into it unless they share its memory."""
+    if not _fills_in_place(part, rows.dtype):
+        part.copy_(rows.view(part.shape))
+
+
+def part_of(x: Tensor, span: slice) -> Tensor:
+    """Return x[:, span] of x [N, L, D]."""
+    return x if span.stop - span.start == x.shape[1] else x[:, span]
+
+
+class ChunkGates(NamedTuple):
+    """The gates of one chunk of one group, N = G * H rows."""
+
+    D: Sequence[Tensor]  # [N, queries, keys] of each block
+    us: Tensor | None  # [N, L, 1]: u / sqrt(DK); None where no chunk reads a state
+    floor: Tensor  # [N, L, 1]
+    write: Tensor  # [N, L, 1]: D of the chunk's last token
+    keep: Tensor | None  # [N, 1, 1]: u of the chunk's last token
+
+
+def chunk_gates(
+    gates: Gates, group: tuple[int, int], plan: Plan, decays: Iterable[Sequence[Tensor]], DK: int
+) -> Iterator[ChunkGates]:
+    """Yield the gates of each chunk of a group, from D of each."""
+    last = 0 if plan.reverse else -1
+    us: Iterable[Tensor | None] = repeat(None)
+    keeps: Iterable[Tensor | None] = repeat(None)
+    if gates.u is not None:
+        us = cut_gate(gates.u * DK**-0.5, group, plan)
+        keeps = (u[:, last].unsqueeze(1) for u in cut_gate(gates.u, group, plan))
+    for D, u, keep, floor in zip(decays, us, keeps, cut_gate(gates.floor, group, plan), strict=False):
+        yield ChunkGates(D, u, floor, D[last][:, last].unsqueeze(2), keep)
+
+
+def decays(gates: Gates, group: tuple[int, int], plan: Plan) -> Iterator[list[Tensor]]:
+    """Yield D of each chunk block by block: [N, queries, keys]. Short chunks are made in the same operations."""
+    N = (group[1] - group[0]) * gates.e.shape[1]
+    reverse = plan.reverse
+    for few in _runs(plan.chunks, PAIRS // N):
+        e, x, segment = (None if g is None else _of_chunks(g, group, few) for g in (gates.e, gates.x, gates.segment))
+        assert e is not None
+        assert x is not None
+        spans = blocks_of(e.shape[3], reverse)
+        blocks = [_decay(e, x, segment, rows, keys, reverse, gates.floor.dtype) for rows, keys in spans]
+        for at in range(len(few))[:: -1 if reverse else 1]:
+            yield [D[:, at] for D in blocks]
+
+
+def _of_chunks(gate: Tensor, group: tuple[int, int], chunks: Sequence[Chunk]) -> Tensor:
+    """Neighbouring chunks, all of one length, of a group: [B, H, S] to [G, H, T, L], as they lie in memory."""
+    first, end = min(chunks[0].first, chunks[-1].first), max(chunks[0].end, chunks[-1].end)
+    part = gate[group[0] : group[1], :, first:end]
+    return part.view(*part.shape[:2], len(chunks), -1)
+
+
+def _runs(chunks: Sequence[Chunk], pairs: int) -> Iterator[Sequence[Chunk]]:
+    """Neighbours of the same length and together of at most so many pairs of tokens, or one chunk."""
+    lengths = [chunk.end - chunk.first for chunk in chunks]
+    even = len(chunks) if lengths[-1] == lengths[0] else len(chunks) - 1  # only the last may be short
+    together = max(1, pairs // lengths[0] ** 2)
+    yield from (chunks[at : min(at + together, even)] for at in range(0, even, together))
+    if even < len(chunks):
+        yield chunks[even:]
+
+
+def _decay(
+    e: Tensor, x: Tensor, segment: Tensor | None, rows: slice, keys: slice, reverse: bool, dtype: torch.dtype
+) -> Tensor:
+    """D [N, T, queries, keys] of e, x [G, H, T, L], T chunks."""
+    weights = exp2_((e[..., None, keys] - x[..., rows, None]).to(dtype))
+    # the other half may be infinite: assigned, not multiplied
+    weights = weights.triu_() if reverse else weights.tril_(rows.start)
+    if segment is not None:
+        weights.masked_fill_(segment[..., None, keys] != segment[..., rows, None], 0.0)
+    return weights.flatten(0, 1)
