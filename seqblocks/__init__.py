@@ -1,6 +1,6 @@
 """Describe a sequence model in YAML; seqblocks checks it, then builds it as a PyTorch module.
 
-Importing this does not import torch; `build` does. `seqblocks.kernels` needs nothing but torch and einops.
+Importing seqblocks does not import torch; `build` does. `seqblocks.kernels` only needs torch and einops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from seqblocks.runtime.builder import build, build_model, build_text
     from seqblocks.runtime.generate import generate
 
-# Imported on first use: some need torch, all need pydantic, and most of the time of `check` is imports.
+# Imported on first use, because some need torch, all need pydantic, and imports take most of the time of `check`.
 _LAZY = dict.fromkeys(("build", "build_model", "build_text"), "seqblocks.runtime.builder")
 _LAZY |= {"generate": "seqblocks.runtime.generate"}
 _LAZY |= dict.fromkeys(("load_model", "load_spec", "load_text", "yaml"), "seqblocks.analysis.check")

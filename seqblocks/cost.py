@@ -1,4 +1,4 @@
-"""What a graph costs: bytes, multiply-accumulates, state. Counted from the declarations alone."""
+"""Count the cost of a graph (bytes, multiply-accumulates, state) from its declarations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SHORT |= {"bf16": "bfloat16", "f64": "float64", "fp64": "float64", "double": "fl
 
 
 def dtype_named(text: str, what: str) -> str:
-    """Return a model's dtype by any of its usual names, torch's included. `what` begins the message of a UsageError."""
+    """Return the canonical name of a dtype (`bf16`, `torch.bfloat16`, …). `what` begins the message of a UsageError."""
     name = text.removeprefix("torch.")
     name = SHORT.get(name, name)
     if name not in DTYPES:
         hint = did_you_mean(name, [*DTYPES, *SHORT]) or f"one of {listing(DTYPES)}"
-        raise UsageError(f"{what} {visible(text)} is not a dtype of a model: {hint}")
+        raise UsageError(f"{what} {visible(text)} is not a supported dtype: {hint}")
     return name
 
 
 def state_bytes(body: Graph, dtype: str) -> int:
-    """Return the bytes of the state of one sequence, for a model of `dtype`."""
+    """Return the size of the state of one sequence in bytes, for a model of `dtype`."""
     return sum(s.numel * BYTES[dtype if s.dtype == "model" else s.dtype] for s in _states(body))
 
 
@@ -38,26 +38,26 @@ def _states(body: Graph) -> Iterator[State]:
 
 
 def open_context(body: Graph) -> list[str]:
-    """Return the inputs of open length that decide how much a stream keeps of its context."""
+    """Return the inputs of open length that determine the size of a stream's context."""
     return [*dict.fromkeys(s.length for s in _states(body) if s.length and s.shape[0] == 0)]
 
 
 def params_bytes(body: Graph, dtype: str) -> int:
-    """Return the bytes of the parameters, tied ones once."""
+    """Return the size of the parameters in bytes, counting tied ones once."""
     parameters = (item.parameter for item in graph.parameters(body) if item.tied is None)
     return sum(p.numel * BYTES["float32" if p.full_precision else dtype] for p in parameters)
 
 
 def macs(body: Graph, tokens: int | None) -> float | None:
-    """Return multiply-accumulates per token of the sequence. A step after a pooling is shared by all `tokens`.
+    """Return multiply-accumulates per token of the sequence. The cost of steps after a pooling is divided by `tokens`.
 
-    What depends on the context alone is not counted: see `context_macs`.
+    Steps that depend only on the context are not counted; see `context_macs`.
     """
     return _sum([node_macs(node, tokens) for node in body.nodes])
 
 
 def node_macs(node: graph.Node, tokens: int | None) -> float | None:
-    """Return multiply-accumulates per token of one node; None where they depend on an open number of tokens."""
+    """Return multiply-accumulates per token of one node, or None if they depend on an unknown number of tokens."""
     if graph.is_context(node):
         return 0.0
     if _reads_open_context(node):
@@ -71,19 +71,19 @@ def node_macs(node: graph.Node, tokens: int | None) -> float | None:
 
 
 def _reads_open_context(node: graph.Node) -> bool:
-    """Whether a step, which is no part of the context, reads a context of open length."""
+    """Return whether a step outside the context reads a context of open length."""
     return any(wire.context and isinstance(wire.length, str) for wire in node.wires if wire)
 
 
 def open_memories(model: ModelSpec) -> list[str]:
-    """Return the inputs of open length that decide the cost of a token."""
+    """Return the inputs of open length that determine the cost per token."""
     nodes = (node for node in graph.streamed(model.graph) if _reads_open_context(node))
     wires = (wire for node in nodes for wire in node.wires if wire and wire.context)
     return [*dict.fromkeys(wire.length.partition("/")[0] for wire in wires if isinstance(wire.length, str))]
 
 
 def context_macs(body: Graph) -> float | None:
-    """Return multiply-accumulates of what depends on the context alone; None where its length is open."""
+    """Return multiply-accumulates of the steps that depend only on the context, or None if its length is open."""
     return _sum([_context_macs(node) for node in body.nodes])
 
 
@@ -94,12 +94,12 @@ def _context_macs(node: graph.Node) -> float | None:
 
 
 def input_macs(body: Graph, tokens: int | None) -> float | None:
-    """Return multiply-accumulates of one whole input, each step at its own number of tokens."""
+    """Return multiply-accumulates of one whole input, counting each step with its own number of tokens."""
     return _sum([node_input_macs(node, tokens) for node in body.nodes])
 
 
 def node_input_macs(node: graph.Node, tokens: int | None) -> float | None:
-    """Return multiply-accumulates of one node for one whole input; None where the number of tokens is open."""
+    """Return multiply-accumulates of one node for one whole input, or None if the number of tokens is unknown."""
     if node.bodies:
         return _inside(node, [input_macs(body, tokens) for body in node.active.values()])
     if _reads_open_context(node) and not graph.is_context(node):
@@ -118,7 +118,7 @@ def _inside(node: graph.Node, bodies: list[float | None]) -> float | None:
 
 
 def _sum(parts: list[float | None]) -> float | None:
-    """Add up; None if a part is unknown."""
+    """Return the sum, or None if a part is unknown."""
     total = 0.0
     for part in parts:
         if part is None:
@@ -128,12 +128,12 @@ def _sum(parts: list[float | None]) -> float | None:
 
 
 def count_state(body: Graph) -> int:
-    """Return the numbers of the state of one sequence."""
+    """Return the number of elements of the state of one sequence."""
     return sum(state.numel for state in _states(body))
 
 
 def tokens_of(model: ModelSpec) -> int | None:
-    """Return the tokens of one input: the longest sequence's length, where it is known."""
+    """Return the number of tokens of one input, the length of its longest sequence, if known."""
     wires = [model.input, *(node.type for node in graph.streamed(model.graph))]
     lengths = [w.length for w in wires if w and isinstance(w.length, int)]
     return max(lengths, default=None)

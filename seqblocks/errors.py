@@ -1,17 +1,18 @@
-"""What can go wrong, and how it is reported.
+"""Exceptions, warnings and diagnostics.
 
-    SeqblocksError                 base of all that seqblocks raises on purpose
-    ├── SpecError                  the YAML is at fault; carries diagnostics             exit status 1
-    │   └── ExpectationError       it is well formed, but breaks its own `expect:`       exit status 3
-    ├── UsageError                 the command or the call is at fault                   exit status 2
-    ├── UnavailableError           something needed is absent                            exit status 4
+    SeqblocksError                 base of all exceptions of seqblocks
+    ├── SpecError                  the spec is invalid; has diagnostics                  exit status 1
+    │   └── ExpectationError       the spec is valid but does not meet its `expect:`     exit status 3
+    ├── UsageError                 the command or the call is invalid                    exit status 2
+    ├── UnavailableError           a dependency, device or resource is missing           exit status 4
     │   └── BackendError           a requested implementation of a kernel cannot run
     └── RunError (ValueError)      a built model was called with invalid arguments       exit status 2
 
-    SpecWarning (UserWarning)      a spec is legal, and something in it is most likely a mistake
-    └── OverrideWarning            set={…} gives a value that no step uses
+    SpecWarning (UserWarning)      a valid spec contains a probable mistake
+    └── OverrideWarning            set={…} has a value that no step uses
 
-Inner code raises a short `Fault`; code that knows the position (seqblocks/analysis) makes it a `Diagnostic`.
+Inner code raises a `Fault` without a position; code that knows the position (seqblocks/analysis) turns it into a
+`Diagnostic`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 Style = Callable[[str, str], str]
-Lazy = str | Callable[[], str | None] | None  # text that is costly to make, and needed only if the fault is shown
+Lazy = str | Callable[[], str | None] | None  # text that is computed only if the fault is shown
 MAX_DIAGNOSTICS = 20
-MAX_TEXT = 1000  # characters of a message, a hint and the like
-_WINDOW = 100  # characters of a source line that are shown: a 1 MB line must not flood a terminal
+MAX_TEXT = 1000  # maximum characters of a message, a hint etc.
+_WINDOW = 100  # maximum characters shown of a source line
 
 
 class SeqblocksError(Exception):
-    """Base of every error that seqblocks raises on purpose."""
+    """Base class of all exceptions of seqblocks."""
 
     exit_status = 1
 
 
 class UsageError(SeqblocksError):
-    """The command line or the call is at fault, not the spec."""
+    """The command line or the call is invalid, as opposed to the spec."""
 
     exit_status = 2
 
 
 class UnavailableError(SeqblocksError):
-    """Something needed is absent: torch, a device, an optional extra."""
+    """Something required is missing: torch, a device, an optional dependency, memory."""
 
     exit_status = 4
 
@@ -56,7 +57,7 @@ class RunError(SeqblocksError, ValueError):
 
 
 class SpecWarning(UserWarning):
-    """Something in a spec that is legal and most likely a mistake; `diagnostic` says what and where."""
+    """A probable mistake in a valid spec, described by `diagnostic`."""
 
     def __init__(self, diagnostic: Diagnostic) -> None:
         super().__init__(diagnostic.render())
@@ -67,18 +68,18 @@ class SpecWarning(UserWarning):
 
 
 class OverrideWarning(SpecWarning):
-    """An override that no step of the model uses: most likely its name is wrong."""
+    """An override that no step of the model uses, probably because its name is wrong."""
 
 
 class PartialWarning(UserWarning):
-    """Weights were loaded in part, as `partial=True` allows; the message says what was left out."""
+    """Weights were loaded partially (`partial=True`); the message lists the missing or extra ones."""
 
 
 SourceKind = Literal["own", "text", "bundled", "override", "call"]
 
 
 class Source(NamedTuple):
-    """A text, the name it is shown under, and where it came from.
+    """A source text with its display name and its kind.
 
     kind: own (a file of the user), text (a spec without a file), bundled (a file of this package, reached by `use:`),
     override (an option `--set`), call (an entry of `set={…}`)
@@ -95,12 +96,12 @@ class Source(NamedTuple):
 
     @property
     def bundled(self) -> bool:
-        """Whether it is a file of this package that the user's own files use."""
+        """Whether it is a file of this package that was imported by `use:`."""
         return self.kind == "bundled"
 
     @property
     def is_override(self) -> bool:
-        """Whether it is a value given from outside, which has no place in a file."""
+        """Whether it is an override, which has no position in a file."""
         return self.kind in ("override", "call")
 
     def line(self, number: int) -> str:
@@ -108,7 +109,7 @@ class Source(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of a source; lines and columns count from 1, the end is exclusive."""
+    """A range of a source text. Lines and columns count from 1, the end is exclusive."""
 
     source: Source
     line: int
@@ -120,11 +121,11 @@ class Span(NamedTuple):
         return f"{self.source.name}:{self.line}:{self.column}"
 
     def holds(self, other: Span) -> bool:
-        """Return whether another stretch of the same source begins inside."""
+        """Return whether another span of the same source begins inside."""
         return (self.line, self.column) <= (other.line, other.column) < (self.end_line, self.end_column)
 
     def within(self, start: int, length: int) -> Span:
-        """Return the part of a one-line span that begins `start` characters in."""
+        """Return a part of a one-line span, beginning at character `start`."""
         if self.line != self.end_line:
             return self
         column = self.column + start
@@ -132,7 +133,7 @@ class Span(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A further remark; with a span it also says where."""
+    """An additional note, optionally with a span."""
 
     text: str
     span: Span | None = None
@@ -145,9 +146,9 @@ Severity = Literal["error", "warning"]
 
 
 class Diagnostic(NamedTuple):
-    """One fault of a spec: what, where, what was expected, what was found and where that came from.
+    """One error or warning about a spec: message, span, what was expected and found, hint and notes.
 
-    A warning is about a spec that is legal. Its code begins with W, also where `--strict` makes it an error.
+    The code of a warning begins with W, even if `--strict` turns it into an error.
     """
 
     code: str
@@ -179,7 +180,7 @@ class Diagnostic(NamedTuple):
         return data
 
     def render(self, style: Style = lambda role, text: text) -> str:
-        """Return the diagnostic as text: header, source line with a caret, remarks, styled by `style(role, text)`."""
+        """Return the diagnostic as text: header, source line with a caret, notes, styled by `style(role, text)`."""
         out = [style(self.severity, f"{self.severity}[{self.code}]") + style("message", f": {visible(self.message)}")]
         gutter = " "
         if self.span:
@@ -208,7 +209,7 @@ def _excerpt(span: Span, gutter: str, style: Style) -> list[str]:
 
 
 class SpecError(SeqblocksError):
-    """A spec that does not validate. `diagnostics` holds every fault found; `str()` is the text a person reads."""
+    """An invalid spec. `diagnostics` lists all faults; `str()` returns them as readable text."""
 
     exit_status = 1
 
@@ -217,18 +218,18 @@ class SpecError(SeqblocksError):
         self.dropped = dropped
         super().__init__(render_all(self.diagnostics, dropped))
 
-    def __reduce__(self) -> Any:  # pickling across processes keeps the diagnostics
+    def __reduce__(self) -> Any:  # keep the diagnostics when pickled across processes
         return type(self), (self.diagnostics, self.dropped)
 
 
 class ExpectationError(SpecError):
-    """The spec is well formed but does not meet its own `expect:`."""
+    """The spec is valid but does not meet its own `expect:`."""
 
     exit_status = 3
 
 
 def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style = lambda role, text: text) -> str:
-    """Return all diagnostics as one text, with a closing count. dropped: how many more there are like the first."""
+    """Return all diagnostics as text, with a total count. dropped: number of further ones that are not listed."""
     parts = [d.render(style) for d in diagnostics]
     closing: list[str] = []
     for severity in dict.fromkeys(d.severity for d in diagnostics):
@@ -240,7 +241,7 @@ def render_all(diagnostics: Sequence[Diagnostic], dropped: int = 0, style: Style
 
 
 class Fault(Exception):
-    """A fault found by code that does not know the position. `at` names the argument or port at fault."""
+    """A fault raised by code that does not know the position. `at` names the faulty argument or port."""
 
     def __init__(
         self,
@@ -263,14 +264,14 @@ class Fault(Exception):
         return "warning" if self.code.startswith("W") else "error"
 
     def again(self) -> Fault:
-        """Return the same fault, not raised yet."""
+        """Return a copy of the fault that has not been raised."""
         return Fault(
             self.code, self.message, at=self.at, expected=self.expected, found=self.found, hint=self.hint,
             notes=self.notes,
         )  # fmt: skip
 
     def dress(self, span: Span | None, notes: Iterable[Note] = ()) -> Diagnostic:
-        """Return the diagnostic for this fault at `span`."""
+        """Return the diagnostic of this fault at `span`."""
         expected = self.expected() if callable(self.expected) else self.expected
         hint = self.hint() if callable(self.hint) else self.hint
         notes = (*self.notes, *notes)
@@ -278,10 +279,10 @@ class Fault(Exception):
 
 
 class Report:
-    """Collect diagnostics: one for each code and cause, and at most MAX_DIAGNOSTICS of them.
+    """Collect diagnostics: one per code and cause, and at most MAX_DIAGNOSTICS.
 
-    The cause of a fault is where the wrong value was written, else the place of the fault. So a wrong number is one
-    fault however often it is used, and so is a line that is used in 48 layers.
+    The cause of a fault is the place where the wrong value was written, if known, else the place of the fault. A wrong
+    number is therefore reported once, however often it is used, and so is a faulty line that is used in 48 layers.
     """
 
     def __init__(self) -> None:
@@ -291,7 +292,7 @@ class Report:
         self._suspected: set[tuple[Any, ...]] = set()  # codes with what may be their cause
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Report a diagnostic, unless its place has one of this kind or there are too many."""
+        """Add a diagnostic, unless there is one with the same code and place, or there are too many."""
         if self._is_new(diagnostic.code, diagnostic.message, [diagnostic.span]):
             self._append(diagnostic)
 
@@ -303,16 +304,16 @@ class Report:
         causes: Sequence[Span | None] = (),
         any_cause: bool = False,
     ) -> None:
-        """Report a fault at `span`, unless it is known. Its hint and its notes are only made if it is shown.
+        """Report a fault at `span`, unless it was reported before. Its hint and notes are computed only if it is shown.
 
         causes: where the wrong value was written, then the values that it was computed from.
-        any_cause: whether any of these may be wrong, because what is computed from them is right (a bundled block).
+        any_cause: whether any of these may be wrong, because the computation itself is correct (a bundled block).
         """
         if self._is_new(fault.code, fault.message, causes or [span], any_cause):
             self._append(fault.dress(span, notes()))
 
     def _is_new(self, code: str, message: str, causes: Sequence[Span | None], any_cause: bool = False) -> bool:
-        """Return whether to show a fault. A new one is counted even if there are too many to show it."""
+        """Return whether to show a fault. New faults over the limit are only counted."""
         places = [(code, span.source.name, span.line, span.column) if span else (code, message) for span in causes]
         if not self._seen.isdisjoint(places) or places[0] in self._suspected:
             return False
@@ -344,19 +345,19 @@ def _short(text: str | None) -> str | None:
 
 
 def _odd(span: Span) -> Note | None:
-    """Return a remark on a character outside ASCII, which may look like another: no word of the language has one."""
+    """Return a note on a non-ASCII character, which may look like an ASCII one; words of the language have none."""
     text = span.source.line(span.line)[span.column - 1 : span.end_column - 1] if span.line == span.end_line else ""
-    replaced = "\ufffd"  # in place of bytes that are not text
+    replaced = "\ufffd"  # replaces invalid bytes
     found = next((c for c in text if not c.isascii() and c != replaced), None)
     if found is None:
         return None
-    import unicodedata  # only a spec with a fault pays for it
+    import unicodedata  # only needed after an error
 
-    return Note(f"it holds U+{ord(found):04X}, {unicodedata.name(found, 'a character without a name').lower()}")
+    return Note(f"it contains U+{ord(found):04X}, {unicodedata.name(found, 'a character without a name').lower()}")
 
 
 def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-    """Sort diagnostics by file, in the order in which the files were met, then by place."""
+    """Sort diagnostics by file, in order of first appearance, then by position."""
     found = list(diagnostics)
     files = {name: at for at, name in reversed(list(enumerate(d.span.source.name if d.span else "" for d in found)))}
     return sorted(
@@ -365,19 +366,19 @@ def in_order(diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
 
 
 def listing(words: Iterable[object], limit: int = 12) -> str:
-    """Return `a, b, c, …` for messages."""
+    """Format a list of words for a message: `a, b, c, …`."""
     texts = [str(w) for w in islice(words, limit + 1)]
     return ", ".join(texts[:limit]) + (", …" if len(texts) > limit else "")
 
 
 def visible(text: str) -> str:
-    r"""Text in one line that a terminal only shows: what is not printable as an escape, `\x1b`, `\n`, `\u202e`."""
+    r"""Return text in one line, with unprintable characters escaped: `\x1b`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def quote(text: str, limit: int = 60) -> str:
-    """Return user text as shown in a message: quoted, printable, bounded."""
+    """Quote user text for a message, escaped and truncated."""
     clean = "".join(c if c.isprintable() else "·" for c in text[: limit + 1])
     return f"'{clean}'" if len(clean) <= limit else f"'{clean[:limit]}…'"

@@ -1,4 +1,4 @@
-"""`share:`: a step, or a layer of a repeat, that uses the parameters of another as its own."""
+"""Lower `share:`, by which a step or a layer of a repeat uses the parameters of another one."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from seqblocks.graph import Named, Source
 from seqblocks.language.document import Scalar, kind_of
 from seqblocks.language.vocabulary import did_you_mean
 
-Table = dict[str, Named]  # parameters by their names in a step or a layer
+Table = dict[str, Named]  # parameters by their relative names in a step or a layer
 
-MAX_DIFFERENCES = 3  # that a message lists
+MAX_DIFFERENCES = 3  # number of parameters listed in a message
 
 
 class _Owner(NamedTuple):
-    """The step that `share:` names, or a step or a layer inside it."""
+    """The step that `share:` refers to, or a step or a layer inside it."""
 
-    node: graph.Node  # the innermost step around all of it
+    node: graph.Node  # the innermost step that contains all of it
     span: Span
     parameters: Table
 
 
 def read_share(ctx: Context, step: Step) -> str:
-    """Return the step that `share:` names; nothing after a fault."""
+    """Return the name in `share:`, or None after a fault."""
     node = step.common["share"][1]
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return node.value
-    ctx.report(Fault("E203", "share names a step", found=kind_of(node), hint="share: attention"), node.span)
+    ctx.report(
+        Fault("E203", "share must be the name of a step", found=kind_of(node), hint="share: attention"), node.span
+    )
     return ""
 
 
 def share_parameters(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
-    """Make a step use the parameters of the one that `share:` names, if any; report it where it cannot."""
+    """Apply `share:` to a step, or report why the parameters cannot be shared."""
     if not written:
         return
     try:
@@ -52,7 +54,7 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     """Raise Fault (E312, E320 to E322)."""
     for key in {"op": ("init", "tie"), "scan": ("init",)}.get(node.kind, ()):  # other steps have neither
         if key in step.common:
-            hint = f"write `{key}` at the step that owns the parameters, or remove `share`"
+            hint = f"move `{key}` to the step that owns the parameters, or remove `share`"
             ctx.report(Fault("E322", f"a step with `share` has no parameters to {key}", hint=hint), step.key_span(key))
     owner = _find_owner(ctx, step, node, written)
     if owner is None or not ctx.run.is_known(node):
@@ -60,19 +62,19 @@ def _share(ctx: Context, step: Step, node: graph.Node, written: str) -> None:
     name = graph.join(*ctx.body.path, node.name)
     own = ctx.run.parameters_of(node, name)
     if not own:
-        if node.kind == "repeat" and not node.bodies:  # of no layers
+        if node.kind == "repeat" and not node.bodies:  # without layers
             return
         raise Fault("E201", f"{step.verb} has no parameters of its own to share", at="share")
     ctx.run.effort += (len(own) + len(owner.parameters)) // 16
     _check_alike(own, owner.parameters, (step.name, step.span), (written, owner.span))
     _check_free(step, name, own, owner.parameters)
-    del ctx.run.node_parameters[id(node)]  # they were those without sharing
+    del ctx.run.node_parameters[id(node)]  # computed before sharing
     node.shared = {key: _source(item.name, owner.parameters[key]) for key, item in own.items()}
     node.owner, node.owner_name = owner.node.owner or owner.node, written
 
 
 def _source(own: str, owned: Named) -> Source:
-    """Return where a parameter is, from the name that the step's own would have."""
+    """Return the location of a shared parameter, relative to the name that an owned one would have."""
     ours, theirs = own.split("."), (owned.tied or owned.name).split(".")
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))))
     return len(ours) - same, ".".join(theirs[same:])
@@ -82,12 +84,12 @@ def _source(own: str, owned: Named) -> Source:
 
 
 def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Owner | None:
-    """Return the step that is meant: of this body, else of those around it. None while it is UNKNOWN."""
+    """Find the owner in this body or an enclosing one. Return None if it is UNKNOWN."""
     first, _, rest = written.partition(".")
     for body in bodies_around(ctx):
         found = body.nodes.get(first)
         if found is node or _is_open(body, ctx.body, first):
-            what = "itself" if body is ctx.body else f"{quote(first)}, which it is in"
+            what = "itself" if body is ctx.body else f"{quote(first)}, which contains it"
             message = f"{step.name} cannot share parameters with {what}"
             raise Fault("E320", message, at="share", hint="name a step above")
         if found:
@@ -98,25 +100,25 @@ def _find_owner(ctx: Context, step: Step, node: graph.Node, written: str) -> _Ow
 
 
 def _is_open(body: Body, inner: Body, name: str) -> bool:
-    """Whether the step of this name is the one that the steps of `inner` are in."""
+    """Return whether the step with this name contains the body `inner`."""
     return body is not inner and body.current is not None and body.current.name == name
 
 
 def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
-    """Return what a dotted path names inside a step: the whole step where it is empty. Raise Fault (E312, E320)."""
+    """Return the owner at a dotted path inside a step (the step itself if empty). Raises Fault (E312, E320)."""
     table = ctx.run.parameters_of(node, graph.join(*body.path, node.name))
     if not path:
         if table:
             return _Owner(node, node.span, table)
         raise Fault("E320", f"{node.name} has no parameters to share", at="share", notes=[_it_is(node.name, node.span)])
-    ctx.run.effort += len(table) // 16  # steps count it: a large step may be searched often
+    ctx.run.effort += len(table) // 16  # counted as steps, because a large step may be searched often
     inside = {name[len(path) + 1 :]: item for name, item in table.items() if name.startswith(f"{path}.")}
     if inside:
         found = _step_at(node, path.split("."))
         return _Owner(found, found.span, inside)
     if path in table:
         hint = f"tie: {{{path.rpartition('.')[2]}: {node.name}.{path}}}"
-        raise Fault("E320", f"share names a step, and {node.name}.{path} is a parameter", at="share", hint=hint)
+        raise Fault("E320", f"share must name a step, and {node.name}.{path} is a parameter", at="share", hint=hint)
     paths = [graph.join(node.name, each) for each in _steps_of(table)]
     message = f"there is no step {quote(graph.join(node.name, path))} with parameters"
     near = partial(did_you_mean, graph.join(node.name, path), paths)
@@ -124,7 +126,7 @@ def _owner_in(ctx: Context, body: Body, node: graph.Node, path: str) -> _Owner:
 
 
 def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
-    """Return the innermost step that a path leads to or through, or one around it that shares all its parameters."""
+    """Return the innermost step on a path, or an outer one that shares all its parameters."""
     for at in () if node.owner else range(len(path)):
         for label, body in node.bodies.items():
             rest = path[at:] if not label else path[at + 1 :] if label == path[at] else []
@@ -135,12 +137,12 @@ def _step_at(node: graph.Node, path: list[str]) -> graph.Node:
 
 
 def _steps_of(names: Iterable[str]) -> list[str]:
-    """Return the steps and layers that have parameters of these names."""
+    """Return the steps and layers that contain the parameters with these names."""
     return list(dict.fromkeys(chain.from_iterable(_prefixes(name)[:-1] for name in names)))
 
 
 def _prefixes(name: str) -> list[str]:
-    """Return the names of the steps around a parameter, the outermost first, and its own."""
+    """Return the names of the steps that contain a parameter, outermost first, and its own name."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
@@ -149,41 +151,45 @@ def _it_is(name: str, span: Span) -> Note:
 
 
 def _no_step(ctx: Context, step: Step, name: str) -> Fault:
-    """Return what to report of a name that is no step above: it may be below, or absent."""
+    """Return the fault of a name that is not a step above: the step may be below, or left out."""
     for body in bodies_around(ctx):
         same = _step_called(body, name)
         if same and body.conditions.get(id(same)) is False:
-            message = f"{quote(name)} is absent, so its parameters cannot be shared"
-            hint = f"give {step.name} the same `when`, or share with a step that is there"
+            message = f"{quote(name)} is left out, so its parameters cannot be shared"
+            hint = f"give {step.name} the same `when`, or share with a step that is present"
             return Fault("E320", message, at="share", hint=hint, notes=[Note("its condition is false", same.span)])
         if same:
-            notes, hint = [_it_is(name, same.span)], "let the first of the two own the parameters"
+            notes, hint = [_it_is(name, same.span)], "move `share` to the second of the two steps"
             return Fault("E320", f"{quote(name)} is below {step.name}", at="share", hint=hint, notes=notes)
 
     def meant() -> str:
         known = dict.fromkeys(chain.from_iterable(body.nodes for body in bodies_around(ctx)))
         words = ["all", "none"] if "share" in step.fields else []  # of a repeat
-        inside = "the steps of a block share with one another only" if ctx.callers else "name a step above this one"
+        inside = (
+            "steps of a block can only share with steps of the same block"
+            if ctx.callers
+            else "name a step above this one"
+        )
         return did_you_mean(name, [*known, *words]) or inside
 
     return Fault("E312", f"there is no step {quote(name)} to share with", at="share", hint=meant)
 
 
 def _step_called(body: Body, name: str) -> Step | None:
-    """Return another step of a list of steps than the current one."""
+    """Return the step with this name in a list of steps, except the current one."""
     if not body.named:
         body.named = {each.name: each for each in reversed(body.steps)}
     found = body.named.get(name)
     return None if found is body.current else found
 
 
-# --- whether the two declare the same ---------------------------------------------------------------------------------
+# --- comparing declarations -------------------------------------------------------------------------------------------
 
 
 def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple[str, Span]) -> None:
-    """Raise Fault (E321) unless two steps declare parameters of the same names, shapes and precision.
+    """Raise Fault (E321) unless two steps declare parameters with the same names, shapes and precision.
 
-    ours, theirs: what to call the two, and where they are.
+    ours, theirs: the descriptions of the two for messages, and their spans.
     """
     names = [name for name in (owned if own.keys() == owned.keys() else {**owned, **own}) if _differ(name, own, owned)]
     if not names:
@@ -196,7 +202,7 @@ def _check_alike(own: Table, owned: Table, ours: tuple[str, Span], theirs: tuple
             places.setdefault(item.node.span, Note(f"the {names[0]} of {who} is declared here", item.node.span))
     raise Fault(
         "E321",
-        f"{ours[0]} cannot use the parameters of {theirs[0]}: they declare different ones",
+        f"{ours[0]} cannot share the parameters of {theirs[0]}: their declarations differ",
         at="share",
         expected=f"{listing(_declared(owned, name) for name in some)}, as in {theirs[0]}",
         found=f"{listing(_declared(own, name) for name in some)}{also}",
@@ -211,7 +217,7 @@ def _differ(name: str, *tables: Table) -> bool:
 
 
 def _declared(table: Table, name: str) -> str:
-    """Return a parameter as a message shows it."""
+    """Format a parameter for a message."""
     if name not in table:
         return f"no {name}"
     parameter = table[name].parameter
@@ -219,7 +225,7 @@ def _declared(table: Table, name: str) -> str:
 
 
 def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
-    """Raise Fault (E322) where a step inside is tied or shares already, with something else than the owner has."""
+    """Raise Fault (E322) if a step inside is already tied to, or shares, something other than the owner does."""
     for key, item in own.items():
         if item.tied is None:
             continue
@@ -227,7 +233,7 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
         wanted = (owned[inside].tied or owned[inside].name) if inside else item.tied
         if wanted != (owned[key].tied or owned[key].name):
             other = owned[key].name
-            message = f"{key} of {step.name} is that of {item.tied} already, and cannot be shared with {other}"
+            message = f"{key} of {step.name} is already shared with {item.tied}, and cannot be shared with {other}"
             notes = [Note("the step with the parameter is here", item.node.span)]
             raise Fault("E322", message, at="share", notes=notes, hint="remove one `share` or `tie`")
 
@@ -236,9 +242,9 @@ def _check_free(step: Step, name: str, own: Table, owned: Table) -> None:
 
 
 def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, str], names: list[str] | None) -> None:
-    """Make the layers of a repeat use the parameters of others. Raise Fault (E312, E321).
+    """Share parameters among the layers of a repeat. Raises Fault (E312, E321).
 
-    firsts: the layer that owns what a layer uses, by label. names: steps and parameters of a layer; None for all.
+    firsts: the owning layer of each layer, by label. names: the steps and parameters to share; None for all.
     """
     if not ctx.run.is_known(node):
         return
@@ -258,20 +264,20 @@ def share_layers(ctx: Context, step: Step, node: graph.Node, firsts: dict[str, s
             _check_alike(layers[label], layers[first], ours, theirs)
             items = layers[label].items()
             shared |= {f"{label}.{key}": _source(item.name, layers[first][key]) for key, item in items}
-    del ctx.run.node_parameters[id(node)]  # they were those without sharing
+    del ctx.run.node_parameters[id(node)]  # computed before sharing
     node.shared = shared
 
 
 def owner_hint(name: str, shared: Table) -> str | None:
-    """Return what to write in place of the name of a step, or a parameter, that belongs to another step."""
+    """Return a hint to name the owner instead of a step, or a parameter, that uses parameters of another step."""
     item = next((each for key, each in shared.items() if key == name or key.startswith(f"{name}.")), None)
     return item and f"{name} uses the parameters of another step: name their owner ({item.tied})"
 
 
 def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict[str, Table]:
-    """Return of each layer the parameters that are named, by themselves or by a step around them. Raise Fault (E312).
+    """Return the named parameters of each layer; a name is a parameter or a step. Raises Fault (E312).
 
-    others: parameters that steps share already.
+    others: parameters that steps already share.
     """
     wanted = set(names)
     known = dict.fromkeys(chain.from_iterable(layers.values()))
@@ -281,7 +287,7 @@ def _named_by(layers: dict[str, Table], names: list[str], others: Table) -> dict
     if unnamed is not None:
         expected = f"one of {listing(known)}" if known else "the layers have no parameters"
         hint = owner_hint(unnamed, others) or partial(did_you_mean, unnamed, [*known, *_steps_of(known)])
-        message = f"no layer of this repeat has a parameter called {quote(unnamed)}"
+        message = f"no layer of this repeat has a parameter {quote(unnamed)}"
         raise Fault("E312", message, at="share", expected=expected, hint=hint)
     return {label: {key: item for key, item in table.items() if key in found} for label, table in layers.items()}
 

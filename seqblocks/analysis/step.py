@@ -1,4 +1,4 @@
-"""A step: a verb with its arguments, sorted by who reads them."""
+"""Define a step: a verb with its arguments, grouped by the code that reads them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ BLOCK_STEP_KEYS = ("from", "as", "name", "share", "when")
 
 
 class Verb(NamedTuple):
-    """What a verb stands for, and the arguments that it takes."""
+    """The definition of a verb, and the arguments that it takes."""
 
     meaning: type[Op] | type[Combinator] | Block | Argument
     required: tuple[str, ...]
     own: tuple[str, ...]
-    """Its own arguments, without those that every step has."""
+    """Its own arguments, without those common to all steps."""
     wires: tuple[str, ...] = ()
-    """Those of its arguments that are names of wires."""
+    """The arguments that are names of wires."""
     steps: str | None = None
-    """The argument that is given where a list stands in place of the arguments."""
+    """The argument that is set if a list is written in place of the arguments."""
     common: tuple[str, ...] = STEP_KEYS
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys that the verb accepts; none where it has no arguments at all."""
+        """Return all keys that the verb accepts; none if it has no arguments at all."""
         return (*self.own, *self.common) if self.own else ()
 
     @property
     def is_known(self) -> bool:
-        """Whether its arguments are known: those of a block may not have been read."""
+        """Return whether its arguments are known. Those of an invalid block may not be."""
         return not (isinstance(self.meaning, Block) and self.meaning.incomplete)
 
 
 def find_verb(file: SpecFile, verb: str) -> Verb | None:
-    """Return what a verb stands for in a file; None if there is no such verb."""
+    """Look up a verb in a file; return None if there is none."""
     if verb in COMBINATORS:
         combinator = find_combinator(verb)
         infos, holds = field_infos(combinator), combinator.holds[0]
@@ -65,7 +65,7 @@ def _block_verb(block: Block) -> Verb:
 
 
 def passed_verb(argument: Argument) -> Verb:
-    """Return what the name of an argument stands for whose value is steps."""
+    """Return the verb defined by an argument of type `steps`."""
     return Verb(argument, (), (), common=BLOCK_STEP_KEYS)
 
 
@@ -74,20 +74,20 @@ Entries = dict[str, tuple[Span, Node]]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Step:
-    """One step. Nothing that an incomplete step lacks is reported as missing."""
+    """One step. If it is incomplete, missing arguments are not reported."""
 
     verb: str
-    span: Span  # of the verb
+    span: Span  # span of the verb
     fields: Entries  # the verb's own arguments
-    common: Entries  # those that every step has
+    common: Entries  # the arguments common to all steps
     name: str = field(init=False)  # its namespace: `name:`, else a single `as:`, else the verb
     name_span: Span = field(init=False)
     found: Verb | None = None  # None if there is no such verb
     incomplete: bool = False
-    possible_wires: tuple[str, ...] = ()  # what keys that could not be read hold, one of which may be `as:`
-    unreadable: bool = False  # whether it cannot be lowered, which is reported
-    alias: Span | None = None  # where it is repeated with `*anchor`, if it is
-    effort: int = 1  # of reading its arguments once, see `values.effort`
+    possible_wires: tuple[str, ...] = ()  # values of invalid keys, one of which may be a misspelt `as:`
+    unreadable: bool = False  # whether it cannot be lowered, for a reason already reported
+    alias: Span | None = None  # span of the alias `*anchor` that repeats it, if any
+    effort: int = 1  # effort of reading its arguments once, see `values.effort`
 
     def __post_init__(self) -> None:
         self.name, self.name_span = self.verb, self.span
@@ -109,7 +109,7 @@ class Step:
         return node.span if node else self.span
 
     def value(self, key: str | None) -> Node | None:
-        """Return the value of one of the verb's own arguments, unless it names a wire."""
+        """Return the node of one of the verb's own arguments, unless it names a wire."""
         if key not in self.fields or (self.found and key in self.found.wires):
             return None
         return self.fields[key][1]

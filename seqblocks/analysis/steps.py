@@ -1,7 +1,7 @@
-"""From steps to nodes: a list of steps becomes a body, and each step is lowered by what its verb stands for.
+"""Lower steps to nodes: a list of steps becomes a body, and each step is lowered according to its verb.
 
-How ops, blocks and each combinator are lowered is registered here (`@lowers`). A step that cannot be lowered becomes an
-unknown node, whose outputs have no type: nothing that depends on it reports anything.
+The functions that lower ops, blocks and combinators are registered here (`@lowers`). A step that cannot be lowered
+becomes an unknown node, whose outputs have no type, so that nothing that depends on it is reported.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from seqblocks.op import PRIMITIVES, Op, builtin_verbs, load_plugins
 
 MAX_STEPS = 50_000
 MAX_EFFORT = 600_000  # in all layers, see `values.effort`
-MAX_NESTING = 64  # bodies in bodies: torch's calls nest as deeply, and Python bounds them
+MAX_NESTING = 64  # depth of nested bodies: calls of torch modules nest as deeply, and Python limits recursion
 
-NO_VERB = "`seqblocks ops` lists the verbs; a primitive of your own must be imported first (--import my_ops.py)"
+NO_VERB = "`seqblocks ops` lists the verbs; your own primitives must be imported first (--import my_ops.py)"
 
 Lowering = Callable[[Context, Step, Any], graph.Node | None]
 LOWERINGS: dict[type, Lowering] = {}
@@ -37,10 +37,10 @@ L = TypeVar("L", bound=Lowering)
 
 
 def lowers(meaning: type) -> Callable[[L], L]:
-    """Register the function that makes the node of a step whose verb is an Op, a Block or a certain combinator.
+    """Register the function that creates the node of a step whose verb is an Op, a Block or a certain combinator.
 
-    The function is given the context, the step and what the verb stands for. It raises Fault, or returns None after a
-    fault that it has reported or while something is UNKNOWN.
+    The function takes the context, the step and the definition of the verb. It raises Fault, or returns None after a
+    fault that it has reported, or if something is UNKNOWN.
     """
 
     def register(function: L) -> L:
@@ -51,7 +51,7 @@ def lowers(meaning: type) -> Callable[[L], L]:
 
 
 def _lowering(meaning: type) -> Lowering:
-    if meaning not in LOWERINGS:  # a combinator, whose file registers what lowers it
+    if meaning not in LOWERINGS:  # importing the file of a combinator registers its function
         importlib.import_module(f"seqblocks.analysis.combinators.{meaning.verb}")  # type: ignore[attr-defined]
     return LOWERINGS[meaning]
 
@@ -62,12 +62,12 @@ def _lowering(meaning: type) -> Lowering:
 def lower_inside(
     ctx: Context, steps: Node | None, x: int, *labels: str, names: Names | None = None
 ) -> graph.Graph:
-    """Lower the steps that a combinator holds, which read value `x`. The wires around them stay visible.
+    """Lower the steps of a combinator, which read value `x`. Outer wires stay visible.
 
-    labels: parts of the names of parameters, after that of the combinator. names: those of the body, if it has its own.
+    labels: parts of the names of parameters, after that of the combinator. names: the scope of the body, if separate.
     """
     outer = ctx.body
-    spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps costs too
+    spend(ctx, 4 + len(outer.wires) // 512)  # a body without steps has a cost too
     assert outer.current
     path = (*outer.path, outer.current.name, *labels)
     body = Body({**outer.wires, "input": x}, path, outer, outer.incomplete)
@@ -80,8 +80,8 @@ def lower_steps(
 ) -> graph.Graph:
     """Lower a list of steps in `ctx.body`.
 
-    ports: values inside, by the names of a block's wire arguments, or of a model's inputs after the first.
-    has_outputs: whether the model names its outputs, so that its last step may have several.
+    ports: inner values, by the names of a block's wire arguments, or of a model's inputs after the first.
+    has_outputs: whether the model has `outputs:`, so that its last step may have several outputs.
     """
     body, run = ctx.body, ctx.run
     first = len(run.types)
@@ -106,7 +106,7 @@ def lower_steps(
         out.nodes.append(body.last)
     out.result = body.value
     if body.last and len(body.last.outputs) > 1 and not has_outputs:
-        message = f"the last step has {len(body.last.outputs)} outputs, and the steps must end in one"
+        message = f"the last step has {len(body.last.outputs)} outputs, but must have one"
         ctx.report(Fault("E313", message), body.last.span)
         out.result = run.unknown()
     out.captures = _captures(out, first, {x, *(ports or {}).values()})
@@ -121,7 +121,7 @@ def _report_no_list(ctx: Context, steps: Node) -> None:
 
 
 def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
-    """Return the values that a body reads and does not make: those numbered before its first value."""
+    """Return the outer values that a body reads: those numbered before its first value."""
     made = set(own)
     seen: dict[int, None] = {}
     for node in body.nodes:
@@ -136,7 +136,7 @@ def _captures(body: graph.Graph, first: int, own: set[int]) -> tuple[int, ...]:
 
 
 def lower_step(ctx: Context, step: Step) -> graph.Node:
-    """Return the node of a step: an unknown one after a fault, or where it depends on what is UNKNOWN."""
+    """Lower a step to its node: an unknown node after a fault, or if it depends on something UNKNOWN."""
     try:
         if not (step.unreadable or ctx.run.full):
             count_steps(ctx, 1)
@@ -169,7 +169,7 @@ def _unknown_node(ctx: Context, step: Step) -> graph.Node:
 
 
 def _report_no_verb(ctx: Context, step: Step) -> None:
-    """Report an unknown verb, unless the file may define it where it could not be read."""
+    """Report an unknown verb, unless an unreadable part of the file may define it."""
     if ctx.file.incomplete:
         return
     failed = tuple(Note(text) for text in load_plugins())
@@ -178,7 +178,7 @@ def _report_no_verb(ctx: Context, step: Step) -> None:
 
 
 def _verb_hint(ctx: Context, verb: str) -> str:
-    """Return what may be meant by an unknown verb."""
+    """Return a hint for an unknown verb."""
     if ctx.callers and verb in ctx.callers[-1].args:
         return _argument_hint(ctx.callers[-1].args[verb])
     verbs = [*ctx.passed, *COMBINATORS, *builtin_verbs(), *PRIMITIVES, *ctx.file.visible]
@@ -187,32 +187,32 @@ def _verb_hint(ctx: Context, verb: str) -> str:
 
 
 def _argument_hint(argument: Argument) -> str:
-    """Return a hint where the name of an argument is no verb."""
+    """Return a hint if the unknown verb is the name of an argument."""
     if argument.type == "steps":
-        return "default steps see the numbers and words among the arguments, and run no other steps of theirs"
-    return f"an argument that is run is steps: `{argument.name}: steps`, or a list of steps as its default"
+        return "default steps can use numbers and words among the arguments, but cannot run arguments of type `steps`"
+    return f"to run an argument, declare it as `{argument.name}: steps`, or with a list of steps as its default"
 
 
 def _offered(verb: str, visible: Container[str]) -> str | None:
-    """Return what a bundled file of this name, or with a block of this name, offers."""
+    """Return a hint if a bundled file or one of its blocks has this name."""
     files = files_of_blocks()
     if verb in files:
-        return f"`use: [{files[verb]}]` brings it in"
+        return f"add `use: [{files[verb]}]`"
     path = bundled().get(verb)
     if path is None:
         return None
     if path.parent.name == "models":
-        return f"{verb} is a whole model: `seqblocks build {verb}`"
+        return f"{verb} is a complete model: `seqblocks build {verb}`"
     blocks = [block for block, file in files.items() if file == verb]
     there = "is in use, and its blocks are" if all(block in visible for block in blocks) else "brings in"
     return f"`use: [{verb}]` {there} {listing(blocks)}"
 
 
 def _near_bundled(verb: str) -> str | None:
-    """Return the bundled block that is meant."""
+    """Return a hint with the bundled block that was probably meant."""
     files = files_of_blocks()
     meant = nearest(verb, files)
-    return meant and f"did you mean '{meant}'? `use: [{files[meant]}]` brings it in"
+    return meant and f"did you mean '{meant}'? add `use: [{files[meant]}]`"
 
 
 @lru_cache(maxsize=1)
@@ -227,7 +227,7 @@ def files_of_blocks() -> dict[str, str]:
 
 
 def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
-    """Count steps, nested in `height` bodies below this one.
+    """Count steps, nested up to `height` bodies deep below this one.
 
     Raises Fault (E104) where there are too many, after which nothing is lowered.
     """
@@ -238,14 +238,14 @@ def count_steps(ctx: Context, steps: int, height: int = 0) -> None:
     run.deepest = max(run.deepest, ctx.depth + height)
     if run.deepest > MAX_NESTING:
         run.full = True
-        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} in one another")
+        raise Fault("E104", "steps are nested too deeply", expected=f"at most {MAX_NESTING} levels")
     if run.steps > MAX_STEPS:
         run.full = True
         raise Fault("E104", "the model has too many steps", expected=f"at most {MAX_STEPS:,}")
 
 
 def spend(ctx: Context, effort: int) -> None:
-    """Count the effort of reading arguments. Raises Fault (E104) as `count_steps` does."""
+    """Add up the effort of reading arguments. Raises Fault (E104) like `count_steps`."""
     run = ctx.run
     run.effort += effort
     if run.effort > MAX_EFFORT and not run.full:

@@ -1,4 +1,4 @@
-"""From our names of parameters to the official ones, by the `checkpoint:` maps of a model and its blocks."""
+"""Translate our parameter names to official ones, by the `checkpoint:` maps of a model and its blocks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from seqblocks.language.expressions import parse
 from seqblocks.recipes import Name, Recipe
 
 MAX_ALTERNATIVES = 16
-LAYOUTS = "layouts"  # the key of a map that holds its further layouts
-OFFICIAL = "official"  # the layout that a map is without them
+LAYOUTS = "layouts"  # the key of a map with its further layouts
+OFFICIAL = "official"  # the layout described by the map itself
 HOLE = re.compile(r"\{([^}]*)\}")  # an index in a name, {layer}
 
 
 @lru_cache(maxsize=1024)
 def index_pattern(ours: str) -> re.Pattern[str]:
-    """Return a pattern of a key, or a part of one, with its indices as named groups."""
+    """Return a regular expression for a key, or a part of one, with its indices as named groups."""
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(ours)))
 
 
 def official_name(model: ModelSpec, name: str, layout: str = OFFICIAL) -> Any:
-    """Return what a parameter of ours is in the official release: a name, or a recipe such as {concat: […]}.
+    """Return the official counterpart of a parameter: a name, or a recipe such as {concat: […]}.
 
-    Where the map gives alternatives, the first. Raises RunError where an index has no name, UsageError where the spec
-    has no such layout.
+    If the map gives alternatives, return the first. Raises RunError if an index has no official name, UsageError if
+    the spec has no such layout.
     """
     if layout not in (known := layouts(model)):
         raise UsageError(f"the spec has no layout '{layout}', only {listing(known)}")
@@ -38,7 +38,7 @@ def official_name(model: ModelSpec, name: str, layout: str = OFFICIAL) -> Any:
 
 
 def layouts(model: ModelSpec) -> list[str]:
-    """Return the names of all layouts that the maps of a model and its blocks have, `official` first."""
+    """Return the names of all layouts defined by the maps of a model and its blocks, `official` first."""
     tables = [model.checkpoint, *(node.checkpoint for node in graph.walk(model.graph))]
     return list(dict.fromkeys([OFFICIAL, *(entry.layout for table in tables for entry in table if entry.layout)]))
 
@@ -52,7 +52,7 @@ class _Match(NamedTuple):
     values: dict[str, int]
 
     def followed_by(self, after: list[Recipe]) -> list[Recipe]:
-        """Return the entry's alternatives, each followed by each of these. Raises Fault."""
+        """Return all combinations of the entry's alternatives with these. Raises Fault."""
         pairs = list(product(self.entry.theirs, after))
         if len(pairs) > MAX_ALTERNATIVES:
             raise Fault("E314", f"a parameter has more than {MAX_ALTERNATIVES} alternative names")
@@ -60,7 +60,7 @@ class _Match(NamedTuple):
 
 
 class _Tree:
-    """A map's entries by the parts of their keys."""
+    """The entries of a map, indexed by the parts of their keys."""
 
     def __init__(self) -> None:
         self.fixed: dict[str, _Tree] = {}
@@ -69,7 +69,7 @@ class _Tree:
 
     @classmethod
     def of(cls, table: Iterable[Entry], layout: str) -> _Tree:
-        """Return the entries of a layout: its own, which count first, and those of the map itself."""
+        """Return the entries of a layout: its own, which take precedence, and those of the map itself."""
         root = cls()
         for entry in sorted((each for each in table if each.layout in ("", layout)), key=lambda each: each.layout):
             at = root
@@ -85,9 +85,9 @@ class _Tree:
         return bool(here) or any(each.overlaps() for each in below)
 
     def matches(self, parts: list[str]) -> list[_Match]:
-        """Return the entries that match the beginning of a name, the one that counts first.
+        """Return the entries that match the beginning of a name, in order of precedence.
 
-        That is the longest; of two, the one with a fixed part where the other has an index, then that of a layout.
+        Longer keys come first, then keys with fixed parts instead of indices, then entries of the layout itself.
         """
         found: list[_Match] = []
         self._match(parts, 0, (), {}, found)
@@ -109,7 +109,7 @@ class _Tree:
 
 
 class Translator:
-    """Translates our names to those of one layout. It caches maps and bodies, so one serves all names of a model."""
+    """Translate our names to those of one layout. Caches maps and bodies; use one instance for all names of a model."""
 
     def __init__(self, layout: str = OFFICIAL) -> None:
         self._layout = layout
@@ -120,8 +120,8 @@ class Translator:
         """Return the alternatives for a parameter. Raises RunError."""
         try:
             return self._translated(model.graph, name.split("."), model.checkpoint)
-        except Fault as fault:  # an expression that has no value for these indices
-            raise RunError(f"the checkpoint map has no name for {name}: {fault.message}") from None
+        except Fault as fault:  # an expression is undefined for these indices
+            raise RunError(f"the checkpoint map cannot translate {name}: {fault.message}") from None
 
     def tree(self, table: tuple[Entry, ...]) -> _Tree:
         if id(table) not in self._trees:
@@ -135,7 +135,7 @@ class Translator:
         return found[0].followed_by(self.after(body, parts, found[0].length))
 
     def after(self, body: Graph, parts: list[str], count: int) -> list[Recipe]:
-        """Return the rest of a name after `count` parts: as it is up to the next block, which maps what follows."""
+        """Return the rest of a name after `count` parts: unchanged up to the next block, then translated by its map."""
         node, end = self._block(body, parts, count)
         if node is None:
             return [Name(".".join(parts[count:]))]
@@ -143,7 +143,7 @@ class Translator:
         return [_placed(Name(".".join(parts[count:end])), {}, rest) for rest in inside]
 
     def _block(self, body: Graph, parts: list[str], count: int) -> tuple[graph.Node | None, int]:
-        """Return the first block on a name's way whose own name ends at or after part `count`, and where it ends."""
+        """Return the first block on the path whose name ends at or after part `count`, and where it ends."""
         at = 0
         while at < len(parts):
             if id(body) not in self._nodes:
@@ -167,7 +167,7 @@ class Translator:
 
 
 def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
-    """Return the official side with its indices filled in and the rest of the name appended. Raises Fault."""
+    """Return the official name or recipe with its indices filled in and the rest appended. Raises Fault."""
 
     def fill(text: str, tail: str) -> str:
         return graph.join(HOLE.sub(lambda m: str(parse(m[1]).evaluate(values)), text), tail)
@@ -175,5 +175,5 @@ def _placed(theirs: Recipe, values: dict[str, int], rest: Recipe) -> Recipe:
     if isinstance(rest, Name):
         return theirs.renamed(lambda text: fill(text, rest.official))
     if not isinstance(theirs, Name):
-        raise Fault("E314", "a recipe cannot be made of the recipe that a block's own map has for a parameter")
+        raise Fault("E314", "a recipe cannot be applied to a recipe in the map of a block")
     return rest.renamed(lambda text: fill(theirs.official, text))

@@ -1,7 +1,7 @@
-"""From the text of an argument to its value.
+"""Evaluate arguments.
 
-Whether a text is an expression, a word or a flag is decided by the argument's type, never by how it looks. A value that
-cannot be read is reported and UNKNOWN.
+Whether a text is an expression, a word or a boolean depends on the type of the argument, never on the text itself.
+Invalid values are reported and become UNKNOWN.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from seqblocks.language.spec import is_name
 from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import FieldKind, Op, field_infos, fields_of
 
-MAX_VALUES = 100_000  # in a list, with those of the lists in it
-_PATTERN = r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z"  # compiled when it is needed
+MAX_VALUES = 100_000  # in a list, including nested lists
+_PATTERN = r"[A-Za-z_]\w*(\*[0-9]+)?( +[A-Za-z_]\w*(\*[0-9]+)?)+\Z"  # compiled on first use
 _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "off", "n"), "false")}
 
 
@@ -33,7 +33,7 @@ _TRUTHS = {**dict.fromkeys(("yes", "on", "y"), "true"), **dict.fromkeys(("no", "
 
 
 def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
-    """Return the arguments of a step as a model, or None after a fault or while a value is UNKNOWN."""
+    """Return the arguments of a step as a pydantic model, or None after a fault or if a value is UNKNOWN."""
     fields = fields_of(cls)
     values: dict[str, Any] = {}
     for key, (_, node) in step.fields.items():
@@ -58,13 +58,13 @@ def read_arguments(ctx: Context, step: Step, cls: type[BaseModel]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _inheriting(cls: type[BaseModel], kind: str) -> list[str]:
-    """Return the arguments that default to the width of a model's input of this kind."""
+    """Return the arguments that inherit their default from the model's input, with its value."""
     extras = ((key, info.json_schema_extra) for key, info in field_infos(cls).items())
     return [key for key, extra in extras if isinstance(extra, dict) and extra.get("inherit") == kind]
 
 
 def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -> None:
-    """Report an error that pydantic found, unless the step is incomplete and an argument is missing."""
+    """Report a validation error of pydantic, unless an argument is missing from an incomplete step."""
     key = str(item["loc"][0]) if item["loc"] else None
     if item["type"] == "missing":
         info = field_infos(cls).get(key or "")
@@ -83,7 +83,7 @@ def _report_invalid(ctx: Context, step: Step, cls: type[BaseModel], item: Any) -
 
 
 def argument(ctx: Context, node: Node, kind: FieldKind) -> Any:
-    """Return the value of an argument whose field is of `kind`; the node itself where the field takes any value."""
+    """Return the value of an argument of this kind, or the node itself if the argument takes any value."""
     match kind.kind:
         case "number":
             return number(ctx, node, kind.whole, kind.optional)
@@ -108,25 +108,25 @@ def number(ctx: Context, node: Node, whole: bool = False, optional: bool = False
             if value is UNKNOWN or (value is None and optional):
                 return value
             found = f"{quote(text)}, which is {shown_value(value)}"
-            fault = Fault("E203", "a number is needed here", found=found)
+            fault = Fault("E203", "expected a number", found=found)
         case Scalar():
             value = node.value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        needed = "a number or an expression is needed here"
+        needed = "expected a number or an expression"
         ctx.report(fault or Fault("E203", needed, found=kind_of(node)), node if fault else node.span)
         return UNKNOWN
     return value if isinstance(value, int) and abs(value) <= MAX_MAGNITUDE else _in_range(ctx, node, value, whole)
 
 
 def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
-    """Return a number, whole if it must be; report it where it is too large or has a fraction."""
+    """Return a number; report it if it is too large, or if it must be whole and is not."""
     if isinstance(value, float) and not math.isfinite(value):
-        fault = Fault("E203", "a finite number is needed here", found=f"{value:g}")
+        fault = Fault("E203", "expected a finite number", found=f"{value:g}")
     elif abs(value) > MAX_MAGNITUDE:
         fault = Fault("E504", "the number is too large", expected="at most 10^18")
     elif whole and value != int(value):
-        hint = "use ceil(…), floor(…) or // for a whole number"
-        fault = Fault("E503", "a whole number is needed here", found=f"{value:g}", hint=hint)
+        hint = "use ceil(…), floor(…) or // to get a whole number"
+        fault = Fault("E503", "expected a whole number", found=f"{value:g}", hint=hint)
     else:
         return int(value) if whole else value
     ctx.report(fault, node)
@@ -134,14 +134,14 @@ def _in_range(ctx: Context, node: Node, value: float, whole: bool) -> Any:
 
 
 def evaluate(ctx: Context, text: str, node: Scalar) -> Any:
-    """Return the value of an expression. A bare name may be of any kind of value."""
+    """Return the value of an expression. A single name may have any kind of value."""
     try:
         if text.isidentifier() and text in ctx.names:
             return ctx.names[text]
         return parse(text).evaluate(ctx.names)
     except NameFault as fault:
         if fault.name in ctx.passed:
-            fault.hint = f"it is an argument of type steps, which is a verb: `- {fault.name}`"
+            fault.hint = f"it is an argument of type `steps`, which is used as a verb: `- {fault.name}`"
         ctx.report(fault, node.span.within(node.offset + fault.offset, len(fault.name)))
     except Fault as fault:
         ctx.report(fault, node)
@@ -156,9 +156,9 @@ def _flag(ctx: Context, node: Node, kind: FieldKind) -> Any:
             word = node.text.lower()
             found, hint = kind_of(node), None
             if word in _TRUTHS:
-                hint = f"YAML 1.2 knows only true and false: write {_TRUTHS[word]}"
+                hint = f"YAML 1.2 has only true and false: write {_TRUTHS[word]}"
             elif word in ("true", "false"):
-                found, hint = "text in quotes", f"leave the quotes out: {word}"
+                found, hint = "text in quotes", f"remove the quotes: {word}"
             if hint and node.text not in ctx.names:
                 ctx.report(Fault("E203", "true or false is needed here", found=found, hint=hint), node.span)
                 return UNKNOWN
@@ -179,9 +179,9 @@ def _words(ctx: Context, node: Node, kind: FieldKind) -> Any:
 
 
 def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
-    """Return a legal word, or the value of a name."""
+    """Return an allowed word, or the value of a name."""
     if not isinstance(node, Scalar) or (node.value is None and not kind.optional):
-        ctx.report(Fault("E203", "a word is needed here", expected=_choices(kind), found=kind_of(node)), node.span)
+        ctx.report(Fault("E203", "expected a word", expected=_choices(kind), found=kind_of(node)), node.span)
         return UNKNOWN
     text = node.text
     if node.value is None or text in kind.choices:
@@ -191,7 +191,7 @@ def _word(ctx: Context, node: Node, kind: FieldKind) -> Any:
     if (kind.open or not kind.choices) and isinstance(node.value, str):
         return text
     hint = partial(_word_hint, text, kind, ctx.names)
-    fault = Fault("E208", f"{quote(text)} is not a legal word here", expected=_choices(kind), hint=hint)
+    fault = Fault("E208", f"{quote(text)} is not allowed here", expected=_choices(kind), hint=hint)
     ctx.report(fault, node.span)
     return UNKNOWN
 
@@ -204,16 +204,16 @@ def _named_word(ctx: Context, node: Scalar, kind: FieldKind) -> Any:
         return value
     if isinstance(value, list) and kind.kind == "words":
         return value
-    message = f"{shown_value(value)} is not a legal word for {node.text}"
+    message = f"{shown_value(value)} is not an allowed value of {node.text}"
     hint = partial(_word_hint, value, kind) if isinstance(value, str) else None
     ctx.report(Fault("E208", message, expected=_choices(kind), hint=hint), node)
     return UNKNOWN
 
 
 def _word_hint(word: str, kind: FieldKind, names: Iterable[str] = ()) -> str | None:
-    """Return what may be meant by a word that is not legal."""
+    """Return a hint for a word that is not allowed."""
     if word.lower() in ("bidirectional", "bidirection", "bidir", "bi", "both") and "reverse" in kind.choices:
-        return "[forward, reverse] runs both ways"
+        return "use [forward, reverse] for both directions"
     return did_you_mean(word, [*kind.choices, *names])
 
 
@@ -225,7 +225,7 @@ def _choices(kind: FieldKind) -> str:
 
 
 class Values(list[Any]):
-    """A list in `let:` or an argument, with how many values it has (those of inner lists included)."""
+    """A list in `let:` or an argument, with its number of values (including nested lists)."""
 
     __slots__ = ("depth", "size")
     size: int
@@ -238,11 +238,11 @@ class Values(list[Any]):
 
 
 def free_value(ctx: Context, node: Node) -> Any:
-    """Return the value of a `let:` entry or a default: a number, word, flag, list or mapping."""
+    """Return the value of a `let:` entry or a default: a number, word, boolean, list or mapping."""
     if isinstance(node, Sequence):
         values = Values(free_value(ctx, item) for item in node.items)
         if values.size > MAX_VALUES or values.depth > MAX_DEPTH:
-            expected = f"at most {MAX_VALUES:,} values, {MAX_DEPTH} lists in one another"
+            expected = f"at most {MAX_VALUES:,} values, nested at most {MAX_DEPTH} deep"
             ctx.report(Fault("E104", "the list is too large", expected=expected), node.span)
             return UNKNOWN
         return values
@@ -257,7 +257,7 @@ def free_value(ctx: Context, node: Node) -> Any:
 
 
 def _is_pattern(text: str) -> bool:
-    """Whether it is several words with counts, as a repeat takes them, or a pattern of einops, and no expression."""
+    """Return whether a text is a pattern of `repeat` or einops rather than an expression."""
     if "->" in text:
         return True
     if " " not in text or not re.match(_PATTERN, text):
@@ -286,25 +286,25 @@ def _computed(ctx: Context, span: Span, node: Node) -> Compute:
     def compute(ring: list[str]) -> Any:
         if not ring:
             return free_value(ctx, node)
-        ctx.report(Fault("E505", f"let entries need each other: {' -> '.join(ring)}"), span)
+        ctx.report(Fault("E505", f"circular definition in let: {' -> '.join(ring)}"), span)
         return UNKNOWN
 
     return compute
 
 
 def compute_let(ctx: Context, let: Mapping | None) -> None:
-    """After all steps of a scope: note which entries of `let:` no step used, and compute those too."""
+    """After all steps of a scope, record the `let:` entries that no step used, and compute them too."""
     for key, _, node in let or ():
         unused = key in ctx.names.pending
         ctx.run.unread[id(node)] = ctx.run.unread.get(id(node), True) and unused
     ctx.names.compute_all()
 
 
-# --- what reading costs -----------------------------------------------------------------------------------------------
+# --- effort of reading ------------------------------------------------------------------------------------------------
 
 
 def effort(node: Node) -> int:
-    """Return the cost of reading a value, in units of about 5 us: long expressions count for several."""
+    """Return the effort of reading a value, in units of about 5 us; long expressions count as several."""
     match node:
         case Scalar():
             return 1 + len(node.text) // 8
@@ -316,5 +316,5 @@ def effort(node: Node) -> int:
 
 
 def size(value: Any) -> int:
-    """Return the cost of comparing a value, in the units of `effort`."""
+    """Return the effort of comparing a value, in the units of `effort`."""
     return value.size if isinstance(value, Values) else len(value) // 16 if isinstance(value, str) else 0

@@ -1,4 +1,4 @@
-"""Wires: what a step reads."""
+"""Resolve the wires that a step reads, and check their types."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from seqblocks.language.vocabulary import did_you_mean
 from seqblocks.op import Port, builtin_verbs, fields_of, find_primitive, ids_are_no_numbers
 from seqblocks.types import Wire, show_axes
 
-Values = tuple[int, ...]  # numbers of values: several where a port joins wires
+Values = tuple[int, ...]  # value numbers: several if a port joins wires
 
 
 def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
-    """Return the values that a port reads; None where it is optional, or missing, and no wire is given."""
+    """Return the values that a port reads, or None if no wire is given."""
     entry = step.fields.get(port.name)
     given = step.common.get("from") if port.main else None
     if entry and given:
@@ -30,13 +30,13 @@ def read_port(ctx: Context, step: Step, port: Port) -> Values | None:
     last = ctx.body.last
     if last and len(last.outputs) > 1:
         labels = listing(ctx.run.labels[value] for value in last.outputs)
-        message = f"the step above has {len(last.outputs)} outputs: name the one that this step reads"
+        message = f"the step above has {len(last.outputs)} outputs: select one with `from`"
         raise Fault("E313", message, expected=f"from: one of {labels}")
     return (ctx.body.value,)
 
 
 def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
-    """Return the values of the wires that a node names; an unknown one after a fault."""
+    """Return the values of the wires that a node names, or an unknown value after a fault."""
     if not isinstance(node, Sequence):
         return (_wire(ctx, node),)
     if joins and node.items:
@@ -45,15 +45,15 @@ def read_wires(ctx: Context, node: Node, joins: bool = False) -> Values:
     if not joins:
         names = listing(item.text for item in node.items if isinstance(item, Scalar))
         hint = f"join them in a step above, `linear: {{from: [{names}], features: …}}`, and read its output"
-        fault = Fault("E410", "this input takes one wire, not a list", hint=hint)
+        fault = Fault("E410", "this input takes a single wire, not a list", hint=hint)
     ctx.report(fault, node.span)
     return (ctx.run.unknown(),)
 
 
 def _wire(ctx: Context, node: Node) -> int:
-    """Return the value of a wire; an unknown one after a fault."""
+    """Return the value of a wire, or an unknown value after a fault."""
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
-        ctx.report(Fault("E203", "the name of a wire is needed here", found=kind_of(node)), node.span)
+        ctx.report(Fault("E203", "expected the name of a wire", found=kind_of(node)), node.span)
     elif node.value in ctx.body.wires:
         return ctx.body.wires[node.value]
     elif not ctx.body.incomplete:
@@ -67,15 +67,15 @@ def _no_wire(ctx: Context, name: str) -> Fault:
     message = f"there is no wire {quote(name)} at this point"
     if place := _place(ctx.body, name):
         maker = ctx.run.makers.get(place.wires[name])
-        notes = [Note(f"`{name}` is made here, outside these steps", maker.span)] if maker else []
-        hint = "`input` is what the block passes in; a block takes other wires by arguments of type `wire`"
-        expected = "a wire that these steps make themselves: the block that runs them passes in one, `input`"
+        notes = [Note(f"`{name}` is defined here, outside these steps", maker.span)] if maker else []
+        hint = "the block passes in `input`; pass other wires to a block as arguments of type `wire`"
+        expected = "a wire defined by these steps, or `input`, which the block passes in"
         return Fault("E302", message, expected=expected, notes=notes, hint=hint)
     return Fault("E302", message, expected=expected, hint=lambda: _wire_hint(ctx, name))
 
 
 def _place(body: Body | None, name: str) -> Body | None:
-    """Return the body in which the steps of an argument are written, if a wire of this name is visible there."""
+    """Return the body in which the steps of an argument are written, if a wire with this name is visible there."""
     while body:
         if body.place:
             return body.place if name in body.place.wires else _place(body.place, name)
@@ -85,16 +85,16 @@ def _place(body: Body | None, name: str) -> Body | None:
 
 def _wire_hint(ctx: Context, name: str) -> str:
     if any(name in step.defined_wires() for step in _open_steps(ctx.body)):
-        return "it is an output of this step, and a step reads only outputs of steps above it"
+        return "it is an output of this step; a step can only read outputs of steps above it"
     if any(name in step.defined_wires() for step in ctx.body.steps):
-        return "it is defined further down, and a step reads only outputs of steps above it"
+        return "it is defined below; a step can only read outputs of steps above it"
     if name in builtin_verbs() or name in ctx.file.visible or name in ctx.passed:
         return _verb_as_wire(name, ctx.body.current)
     return did_you_mean(name, ctx.body.wires) or "name an earlier step's output with `as:`"
 
 
 def _open_steps(body: Body | None) -> Iterator[Step]:
-    """Yield the step that is being lowered, and those around it."""
+    """Yield the step that is being lowered, then the steps that contain it."""
     while body:
         if body.current:
             yield body.current
@@ -102,21 +102,21 @@ def _open_steps(body: Body | None) -> Iterator[Step]:
 
 
 def _verb_as_wire(name: str, step: Step | None) -> str:
-    """Return a hint where the name of a verb is written in place of a wire."""
+    """Return a hint if a verb is written in place of a wire."""
     op = find_primitive(step.verb) if step else None
     activation = fields_of(op).get("activation") if op else None
     if step and activation and name in activation.choices:
         keys = (key for key, (_, node) in step.fields.items() if isinstance(node, Scalar) and node.text == name)
         key = next(keys, "from")
-        return f"an activation has a key of its own: `{step.verb}: {{{key}: …, activation: {name}}}`"
+        return f"set the activation with its own key: `{step.verb}: {{{key}: …, activation: {name}}}`"
     return f"'{name}' is a verb: name its output, `- {name}: {{as: a}}`, and read `a`"
 
 
-# --- the types of what is read ----------------------------------------------------------------------------------------
+# --- types of wires ---------------------------------------------------------------------------------------------------
 
 
 def wire_at(ctx: Context, step: Step, port: Port, values: Values | None) -> Wire | None:
-    """Return the type that arrives at a port; None while it is UNKNOWN, or where nothing is read."""
+    """Return the type of the wire at a port, or None if it is UNKNOWN or absent."""
     if values is None:
         return None
     for value in values:
@@ -144,17 +144,17 @@ def _report_kind(ctx: Context, step: Step, port: Port, value: int, wire: Wire) -
 
 
 def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
-    """Return the type of wires that are joined along their features; None while one of them is UNKNOWN."""
+    """Return the type of wires joined along their features, or None if one of them is UNKNOWN."""
     known = [wire for value in values if (wire := ctx.run.types[value])]
     if len(known) < len(values):
         return None
     fault = None
-    with_tokens = [wire for wire in known if wire.places] or known  # a vector meets each token of the others
+    with_tokens = [wire for wire in known if wire.places] or known  # a vector is broadcast to the tokens of the others
     if known[0].kind == "tokens":
         fault = ids_are_no_numbers(known[0], "joined", ctx.run.labels[values[0]])
     elif len({(wire.kind, wire.places) for wire in with_tokens}) > 1:
         found = listing(f"{ctx.run.labels[value]} {wire}" for value, wire in zip(values, known, strict=True))
-        fault = Fault("E406", "joined wires must agree in everything but features", found=found)
+        fault = Fault("E406", "joined wires must have the same shape except for their features", found=found)
     if fault:
         ctx.report(fault, step)
         return None
@@ -162,8 +162,8 @@ def _joined(ctx: Context, step: Step, values: Values) -> Wire | None:
 
 
 def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list[Wire | None]) -> bool:
-    """Return whether the inputs of a step that share a length are of one kind and size; report it if not."""
-    likes: dict[str, tuple[str, Wire]] = {}  # by the word for a length: the last input that has it
+    """Check that inputs of a step with a common length have the same kind and size; report them if not."""
+    likes: dict[str, tuple[str, Wire]] = {}  # the last input with each length
     for port, wire in zip(ports, wires, strict=True):
         if wire is None or (port.broadcast and wire.kind == "vector"):
             continue
@@ -178,7 +178,7 @@ def check_lengths(ctx: Context, step: Step, ports: tuple[Port, ...], wires: list
 
 
 def broadcast(ports: tuple[Port, ...], wires: list[Wire | None]) -> list[Wire | None]:
-    """Return the types that an op sees: vectors that meet each token of other inputs are as long as those."""
+    """Return the types seen by an op: vectors are broadcast to the length of the other inputs."""
     like, vectors = None, []
     for at, (port, wire) in enumerate(zip(ports, wires, strict=True)):
         if wire and wire.kind != "vector":
@@ -204,7 +204,7 @@ def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> 
         at=name if name in step.fields else None,
         expected=show_axes(like.with_features(wire.features).axes),
         found=f"{wire}",
-        hint="inputs of two lengths meet in cross_attention; pool makes a vector, which meets each token"
+        hint="combine inputs of different lengths with cross_attention, or pool one of them into a vector"
         if other_input
         else None,
     )
@@ -215,17 +215,17 @@ def _a(kind: str) -> str:
 
 
 _KIND_HINTS = {
-    ("image", "sequence"): "cut the image into tokens first, with patch_embed",
-    ("tokens", "sequence"): "look the tokens up first, with embed",
+    ("image", "sequence"): "turn the image into tokens first, with patch_embed",
+    ("tokens", "sequence"): "embed the tokens first, with embed",
     ("sequence", "vector"): "pool the sequence first, with pool",
-    ("vector", "sequence"): "the sequence was pooled before; move this step above the pooling",
+    ("vector", "sequence"): "the sequence was pooled above; move this step above the pooling",
     **dict.fromkeys(
         (("sequence", "tokens"), ("vector", "tokens"), ("image", "tokens")),
-        "only `input: {tokens: vocabulary}` gives token numbers: leave this step out where the input has features",
+        "only `input: {tokens: vocabulary}` provides token ids; remove this step if the input has features",
     ),
     **dict.fromkeys(
         (("sequence", "image"), ("vector", "image"), ("tokens", "image")),
-        "only `input: {image: {size: 224, channels: 3}}` gives an image, and to_image makes one of its tokens",
+        "only `input: {image: {size: 224, channels: 3}}` and to_image provide an image",
     ),
-    ("tokens", "vector"): "look the tokens up with embed and pool them with pool first",
+    ("tokens", "vector"): "embed the tokens with embed and pool them with pool first",
 }

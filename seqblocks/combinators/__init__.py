@@ -1,6 +1,6 @@
-"""The arguments of the verbs that hold steps: a file for each, imported when a spec uses it.
+"""Arguments of the combinators (verbs that contain steps): one file each, imported when a spec uses it.
 
-What a combinator does with its steps is in the file of the same name in `seqblocks/analysis/combinators/`.
+The file of the same name in `seqblocks/analysis/combinators/` lowers the steps of a combinator.
 """
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
@@ -20,21 +20,21 @@ MAX_REPEATS = 4096
 
 
 class Combinator(BaseModel):
-    """Base of the verbs that hold steps."""
+    """Base of the arguments of verbs that contain steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True)
 
     verb: ClassVar[str] = ""
     holds: ClassVar[tuple[str, ...]] = ("steps",)
-    """The arguments that are steps; their values are document nodes."""
+    """The arguments of type `steps`; their values are document nodes."""
     open_keys: ClassVar[bool] = False
-    """Whether keys of the user's own hold steps too."""
+    """Whether user-defined keys contain steps too."""
     takes_init: ClassVar[bool] = False
-    """Whether it has parameters that `init:` may start otherwise."""
+    """Whether it has parameters that `init:` can initialise."""
     main_kinds: ClassVar[tuple[Kind, ...]] = ("sequence", "vector", "tokens", "image")
 
 
-COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts")  # in the order of the pages; each has a file
+COMBINATORS = ("residual", "scan", "parallel", "repeat", "experts")  # in the order of the documentation
 C = TypeVar("C", bound=type[Combinator])
 _known: dict[str, type[Combinator]] = {}
 

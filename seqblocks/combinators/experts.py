@@ -1,4 +1,4 @@
-"""The arguments of experts: a token goes through a few of several bodies."""
+"""Arguments of `experts`: a token is processed by a few of several bodies."""
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
@@ -13,21 +13,22 @@ class Experts(Combinator):
     """Mixture of experts: a router sends each token to some of several copies of the steps.
 
     Scores are softmax(W x), or sigmoid(W x), with `router.weight` W [C, I], in float32. A token goes to the `top`
-    experts of the highest scores, without a limit of how many tokens an expert takes, and the result is the sum of
-    theirs, each times its score. Each expert has parameters of its own: `0.…`, `1.…`. The steps read single tokens.
-    The correction of `corrected` has a gradient of 0: a training loop moves it by a rule of its own (DeepSeek-V3,
-    arXiv:2412.19437). After a call in training, `model.auxiliary_losses()` has the losses that balance the experts.
+    experts with the highest scores, without a limit on the tokens per expert, and the result is the sum of their
+    outputs, each multiplied by its score. Each expert has separate parameters: `0.…`, `1.…`. The steps process tokens
+    one by one. The correction of `corrected` has no gradient; a training loop updates it by its own rule (DeepSeek-V3,
+    arXiv:2412.19437). After a call in training mode, `model.auxiliary_losses()` returns the load-balancing losses.
     """
 
     count: int = argument(..., "number of experts, C", ge=1, le=MAX_REPEATS)
     top: int = argument(2, "experts per token", ge=1)
     steps: Any = argument(..., "the steps of an expert")
-    score: Literal["softmax", "sigmoid"] = argument("softmax", "how the router's outputs become scores")
+    score: Literal["softmax", "sigmoid"] = argument("softmax", "function that turns the router's outputs into scores")
     normalize: bool | None = argument(
-        None, "whether the scores of a token's experts are divided by their sum (default: where there are several)"
+        None, "whether to divide the scores of a token's experts by their sum (default: if there are several)"
     )
     corrected: bool = argument(
-        False, "whether experts are chosen by their scores plus `router.correction` [C], which weighs none of them"
+        False,
+        "whether to choose experts by their scores plus `router.correction` [C], which does not affect their weights",
     )
     main_kinds = ("sequence", "vector")
     takes_init = True

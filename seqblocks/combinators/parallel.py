@@ -1,4 +1,4 @@
-"""The arguments of parallel: branches that read the same input."""
+"""Arguments of `parallel`: branches that read the same input."""
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
@@ -10,8 +10,8 @@ from seqblocks.op import argument
 
 @combinator("parallel")
 class Parallel(Combinator):
-    """Give the same input to several branches and merge their results."""
+    """Apply several branches to the same input and merge their results."""
 
     branches: Any = argument(..., "a list of branches, each `name: [steps]`; the name becomes part of parameter names")
-    merge: Merge = argument("sum", "how the results become one")
+    merge: Merge = argument("sum", "how to merge the results")
     holds = ("branches",)

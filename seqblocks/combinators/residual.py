@@ -1,4 +1,4 @@
-"""The arguments of residual."""
+"""Arguments of `residual`."""
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
@@ -10,9 +10,9 @@ from seqblocks.op import argument
 
 @combinator("residual")
 class Residual(Combinator):
-    """Add what the steps make to what they were given: x + steps(x)."""
+    """Add the output of the steps to their input: x + steps(x)."""
 
     steps: Any = argument(..., "the steps of the branch")
     drop_path: float = argument(
-        0.0, "probability that a sample skips the branch while training; kept ones are rescaled", ge=0, lt=1
+        0.0, "probability of skipping the branch for a sample in training; other samples are rescaled", ge=0, lt=1
     )

@@ -1,4 +1,4 @@
-"""The arguments of scan: other orders, or several."""
+"""Arguments of `scan`: the order, or several orders."""
 
 # Without `from __future__ import annotations`, whose strings pydantic would evaluate anew for each subclass.
 
@@ -12,9 +12,9 @@ from seqblocks.op import argument
 class Scan(Combinator):
     """Run the steps over the sequence in another order, or in several orders whose results are merged.
 
-    Every sequence that enters is re-ordered, and the order of what leaves is restored. With several orders, `own` says
-    which parameters each order has for itself (named `fwd.…`, `rev.…`); all others are shared. `init:` says
-    how those of one order start: `init: {rev.c.bias: zeros}`.
+    All input sequences are reordered, and the original order of the output is restored. With several orders, `own`
+    lists the parameters that each order owns (named `fwd.…`, `rev.…`); all others are shared. `init:` initialises
+    those of a single order: `init: {rev.c.bias: zeros}`.
     """
 
     steps: Any = argument(..., "the steps to run")
@@ -22,9 +22,9 @@ class Scan(Combinator):
         "forward",
         "forward, reverse; for the tokens of an image also rows, rows_reverse, columns, columns_reverse; or a list",
     )
-    merge: Merge = argument("sum", "how the results of several orders become one")
+    merge: Merge = argument("sum", "how to merge the results of several orders")
     own: Literal["all", "none"] | list[str] = argument(
-        "none", "what each order has for itself: all, none, or a list of parameter names such as ssm.A_log"
+        "none", "parameters owned by each order: all, none, or a list of names such as ssm.A_log"
     )
     main_kinds = ("sequence",)
     takes_init = True

@@ -1,1 +1,1 @@
-"""The primitives. Every file here is imported by `seqblocks.op.load_builtin`: a new file is a new verb."""
+"""The built-in primitives. `seqblocks.op.load_builtin` imports every file here, so a new file adds its verbs."""

@@ -37,7 +37,7 @@ class Gelu(Activation):
 
 @primitive("gelu_tanh")
 class GeluTanh(Activation):
-    """gelu with the distribution function approximated by tanh."""
+    """GELU with the tanh approximation of the normal distribution function."""
 
 
 @primitive("relu")
@@ -47,9 +47,9 @@ class Relu(Activation):
 
 @primitive("leaky_relu")
 class LeakyRelu(Activation):
-    """x, for negative x slope * x. As the activation of a gate it has a slope of 0.01."""
+    """x for x >= 0, slope * x for x < 0. As the activation of a gate, the slope is 0.01."""
 
-    slope: float = argument(0.01, "slope for negative numbers", ge=0, le=1)
+    slope: float = argument(0.01, "slope for negative x", ge=0, le=1)
     source = "Maas et al. 2013"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -67,14 +67,14 @@ class SquaredRelu(Activation):
 
 @primitive("elu")
 class Elu(Activation):
-    """x, for negative x exp(x) - 1."""
+    """x for x >= 0, exp(x) - 1 for x < 0."""
 
     source = "Clevert et al. 2016 (arXiv:1511.07289)"
 
 
 @primitive("selu")
 class Selu(Activation):
-    """1.0507 x, for negative x 1.7581 (exp(x) - 1); preserves mean 0 and variance 1."""
+    """1.0507 x for x >= 0, 1.7581 (exp(x) - 1) for x < 0; preserves mean 0 and variance 1."""
 
     source = "Klambauer et al. 2017 (arXiv:1706.02515)"
 
@@ -96,25 +96,25 @@ class Softplus(Activation):
 
 @primitive("positive")
 class Positive(Activation):
-    """x + 0.5, for negative x sigmoid(x); never negative."""
+    """x + 0.5 for x >= 0, sigmoid(x) for x < 0; always positive."""
 
     source = "minGRU (arXiv:2410.01201), in log space"
 
 
 @primitive("one_minus_exp")
 class OneMinusExp(Activation):
-    """1 - exp(x): for a log decay, the fraction that decays."""
+    """1 - exp(x): for a log decay x, the fraction of the state that decays."""
 
 
 @primitive("rational_exp")
 class RationalExp(Activation):
-    """1 + x, for negative x 1 / (1 - x): positive and smooth, and slower than exp."""
+    """1 + x for x >= 0, 1 / (1 - x) for x < 0: positive and smooth, and grows more slowly than exp."""
 
     source = "Mamba-3 (ICLR 2026)"
 
 
 @primitive("elu_plus_one")
 class EluPlusOne(Activation):
-    """1 + x, for negative x exp(x): never negative."""
+    """1 + x for x >= 0, exp(x) for x < 0: always positive."""
 
     source = "Katharopoulos et al. 2020 (arXiv:2006.16236), feature map of linear attention"

@@ -97,14 +97,14 @@ class Divide(Op):
 
 @primitive("lerp")
 class Lerp(Op):
-    """Interpolate towards another wire: x + by * (to - x). `by` is a wire, or a learned weight [features]."""
+    """Interpolate linearly towards another wire: x + by * (to - x); `by` is a wire or a learned weight [features]."""
 
     independent = "features"
     ports = (
-        Port("x", "the start", main=True, kinds=ANY.kinds, broadcast=True),
-        Port("to", "the target, as wide as x", kinds=ANY.kinds, broadcast=True),
+        Port("x", "the start of the interpolation", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("to", "the end of the interpolation, as wide as x", kinds=ANY.kinds, broadcast=True),
         Port(
-            "by", "the factor, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds,
+            "by", "the interpolation factor, as wide as x (default: a learned weight)", optional=True, kinds=ANY.kinds,
             broadcast=True,
         ),
     )
@@ -132,16 +132,16 @@ class Lerp(Op):
 
 @primitive("select")
 class Select(Op):
-    """Select `features` consecutive features, starting at `first`."""
+    """Select `features` consecutive features, starting at index `first`."""
 
     ports = (Port("x", "the input", main=True, kinds=FLOATS),)
-    features: int = argument(..., "number of features", ge=1)
+    features: int = argument(..., "how many", ge=1)
     first: int = argument(0, "index of the first feature, from 0", ge=0)
 
     def shape(self, x: Wire) -> Wire:
         end = self.first + self.features
         if end > x.features:
-            raise Fault("E412", "there are not so many features", at="first", expected=f"at least {end}", found=f"{x}")
+            raise Fault("E412", "the selection exceeds the width", at="first", expected=f"at least {end}", found=f"{x}")
         return x.with_features(self.features)
 
     def facts(self, x: Wire) -> Facts:
@@ -174,13 +174,13 @@ class Scale(Op):
 class Constant(Op):
     """Replace every token by the same vector: learned (weight [features]), or a fixed number.
 
-    Only the number of input tokens is used.
+    Only the number of tokens of the input matters, not their values.
     """
 
     ports = (ANY._replace(size_only=True),)
     features: int = argument(..., "width of the vector", ge=1)
-    learned: bool = argument(True, "whether the vector is a parameter that starts at `value`, or stays at `value`")
-    value: float = argument(0.0, "the number, or the initial value of each feature", ge=-1e6, le=1e6)
+    learned: bool = argument(True, "whether the vector is a parameter initialised to `value`, or a constant")
+    value: float = argument(0.0, "the constant, or the initial value of each feature", ge=-1e6, le=1e6)
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.features)

@@ -12,7 +12,7 @@ from seqblocks.types import Wire
 
 
 class _Heads(Op):
-    """Base of the kinds of attention: heads of queries, and those of keys and values, which they may share."""
+    """Base of the kinds of attention. Several query heads may share a head of keys and values."""
 
     heads: int = argument(..., "number of heads, H; must divide the width of q", ge=1)
     kv_heads: int = argument(0, "heads of keys and values, G; must divide heads (0: as many as heads)", ge=0)
@@ -20,7 +20,7 @@ class _Heads(Op):
 
     @property
     def shared(self) -> int:
-        """The number of heads of keys and values."""
+        """Return the number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
@@ -40,7 +40,7 @@ class _Heads(Op):
         return q.with_features(v.features // self.shared * self.heads)
 
     def splits(self, ranks: int, q: Wire, k: Wire, v: Wire) -> list[Split]:
-        """By heads; where all queries share one head of keys and values, each rank has that."""
+        """Split by heads. If all queries share one head of keys and values, each rank computes that head."""
         alone = self.shared == 1
         found = evenly(self, ranks, "heads", (q, k, v), whole=("k", "v") if alone else ())
         if not alone and self.shared % ranks:
@@ -49,25 +49,25 @@ class _Heads(Op):
         return [each._replace(op=each.op.model_copy(update={"kv_heads": kv_heads})) for each in found]
 
     def pair(self, q: Wire, v: Wire) -> int:
-        """Return the multiply-accumulates of a query and one key that it sees."""
+        """Return the multiply-accumulates of a query with one visible key."""
         return q.features + v.features // self.shared * self.heads
 
 
 @primitive("attention")
 class Attention(_Heads):
-    """Multi-head attention: each token attends to itself and to earlier tokens of its sequence.
+    """Multi-head attention, causal by default: a token attends to itself and earlier tokens of its sequence.
 
     q is [batch, seq, H * D], k [batch, seq, G * D], v [batch, seq, G * DV]; each head of k and v serves H / G of q.
-    State per sequence: keys and values of the last `window` - 1 tokens, or without a window of up to `cache`
-    tokens, in the model's dtype, and the count of tokens.
+    State per sequence: keys and values of the last `window` - 1 tokens (without a window, of up to `cache` tokens), in
+    the model's dtype, and the number of tokens.
     """
 
     ports = (Port("q", "queries"), Port("k", "keys"), Port("v", "values"))
     reads = "past"
-    window: int = argument(0, "tokens that each token attends to, including itself (0: all)", ge=0)
+    window: int = argument(0, "number of visible tokens, including the current one (0: all)", ge=0)
     rotary: float = argument(0.0, "base of rotary positions, for instance 10000 (0: none)", ge=0)
-    causal: bool = argument(True, "whether tokens attend only to the past; if not, the step cannot stream")
-    cache: int = argument(2048, "maximum number of tokens of a stream without a window", ge=1)
+    causal: bool = argument(True, "whether a token attends to the past only; otherwise the step cannot stream")
+    cache: int = argument(2048, "maximum number of tokens of a stream, if there is no window", ge=1)
     source = "Vaswani et al. 2017 (arXiv:1706.03762); rotary: RoFormer (arXiv:2104.09864)"
 
     def shape(self, q: Wire, k: Wire, v: Wire) -> Wire:
@@ -75,11 +75,11 @@ class Attention(_Heads):
         width = q.features // self.heads
         if 0 < self.rotary < 1:
             raise Fault(
-                "E209", "the base of rotary positions is 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
+                "E209", "the base of rotary positions must be 0 or at least 1", at="rotary", found=f"{self.rotary:g}",
                 hint="rotary: 10000",
             )
         if self.rotary and width % 2:
-            raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="rotary")
+            raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="rotary")
         return v.with_features(found.features)
 
     def held(self) -> int:
@@ -104,16 +104,16 @@ class Attention(_Heads):
         return (self.window - 1) * q.rate if self.window else math.inf
 
     def macs(self, q: Wire, k: Wire, v: Wire) -> int:
-        """Count those of a token that sees the mean number; for an open length, a full window or half a cache."""
+        """Count those of a token with an average number of keys; for an open length, a full window or half a cache."""
         width = self.pair(q, v)
         if not isinstance(q.length, int):
             return (self.window or self.cache // 2) * width
         return self.seen(q.length) * width // q.length
 
     def seen(self, tokens: int) -> int:
-        """Return the pairs of a query and a key that it sees, in a sequence of `tokens`."""
+        """Return the number of pairs of a query and a visible key in a sequence of `tokens`."""
         most = min(self.window or tokens, tokens)
-        causal = most * tokens - most * (most - 1) // 2  # the first tokens see fewer
+        causal = most * tokens - most * (most - 1) // 2  # the first tokens have fewer visible keys
         return causal if self.causal else 2 * causal - tokens
 
     def calls(self, q: Wire, k: Wire, v: Wire) -> tuple[str, dict[str, Any]]:
@@ -181,17 +181,17 @@ class Attention(_Heads):
         return y.flatten(-2), {"k": last.k.flatten(-2), "v": last.v.flatten(-2), "length": last.length}
 
     def must_hold(self, length: Any, compiling: bool) -> None:
-        """Raise RunError where the cache is too small for a sequence; in a compiled model an assertion fails."""
+        """Raise RunError if the cache is too small for a sequence; in a compiled model, fail an assertion."""
         import torch
 
-        advice = f"tokens and its cache holds {self.cache}; give the step a larger `cache:` or a `window:`"
+        advice = f"tokens, but its cache has room for {self.cache}; set a larger `cache:` or a `window:`"
         if compiling:
             torch._assert_async((length <= self.cache).all(), f"attention has seen more {advice}")
         elif length.numel() and int(length.max()) > self.cache:
             raise RunError(f"attention has seen {int(length.max())} {advice}")
 
 
-EMPTY = "cross_attention needs a memory of at least one token, and this one is empty"
+EMPTY = "cross_attention needs a memory of at least one token, but it is empty"
 
 
 @primitive("cross_attention")
@@ -199,7 +199,7 @@ class CrossAttention(_Heads):
     """Multi-head attention over another sequence, the memory: each token attends to all of it.
 
     q is [batch, seq, H * D], k [batch, memory, G * D], v [batch, memory, G * DV]; each head of k and v serves H / G of
-    q. It streams if the memory does not depend on an input that streams.
+    q. It can stream if the memory does not depend on the streaming input.
     """
 
     ports = (

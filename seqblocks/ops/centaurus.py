@@ -1,4 +1,4 @@
-"""Centaurus: a bank of complex states as a long convolution.   H features in, G out, N state channels, M sub-states."""
+"""Centaurus: complex states, computed as a long convolution.   H features in, G out, N state channels, M sub-states."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Centaurus(Op):
 
     neck: dense B [N, H] and C [G, N]; E [N, M] mixes the sub-states of a channel.
     pointwise (or s5): each sub-state is a channel: B [N M, H], C [G, N M], no E.
-    dws: a channel per feature, B and C [H]. full: a channel per pair of features, B and C [G H].
+    dws: one channel per feature, B and C [H]. full: one channel per pair of features, B and C [G H].
 
     A = -softplus(A_real) + i A_imag, [N, M]; dt = exp(log_dt), [N], from 0.001 to 0.1. State per sequence
-    [N, M, 2] (pointwise [N M, 1, 2]): real and imaginary part, float32.
+    [N, M, 2] (pointwise: [N M, 1, 2]), real and imaginary part, float32.
     """
 
     reads = "past"
@@ -31,12 +31,17 @@ class Centaurus(Op):
     summary_cost = 1.2
     mode: Literal["neck", "pointwise", "s5", "dws", "full"] = argument("neck", "how channels are connected to features")
     state_size: int | None = argument(
-        None, "state channels, N (default: the width of x; given by the widths in dws and full)", ge=1, alias="state"
+        None,
+        "state channels, N (default: the width of x; determined by the widths in dws and full)",
+        ge=1,
+        alias="state",
     )
-    sub_states: int = argument(8, "complex sub-states of a channel, M", ge=1)
+    sub_states: int = argument(8, "complex sub-states per channel, M", ge=1)
     features: int | None = argument(None, "width of the output, G (default: the width of x)", ge=1)
-    hold: Literal["euler", "zoh"] = argument("euler", "how the input is discretised: times dt, or exactly")
-    stable: bool = argument(True, "whether A's real part is always negative: -softplus(A_real), otherwise A_real")
+    hold: Literal["euler", "zoh"] = argument(
+        "euler", "discretisation of the input: times dt, or integrated exactly over dt"
+    )
+    stable: bool = argument(True, "whether to keep the real part of A negative, as -softplus(A_real) instead of A_real")
     source = "Centaurus (ICLR 2025, openreview PkpNRmBZ32)"
 
     @property
@@ -54,11 +59,11 @@ class Centaurus(Op):
         if self.mode == "dws" and out != x.features:
             raise Fault(
                 "E402",
-                "mode dws does not mix features, so the width must stay",
+                "mode dws does not mix features, so the output width must equal the input width",
                 at="features",
                 expected=str(x.features),
                 found=str(out),
-                hint="mix them with a linear step after it",
+                hint="to change the width, add a linear step after it",
             )
         if not self.dense and self.state_size not in (None, rows):
             raise Fault(
@@ -67,13 +72,13 @@ class Centaurus(Op):
                 at="state",
                 expected=str(rows),
                 found=str(self.state_size),
-                hint=f"leave `state` out, or write {rows}",
+                hint=f"remove `state`, or set it to {rows}",
             )
         return x.with_features(out)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
         out, rows, channels = self.sizes(x)
-        half = math.log(math.expm1(0.5)) if self.stable else -0.5  # either way the real part starts at -1/2
+        half = math.log(math.expm1(0.5)) if self.stable else -0.5  # the initial real part is -1/2 in both cases
         A = {
             "A_real": Parameter((rows, self.sub_states), Init("constant", (half,)), False, full_precision=True),
             "A_imag": Parameter((rows, self.sub_states), Init("ramp", (math.pi,)), False, full_precision=True),
@@ -99,7 +104,7 @@ class Centaurus(Op):
         return {"s": State((channels, rows * self.sub_states // channels, 2))}
 
     def macs(self, x: Wire) -> int:
-        """Count those of the recurrence: into the channels, a complex product and a read-out per sub-state, and out."""
+        """Count those of the recurrence: input, a complex product and read-out per sub-state, and output."""
         out, rows, channels = self.sizes(x)
         around = channels * (x.features + out) if self.dense else 2 * channels
         return around + 6 * rows * self.sub_states

@@ -10,7 +10,7 @@ from seqblocks.types import Wire
 
 @primitive("classifier")
 class Classifier(Affine):
-    """Linear classification head whose weights start close to zero."""
+    """Linear classification head whose weights are initialised close to zero."""
 
     classes: int = argument(..., "number of classes", ge=1)
     source = "Vision-LSTM (arXiv:2406.04303)"

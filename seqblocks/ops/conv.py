@@ -15,7 +15,7 @@ Activation = Literal["none", "silu"]
 
 @primitive("causal_conv")
 class CausalConv(Op):
-    """Convolution over the token and the K - 1 before it; tap K - 1 meets the current token.
+    """Causal convolution over the current token and the K - 1 tokens before it; tap K - 1 is the current token.
 
     Depthwise weight [D, 1, K], or [D, D, K] with `mixing`. State: the last K - 1 inputs [K - 1, D], oldest first.
     """
@@ -24,8 +24,8 @@ class CausalConv(Op):
     reversible = True
     kernel: int = argument(4, "number of taps, K", ge=1, le=4096)
     activation: Activation = argument("none", "applied to the result")
-    mixing: bool = argument(False, "mix the features (a full convolution) instead of convolving each separately")
-    bias: bool = argument(True, "whether a bias is added")
+    mixing: bool = argument(False, "mix the features (full convolution) instead of depthwise")
+    bias: bool = argument(True, "whether to add a bias")
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:
         return [] if self.mixing else evenly(self, ranks, "features", [x])
@@ -81,9 +81,9 @@ class Conv2d(Op):
 
     independent = "features"
     reads = "all"
-    kernel: int = argument(3, "height and width of the window, K; odd, so that the grid keeps its size", ge=1, le=255)
+    kernel: int = argument(3, "height and width of the kernel, K; odd, so that the grid keeps its size", ge=1, le=255)
     activation: Activation = argument("none", "applied to the result")
-    bias: bool = argument(True, "whether a bias is added")
+    bias: bool = argument(True, "whether to add a bias")
     source = "Vision-LSTM (arXiv:2406.04303), version 2"
 
     def shape(self, x: Wire) -> Wire:
@@ -105,7 +105,7 @@ class Conv2d(Op):
         return x.features * self.kernel**2
 
     def ignores_resets(self, x: Wire) -> str | None:
-        return "it reads a token's neighbours in an image"
+        return "it reads neighbouring tokens of an image"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from einops import rearrange

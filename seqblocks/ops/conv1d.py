@@ -14,31 +14,33 @@ LARGEST = 2**16  # kernel, stride, dilation
 
 
 def as_image(x: Any) -> Any:
-    """Return tokens [B, S, D] as an image of one row [B, D, 1, S]: channels-last in memory, so nothing is copied."""
+    """View tokens [B, S, D] as an image of one row [B, D, 1, S], channels-last in memory, without a copy."""
     return x.mT.unsqueeze(2)
 
 
 def as_tokens(image: Any) -> Any:
-    """Return an image of one row as tokens."""
+    """View an image of one row as tokens."""
     return image.squeeze(2).mT
 
 
 class _Conv(Op):
-    """Base of both: a weight, a bias, and as state the inputs that the next frame needs."""
+    """Base of both convolutions: a weight, a bias, and a state with the inputs that the next frame needs."""
 
     reads = "past"
     features: int = argument(..., "width of the output, O", ge=1)
     kernel: int = argument(..., "number of taps, K", ge=1, le=LARGEST)
-    groups: int = argument(1, "groups of features that are convolved separately, G", ge=1)
-    causal: bool = argument(True, "whether only a token's frame and the past are read; if not, the step cannot stream")
-    bias: bool = argument(True, "whether a bias is added")
+    groups: int = argument(1, "number of groups of features that are convolved separately, G", ge=1)
+    causal: bool = argument(
+        True, "whether an output depends only on its own frame and the past; otherwise the step cannot stream"
+    )
+    bias: bool = argument(True, "whether to add a bias")
 
     def earlier(self) -> int:
-        """Return how many tokens of the input, besides those of a frame, the frame's output depends on."""
+        """Return how many input tokens before a frame its output depends on."""
         raise AssertionError
 
     def later(self) -> int:
-        """Return by how many tokens its windows are moved towards the future: 0 if it is causal."""
+        """Return by how many tokens its windows are shifted towards the future: 0 if it is causal."""
         raise AssertionError
 
     def weight_shape(self, x: Wire) -> tuple[int, int, int]:
@@ -69,19 +71,19 @@ class _Conv(Op):
 
 @primitive("conv1d")
 class Conv1d(_Conv):
-    """Convolution over tokens, one token out for `stride` tokens in. Weight [O, D / G, K], as torch's Conv1d.
+    """Convolution over tokens with one output token per `stride` input tokens. Weight [O, D / G, K], as torch's Conv1d.
 
-    The last tap meets the last token of a frame of `stride` tokens, the others the tokens before it, `dilation` apart,
-    with zeros before the sequence. `causal: false` centres the window on the frame, with zeros at both ends.
-    With a stride, a stream takes whole frames, and resets are an error. State: the inputs that the next frame needs,
-    [(K - 1) dilation + 1 - stride, D], oldest first.
+    The last tap reads the last token of a frame of `stride` tokens, the others the tokens before it, `dilation` apart,
+    with zero padding before the sequence. `causal: false` centres the window on the frame, with zero padding at both
+    ends. With a stride, a stream takes whole frames, and resets are an error. State: the inputs that the next frame
+    needs, [(K - 1) dilation + 1 - stride, D], oldest first.
     """
 
     stride: int = argument(1, "input tokens per output token", ge=1, le=LARGEST)
     dilation: int = argument(1, "distance between taps, in tokens", ge=1, le=LARGEST)
 
     def span(self) -> int:
-        """Return how many tokens the window covers."""
+        """Return the number of tokens that the window covers."""
         return (self.kernel - 1) * self.dilation + 1
 
     def earlier(self) -> int:
@@ -106,7 +108,7 @@ class Conv1d(_Conv):
 
     def ignores_resets(self, x: Wire) -> str | None:
         if self.stride > 1:
-            return "a window of tokens may hold two sequences"
+            return "a window may span two sequences"
         return "it reads tokens on both sides" if self.later() else None
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
@@ -140,10 +142,10 @@ class Conv1d(_Conv):
 
 @primitive("conv_transpose1d")
 class ConvTranspose1d(_Conv):
-    """Transposed convolution, `stride` tokens out for one token in. Weight [D, O / G, K], as torch's ConvTranspose1d.
+    """Transposed convolution, `stride` output tokens per input token. Weight [D, O / G, K], as torch's ConvTranspose1d.
 
-    Tap k of token j is added to token j stride + k of the output, so each token depends on the one it replaces
-    and on those before it. Output after the last frame is dropped; `causal: false` drops the same number at both ends.
+    Tap k of token j is added to output token j stride + k, so that each output depends on its own input token and on
+    earlier ones. Outputs after the last frame are cropped. `causal: false` crops the same number at both ends.
     A stream takes whole frames, and resets are an error. State: the last inputs, [(K - 1) // stride, D], oldest first.
     """
 
@@ -170,7 +172,7 @@ class ConvTranspose1d(_Conv):
         return self.later() * (x.rate // self.stride)
 
     def ignores_resets(self, x: Wire) -> str | None:
-        return "a token adds to several others"
+        return "a token contributes to several outputs"
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import conv_transpose2d
@@ -182,7 +184,7 @@ class ConvTranspose1d(_Conv):
             first = self.earlier() * self.stride
         if not length:
             return x.new_zeros(x.shape[0], 0, self.features), state
-        unmet = max(self.stride - self.kernel, 0)  # tokens of a frame that no tap meets
+        unmet = max(self.stride - self.kernel, 0)  # tokens of a frame that no tap covers
         weight, stride = p["weight"].unsqueeze(2), (1, self.stride)
         y = conv_transpose2d(as_image(x), weight, p.get("bias"), stride, 0, (0, unmet), self.groups)
         return as_tokens(y)[:, first : first + length], state

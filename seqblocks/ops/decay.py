@@ -1,4 +1,4 @@
-"""Log decays of recurrences, made from a projection.   D features, H heads."""
+"""Log decays of recurrences, computed from a projection.   D features, H heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITH_BIAS = ("softplus", "bounded")
 
 
 def exactly(x: Any) -> Any:
-    """Return x in float32 at least: decays close to 1 lose their digits in 16 bits."""
+    """Return x in at least float32, because decays close to 1 lose precision in 16 bits."""
     import torch
 
     return x if x.dtype == torch.float64 else x.float()
@@ -25,18 +25,18 @@ def exactly(x: Any) -> Any:
 
 @primitive("time_step")
 class TimeStep(Op):
-    """Step sizes of a state space: softplus(x + bias), between `least` and `most`. Computed in float32 at least."""
+    """Step sizes of a state space: softplus(x + bias), clamped to [least, most]. Computed in at least float32."""
 
     independent = "features"
-    least: float = argument(0.0, "lower limit of the step sizes", ge=0)
-    most: float = argument(math.inf, "upper limit of the step sizes", gt=0)
+    least: float = argument(0.0, "lower bound of the step size", ge=0)
+    most: float = argument(math.inf, "upper bound of the step size", gt=0)
     source = "Mamba-2 (arXiv:2405.21060)"
     exact = True
 
     def shape(self, x: Wire) -> Wire:
         if self.least >= self.most:
             expected = f"less than most, {self.most:g}"
-            raise Fault("E209", "least is not below most", at="least", expected=expected, found=f"{self.least:g}")
+            raise Fault("E209", "least must be below most", at="least", expected=expected, found=f"{self.least:g}")
         return x
 
     def facts(self, x: Wire) -> Facts:
@@ -54,13 +54,13 @@ class TimeStep(Op):
 
 @primitive("log_decay")
 class LogDecay(Op):
-    """Log decays, at most 0, for `linear_attention` and `gated_recurrence`; float32 at least.
+    """Log decays, at most 0, for `linear_attention` and `gated_recurrence`; at least float32.
 
     | kind | log decay | used by |
     |---|---|---|
     | softplus | -exp(A_log) softplus(x + dt_bias) | Gated DeltaNet, KDA |
     | rate | -exp(A_log) x, for steps x of `time_step` | Mamba-2 |
-    | logsigmoid | logsigmoid(x) / temperature; with the wire `lower` log(lower + (1 - lower) sigmoid(x)) | GLA, HGRN2 |
+    | logsigmoid | logsigmoid(x) / temperature; with wire `lower`, log(lower + (1 - lower) sigmoid(x)) | GLA, HGRN2 |
     | bounded | bound sigmoid(exp(A_log) (x + dt_bias)) | KDA with bounded gates |
     | sigmoid | bound sigmoid(x) | RWKV-7 |
     | exp | -exp(x) | RWKV-6 |
@@ -71,8 +71,8 @@ class LogDecay(Op):
 
     independent = "heads"
     ports = (X, Port("lower", "kind logsigmoid: the smallest decays, from 0 to 1, as wide as x", optional=True))
-    kind: DecayKind = argument(..., "how x becomes a log decay")
-    heads: int = argument(0, "heads with an A_log each; must divide the width (0: one for each feature)", ge=0)
+    kind: DecayKind = argument(..., "formula of the log decay, see the table")
+    heads: int = argument(0, "heads with one A_log each; must divide the width (0: one per feature)", ge=0)
     temperature: float = argument(16.0, "kind logsigmoid: divisor of the log decay", gt=0)
     bound: float = argument(-5.0, "kinds bounded and sigmoid: the strongest log decay", lt=0)
     exact = True
@@ -81,7 +81,7 @@ class LogDecay(Op):
         if self.heads:
             must_divide(self.heads, x.features, "heads", "the width")
         if lower and self.kind != "logsigmoid":
-            raise Fault("E209", f"the kind {self.kind} does not read `lower`", at="lower", hint="kind: logsigmoid")
+            raise Fault("E209", f"kind {self.kind} does not take `lower`", at="lower", hint="kind: logsigmoid")
         if lower:
             must_match("lower", lower, x.features, "the width of x")
         return x
@@ -153,11 +153,11 @@ def at_least(lower: Any, x: Any) -> Any:
 
 @primitive("lower_decays")
 class LowerDecays(Op):
-    """Learned lower bounds of the decays, for each feature in each of several layers; they rise with the layer.
+    """Learned lower bounds of the decay of each feature in each layer, which increase with the layer.
 
-    Weight [layers, D]: softmax over the layers, then cumulative sums, less those of the first layer, which is 0.
-    Each token has the decays of all layers, [batch, seq, layers * D]; `select` takes those of one layer. Only the
-    number of tokens is read of the input.
+    Weight [layers, D]: softmax over the layers, then cumulative sums minus that of the first layer, whose bound is 0.
+    Each token gets the bounds of all layers, [batch, seq, layers * D]; use `select` for one layer. Only the number of
+    tokens of the input matters, not their values.
     """
 
     ports = (X._replace(size_only=True),)

@@ -9,7 +9,7 @@ from seqblocks.types import Facts, Wire
 
 
 def rescaled(facts: Facts, kept: float) -> Facts:
-    """Return what is known of numbers that are kept with a probability and then divided by it, else zeroed."""
+    """Return the facts about values that are kept with a probability and divided by it, else zeroed."""
     return facts.times(Facts(1 / kept, 1 / kept)).or_zero()
 
 
@@ -23,7 +23,7 @@ def drop_samples(x: Any, p: float) -> Any:
 
 @primitive("dropout")
 class Dropout(Op):
-    """Zero features at random while training, and rescale the others by 1 / (1 - p)."""
+    """Zero features at random in training, and rescale the others by 1 / (1 - p)."""
 
     ports = (ANY,)
     p: float = argument(0.1, "probability of zeroing a feature", ge=0, lt=1)
@@ -32,7 +32,7 @@ class Dropout(Op):
         return rescaled(x.facts, 1 - self.p)
 
     def prepare_step(self, p: Any) -> Any:
-        return lambda x: x  # a stepper is for evaluation
+        return lambda x: x  # single-token steps are only used in evaluation mode
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         from torch.nn.functional import dropout
@@ -42,9 +42,9 @@ class Dropout(Op):
 
 @primitive("drop_path")
 class DropPath(Op):
-    """Zero whole samples at random while training, and rescale the others by 1 / (1 - p).
+    """Zero whole samples at random in training, and rescale the others by 1 / (1 - p).
 
-    At the end of a branch of `parallel` it drops the branch; `residual` has an argument for this.
+    At the end of a branch of `parallel`, it drops the branch. For a residual branch, use `residual: {drop_path: p}`.
     """
 
     ports = (Port("x", "the input", main=True, kinds=("sequence", "vector", "image")),)

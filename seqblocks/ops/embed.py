@@ -1,4 +1,4 @@
-"""Token numbers into the feature space, and back.   D features, V vocabulary."""
+"""Map token ids to features, and features to logits.   D features, V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqblocks.types import Wire
 
 @primitive("embed")
 class Embed(Op):
-    """Look up a learned vector for each token number. Weight [V, D]; customarily not decayed."""
+    """Look up a learned vector for each token id. Weight [V, D], without weight decay."""
 
     ports = (Port("x", "token numbers", main=True, kinds=("tokens",)),)
     features: int = argument(..., "width of a token, D", ge=1)
@@ -43,21 +43,23 @@ class Embed(Op):
 
         try:
             return embedding(x if x.dtype in (torch.int64, torch.int32) else x.long(), p["weight"])
-        except IndexError:  # raised on a CPU; other devices stop with an assertion of their own
-            raise RunError(f"a token is outside the vocabulary of {p['weight'].shape[0]}") from None
+        except IndexError:  # raised on a CPU; other devices fail with their own assertion
+            raise RunError(f"a token id is outside the vocabulary of {p['weight'].shape[0]}") from None
 
 
 @primitive("unembed")
 class Unembed(Op):
-    """Scores for each token number: logits = W x + b, W [V, D]. `tie: embed` shares the embedding's weight."""
+    """Compute the logits of each token id: W x + b, W [V, D]. `tie: embed` shares the weight of the embedding."""
 
-    vocabulary: int | None = argument(None, "number of tokens, V (default: the model's input)", ge=1, inherit="tokens")
-    bias: bool = argument(True, "whether a bias is added")
+    vocabulary: int | None = argument(
+        None, "size of the vocabulary, V (default: that of the model's input)", ge=1, inherit="tokens"
+    )
+    bias: bool = argument(True, "whether to add a bias")
 
     def shape(self, x: Wire) -> Wire:
         if self.vocabulary is None:
             hint = "vocabulary: 50304"
-            raise Fault("E202", "unembed needs `vocabulary`: the model's input is not tokens", hint=hint)
+            raise Fault("E202", "unembed needs `vocabulary`, because the model's input is not tokens", hint=hint)
         return x.with_features(self.vocabulary)
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:

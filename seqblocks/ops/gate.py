@@ -1,4 +1,4 @@
-"""Gates, and the activations by name."""
+"""Gates, and activations by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ActivationName = Literal[
 
 
 def activation(name: str) -> Callable[[Any], Any]:
-    """Return an activation by name: a function of a tensor, in memory of its own but for `none`. gelu is by erf."""
+    """Return an activation by name: a function that returns a new tensor (`none`: the same one)."""
     import torch
     from torch.nn import functional
 
@@ -53,7 +53,7 @@ _AT_ZERO = {*_RANGES} - {"sigmoid", "softplus", "positive", "rational_exp", "elu
 
 
 def activated(name: str, facts: Facts) -> Facts:
-    """Return what is known of numbers after an activation."""
+    """Return the facts about values after an activation."""
     if name == "none" or (facts == Facts(0, 0) and name in _AT_ZERO):
         return facts
     if name == "relu":
@@ -69,11 +69,11 @@ class Gate(Op):
 
     independent = "heads"
     ports = (
-        Port("x", "the input to gate", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("x", "the wire to gate", main=True, kinds=ANY.kinds, broadcast=True),
         Port("by", "the gate, before its activation", kinds=ANY.kinds, broadcast=True),
     )
-    activation: ActivationName = argument("silu", "the gate's nonlinearity")
-    heads: int = argument(0, "heads with one gate each; must divide the width (0: a gate for each feature)", ge=0)
+    activation: ActivationName = argument("silu", "activation of the gate")
+    heads: int = argument(0, "heads with one gate each; must divide the width (0: one gate per feature)", ge=0)
 
     def shape(self, x: Wire, by: Wire) -> Wire:
         if self.heads:

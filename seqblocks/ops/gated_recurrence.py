@@ -1,4 +1,4 @@
-"""The gated linear recurrence of channels.   E channels."""
+"""Gated linear recurrence of channels.   E channels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from seqblocks.types import Wire
 
 @primitive("gated_recurrence")
 class GatedRecurrence(Op):
-    """Recurrence with one state per channel: h = e^g h + factor x, with the log decay g.
+    """Gated linear recurrence with one state per channel: h = e^g h + factor x, with the log decay g.
 
     factor full: 1. complement: 1 - e^g, so that h is a moving average (HGRN, minGRU, minLSTM). unit_variance:
-    sqrt(1 - e^(2g)), so that inputs of variance 1 make states of variance 1 (RG-LRU); with `first_full` it is 1 for the
-    first token of a sequence. State per sequence: h [E], float32; with `first_full` also whether it has begun.
+    sqrt(1 - e^(2g)), so that inputs of variance 1 give states of variance 1 (RG-LRU); with `first_full` it is 1 for the
+    first token of a sequence. State per sequence: h [E], float32; with `first_full` also whether it has started.
     """
 
     independent = "features"
@@ -25,22 +25,24 @@ class GatedRecurrence(Op):
     reads = "past"
     reversible = True
     summary_cost = 1.2
-    factor: Literal["full", "complement", "unit_variance"] = argument("full", "the factor of the input")
-    first_full: bool = argument(False, "whether the first token of a sequence has a factor of 1")
+    factor: Literal["full", "complement", "unit_variance"] = argument("full", "factor of the input")
+    first_full: bool = argument(False, "whether the factor is 1 for the first token of a sequence")
     source = "HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201)"
 
     def shape(self, x: Wire, decay: Wire) -> Wire:
         must_match("decay", decay, x.features, "the width of x")
         if self.first_full and self.factor == "full":
-            hint = "leave first_full out, or use factor: unit_variance"
-            raise Fault("E209", "first_full changes nothing: factor is full for all tokens", at="first_full", hint=hint)
+            hint = "remove first_full, or use factor: unit_variance"
+            raise Fault(
+                "E209", "first_full has no effect: the factor is full for all tokens", at="first_full", hint=hint
+            )
         return x
 
     def warns(self, x: Wire, decay: Wire) -> Iterator[Fault]:
-        """Warn of a state that may grow without bound."""
+        """Warn if the state may grow without bound."""
         if decay.facts.high > 0:
-            message = "`decay` is a log decay, and may be above 0: the state may grow from token to token"
-            hint = "end its steps with log_decay, for instance `- log_decay: softplus`"
+            message = "`decay` is a log decay but may be above 0, so the state may grow without bound"
+            hint = "compute it with log_decay, for instance `- log_decay: softplus`"
             yield Fault("W904", message, at="decay", expected="at most 0", found=str(decay.facts), hint=hint)
 
     def state(self, x: Wire, decay: Wire) -> dict[str, State]:
@@ -70,7 +72,7 @@ class GatedRecurrence(Op):
         from seqblocks.kernels import gated_recurrence
         from seqblocks.kernels.summaries import Affine, last_piece
 
-        if self.first_full:  # the first token is taken in as the state says
+        if self.first_full:  # the state says whether this is the first token
             return None
         taken, decay = self.taken(call, x, decay)
         out: Any = gated_recurrence(taken, decay, return_state=True, resets=call.resets)
@@ -112,7 +114,7 @@ class GatedRecurrence(Op):
         return step
 
     def share(self, decay: Any) -> Any:
-        """Return how much of each input is taken in. The root has no gradient where nothing decays."""
+        """Return the factor of each input. The square root gets no gradient where nothing decays."""
         import torch
 
         if self.factor == "complement":

@@ -1,4 +1,4 @@
-"""Normalisation of each head by itself."""
+"""Normalisation within each head."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from seqblocks.types import Wire
 
 @primitive("head_norm")
 class HeadNorm(Norm):
-    """Layer normalisation of each head's own features; gain and bias run over all features, or are shared by heads."""
+    """Layer normalisation within each head; gain and bias are per feature, or shared by all heads."""
 
     independent = "heads"
     heads: int = argument(..., "number of heads; must divide the width", ge=1)
     gain: Gain = argument("one_plus", Norm.model_fields["gain"].description or "")
-    bias: bool = argument(False, "whether a bias is added")
+    bias: bool = argument(False, "whether to add a bias")
     shared: bool = argument(False, "whether all heads share one gain and one bias, as wide as a head")
     mixed = True
     source = "xLSTM (arXiv:2405.04517), MultiHeadLayerNorm"

@@ -1,4 +1,4 @@
-"""Features of heads: repeated, joined head by head, moved round, and shares of their sum."""
+"""Operations on the features of each head: repeat, join, roll, softmax and normalisation by the sum."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from seqblocks.types import Facts, Wire
 
 @primitive("repeat_heads")
 class RepeatHeads(Op):
-    """Repeat each head's features: heads a b become a a b b."""
+    """Repeat the features of each head: heads a b become a a b b."""
 
     independent = "heads"
     heads: int = argument(1, "number of heads; must divide the width", ge=1)
-    times: int = argument(..., "copies of each head", ge=1)
+    times: int = argument(..., "number of copies of each head", ge=1)
 
     def shape(self, x: Wire) -> Wire:
         must_divide(self.heads, x.features, "heads", "the width")
@@ -29,10 +29,10 @@ class RepeatHeads(Op):
 
 @primitive("join_heads")
 class JoinHeads(Op):
-    """Join each head of two wires: heads a b and c d become a c b d."""
+    """Concatenate each head with the same head of another wire: heads a b and c d become a c b d."""
 
     independent = "heads"
-    ports = (X, Port("with", "the features to append to each head", main=False))
+    ports = (X, Port("with", "the second part of each head", main=False))
     heads: int = argument(..., "number of heads; must divide both widths", ge=1)
 
     def shape(self, x: Wire, other: Wire) -> Wire:
@@ -51,7 +51,7 @@ class JoinHeads(Op):
 
 
 class _OfHeads(Op):
-    """Base of what treats each head by itself and keeps its width."""
+    """Base of ops that process each head separately and keep its width."""
 
     ports = (ANY,)
     heads: int = argument(1, "number of heads; must divide the width", ge=1)
@@ -63,7 +63,7 @@ class _OfHeads(Op):
 
 @primitive("roll_heads")
 class RollHeads(_OfHeads):
-    """Roll each head's features by `by` positions: those at the end come first."""
+    """Roll the features within each head by `by` positions; the last ones wrap around to the front."""
 
     by: int = argument(..., "number of positions", ge=1)
 
@@ -76,7 +76,7 @@ class RollHeads(_OfHeads):
 
 @primitive("softmax")
 class Softmax(_OfHeads):
-    """Softmax over each head's features: exp(x) / sum(exp(x)), in float32 at least."""
+    """Softmax within each head: exp(x) / sum(exp(x)), in at least float32."""
 
     def facts(self, x: Wire) -> Facts:
         return Facts(0.0, 1.0)
@@ -91,7 +91,7 @@ class Softmax(_OfHeads):
 
 @primitive("sum_norm")
 class SumNorm(_OfHeads):
-    """Division of each head's features by their sum: x / (sum(x) + eps), in float32 at least."""
+    """Divide the features of each head by their sum: x / (sum(x) + eps), in at least float32."""
 
     eps: float = argument(1e-4, "added to the sum", ge=0)
     source = "queries and keys of linear attention (arXiv:2102.11174)"

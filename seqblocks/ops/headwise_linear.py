@@ -11,21 +11,21 @@ from seqblocks.types import Wire
 
 @primitive("headwise_linear")
 class HeadwiseLinear(Op):
-    """Block-diagonal map: the features are cut into blocks of `block`, each with its own matrix.
+    """Block-diagonal linear map: the features are split into blocks of width `block`, each with its own matrix.
 
-    Weight [G, O/G, I/G] with G = I / block; initialised small(block). With `shared` all blocks have one matrix,
-    [O/G, I/G], and one bias.
+    Weight [G, O/G, I/G] with G = I / block, initialised with small(block). With `shared`, all blocks share one matrix
+    [O/G, I/G] and one bias.
     """
 
     ports = (ANY,)
     block: int = argument(..., "width of a block; must divide the input width", ge=1)
     features: int | None = argument(None, "width of the output (default: that of the input)", ge=1)
-    bias: bool = argument(False, "whether a bias is added")
+    bias: bool = argument(False, "whether to add a bias")
     shared: bool = argument(False, "whether all blocks share one matrix and one bias")
     source = "xLSTM (arXiv:2405.04517), LinearHeadwiseExpand"
 
     def sizes(self, x: Wire) -> tuple[int, int, int]:
-        """G, O/G, I/G."""
+        """Return G, O/G, I/G."""
         groups = must_divide(self.block, x.features, "block", "the input width")
         out = must_divide(groups, self.features or x.features, "the number of blocks", "features", at="features")
         return groups, out, self.block

@@ -1,4 +1,4 @@
-"""Heads of unit length."""
+"""Normalisation of heads to unit length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from seqblocks.types import Facts, Wire
 
 @primitive("l2_norm")
 class L2Norm(Op):
-    """Division of each head's features by their length: x / sqrt(sum(x^2) + eps), taken in float32 at least."""
+    """Divide the features of each head by their norm: x / sqrt(sum(x^2) + eps), in at least float32."""
 
     independent = "heads"
     ports = (ANY,)

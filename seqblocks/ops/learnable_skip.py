@@ -1,4 +1,4 @@
-"""A skip with a learned weight for each feature, or each head."""
+"""Skip connection with a learned weight per feature or per head."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from seqblocks.types import Wire
 
 @primitive("learnable_skip")
 class LearnableSkip(Op):
-    """Add another wire, scaled by a learned weight per feature, or with `heads` per head: x + weight * with."""
+    """Add another wire, scaled by a learned weight per feature (or per head, with `heads`): x + weight * with."""
 
     independent = "heads"
     ports = (
-        Port("x", "the wire to add to", main=True, kinds=ANY.kinds, broadcast=True),
+        Port("x", "the first summand", main=True, kinds=ANY.kinds, broadcast=True),
         Port("with", "the wire to scale and add", kinds=ANY.kinds, broadcast=True),
     )
-    heads: int = argument(0, "heads with one weight each; must divide the width (0: one for each feature)", ge=0)
+    heads: int = argument(0, "heads with one weight each; must divide the width (0: one weight per feature)", ge=0)
     mixed = True
     source = "xLSTM (arXiv:2405.04517), mLSTM block; per head: D of Mamba-2 (arXiv:2405.21060)"
 

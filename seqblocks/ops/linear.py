@@ -12,11 +12,15 @@ from seqblocks.types import Wire
 class Affine(Op):
     """Base of the maps y = W x + b with weight [O, I] and bias [O]."""
 
-    ports = (Port("x", "the input; a list is joined along the features", main=True, joins=True, kinds=ANY.kinds),)
-    bias: bool = argument(True, "whether a bias is added")
+    ports = (
+        Port(
+            "x", "the input; a list of wires is concatenated along the features", main=True, joins=True, kinds=ANY.kinds
+        ),
+    )
+    bias: bool = argument(True, "whether to add a bias")
 
     def width(self) -> int:
-        """O."""
+        """Return the output width O."""
         raise AssertionError
 
     def weight_init(self, x: Wire) -> Init:
@@ -46,7 +50,9 @@ class Affine(Op):
         from seqblocks.kernels.dispatch import saves_launches
 
         bias = p.get("bias")
-        if bias is not None and x.dim() == 3 and saves_launches(x):  # of a slice torch would add the bias by itself
+        if (
+            bias is not None and x.dim() == 3 and saves_launches(x)
+        ):  # for a slice, torch would add the bias in a separate operation
             return linear(x.flatten(0, 1), p["weight"], bias).unflatten(0, x.shape[:2])
         return linear(x, p["weight"], bias)
 
@@ -61,7 +67,7 @@ class Linear(Affine):
         return self.features
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:
-        """By rows of the weight, whose outputs are parts, or by columns, whose outputs are summands."""
+        """Split the weight by rows (outputs are parts of the features) or by columns (outputs are summands)."""
         rows = Split(self.model_copy(update={"features": self.features // ranks}), cuts={"weight": 0, "bias": 0})
         columns = Split(self, ("x",), {"weight": 1}, sums=True, added=("bias",))
         return [columns] if self.features % ranks else [columns, rows]

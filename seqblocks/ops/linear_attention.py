@@ -1,4 +1,4 @@
-"""Linear attention and delta rules.   H heads of queries and keys, HV of values, K and V their widths."""
+"""Linear attention and delta rules.   H query and key heads, HV value heads, K and V their widths."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ OF_RULES: dict[str, tuple[str, ...]] = {"add": (), "delta": ("beta",), "dplr": (
 
 
 def _grows(what: str, port: str, expected: str, wire: Wire, hint: str) -> Fault:
-    message = f"{what}: the state may grow from token to token"
+    message = f"{what}: the state may grow without bound"
     return Fault("W904", message, at=port, expected=expected, found=str(wire.facts), hint=hint)
 
 
 @primitive("linear_attention")
 class LinearAttention(Op):
-    """Matrix memory S [K, V] per head of values, written by keys and read by queries: o = scale q^T S.
+    """Linear attention: a matrix memory S [K, V] per value head, written by keys and read by queries: o = scale q^T S.
 
     add: S = e^g S + k v^T. delta: S = e^g S + beta k (v - (e^g S)^T k)^T, for keys of length 1 and beta of 0 to 2.
     dplr: S = (Diag(e^g) + b a^T) S + k v^T. The wire `decay` is the log decay g, at most 0: [batch, seq, HV] has one
-    per head, [batch, seq, HV * K] one per key feature; without it nothing decays. Value head j uses key head
-    j * H // HV. With `writes` W a token decays once, and is then corrected W times: k, v and beta are W times as wide,
-    those of the first correction first.
-    State per sequence: S [HV, K, V] float32, with `normalize` [HV, K, V + 1].
+    per head, [batch, seq, HV * K] one per key feature; without it, nothing decays. Value head j uses key head
+    j * H // HV. With `writes` W, the state decays once per token and is then corrected W times: k, v and beta are W
+    times as wide, in the order of the corrections. State per sequence: S [HV, K, V] float32, or [HV, K, V + 1] with
+    `normalize`.
     """
 
     ports = (
@@ -38,22 +38,22 @@ class LinearAttention(Op):
         Port("v", "values, W * HV * V wide"),
         Port("decay", "log decay, HV or HV * K wide", optional=True),
         Port("beta", "rule delta: strength of the correction, W * HV wide", optional=True),
-        Port("a", "rule dplr: reads the state before the decay, HV * K wide", optional=True),
-        Port("b", "rule dplr: writes the result of `a`, HV * K wide", optional=True),
+        Port("a", "rule dplr: vector a that reads the state before the decay, HV * K wide", optional=True),
+        Port("b", "rule dplr: vector b that writes the result, HV * K wide", optional=True),
     )
     reads = "past"
     reversible = True
     summary_cost = 0.4
     heads: int = argument(..., "heads of queries and keys, H; must divide their width", ge=1)
     value_heads: int = argument(0, "heads of values, HV; a multiple of heads (0: as many as heads)", ge=0)
-    rule: Rule = argument("add", "how the state is written")
+    rule: Rule = argument("add", "update rule of the state")
     writes: int = argument(1, "rule delta: corrections per token, W", ge=1)
     fixed_decay: Literal["none", "retention"] = argument(
-        "none", "a decay without a wire; retention: ln(1 - 2^(-5 - h)) for head h"
+        "none", "a constant decay instead of a wire; retention: ln(1 - 2^(-5 - h)) for head h"
     )
-    qk_norm: Literal["none", "l2"] = argument("none", "l2: queries and keys are divided by their length")
+    qk_norm: Literal["none", "l2"] = argument("none", "l2: normalise queries and keys to length 1")
     scale: float = argument(0.0, "factor of the scores (0: 1 / sqrt(K))", ge=0)
-    bonus: bool = argument(False, "rule add: read before the write, with a weight u [H, K] for the current token")
+    bonus: bool = argument(False, "rule add: read before the write; weight the current token by u [H, K]")
     normalize: bool = argument(False, "rule add: divide by the sum of the scores")
     mixed = True
     source = (
@@ -63,7 +63,7 @@ class LinearAttention(Op):
 
     @property
     def of_values(self) -> int:
-        """Heads of values."""
+        """Return the number of value heads."""
         return self.value_heads or self.heads
 
     def shape(self, q: Wire, k: Wire, v: Wire, *others: Wire | None) -> Wire:
@@ -78,7 +78,7 @@ class LinearAttention(Op):
         decay = wires["decay"]
         if decay and decay.features not in (self.of_values, self.of_values * width):
             expected = f"{self.of_values} (one per head) or {self.of_values * width} (one per key feature)"
-            raise Fault("E402", "decay has another width", at="decay", expected=expected, found=f"{decay.features}")
+            raise Fault("E402", "decay has the wrong width", at="decay", expected=expected, found=f"{decay.features}")
         if beta := wires["beta"]:
             must_match("beta", beta, self.writes * self.of_values, f"one for each head of values{times}")
         for name in ("a", "b"):
@@ -94,39 +94,39 @@ class LinearAttention(Op):
         return [each._replace(op=each.op.model_copy(update={"value_heads": values})) for each in found]
 
     def check_ports(self, wires: dict[str, Wire | None]) -> None:
-        """Fault unless the rule has its wires, and no other's."""
+        """Raise Fault unless the rule has exactly the wires and options that it takes."""
         needed = OF_RULES[self.rule]
         for name in ("beta", "a", "b"):
             if wires[name] and name not in needed:
                 rule = next(rule for rule, names in OF_RULES.items() if name in names)
-                raise Fault("E411", f"the rule {self.rule} does not read `{name}`", at=name, hint=f"rule: {rule}")
+                raise Fault("E411", f"rule {self.rule} does not take `{name}`", at=name, hint=f"rule: {rule}")
             if name in needed and not wires[name]:
                 hint = f"{name}: the wire to read"
-                raise Fault("E411", f"the rule {self.rule} needs its input '{name}'", at="rule", hint=hint)
+                raise Fault("E411", f"rule {self.rule} needs the input '{name}'", at="rule", hint=hint)
         if wires["decay"] and self.fixed_decay != "none":
-            raise Fault("E210", "the decay is given twice: by a wire and by `fixed_decay`", at="fixed_decay")
+            raise Fault("E210", "the decay is set twice: by a wire and by `fixed_decay`", at="fixed_decay")
         if self.rule != "add" and (self.bonus or self.normalize):
             key = "bonus" if self.bonus else "normalize"
-            raise Fault("E209", f"{key} is for the rule add", at=key, found=f"rule: {self.rule}")
+            raise Fault("E209", f"{key} requires rule: add", at=key, found=f"rule: {self.rule}")
         if self.rule != "delta" and self.writes > 1:
-            raise Fault("E209", "writes is for the rule delta", at="writes", found=f"rule: {self.rule}")
+            raise Fault("E209", "writes requires rule: delta", at="writes", found=f"rule: {self.rule}")
         if self.bonus and self.normalize:
-            raise Fault("E209", "bonus and normalize do not go together", at="normalize", hint="leave one of them out")
+            raise Fault("E209", "bonus and normalize cannot be combined", at="normalize", hint="remove one of them")
 
     def warns(
         self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, beta: Wire | None = None, *others: Any
     ) -> Iterator[Fault]:
-        """Warn of a state that may grow without bound."""
+        """Warn if the state may grow without bound."""
         if decay and decay.facts.high > 0:
-            hint = "end its steps with log_decay, for instance `- log_decay: softplus`"
-            yield _grows("`decay` is a log decay, and may be above 0", "decay", "at most 0", decay, hint)
+            hint = "compute it with log_decay, for instance `- log_decay: softplus`"
+            yield _grows("`decay` is a log decay but may be above 0", "decay", "at most 0", decay, hint)
         if beta and not (beta.facts.low >= 0 and beta.facts.high <= 2):
-            hint = "end its steps with `- sigmoid`, for negative eigenvalues then `- scale: 2`"
+            hint = "end its steps with `- sigmoid`, followed by `- scale: 2` for negative eigenvalues"
             yield _grows("`beta` may be outside 0 to 2", "beta", "0 to 1, or 0 to 2", beta, hint)
         keys = self.heads * self.writes
         if self.rule == "delta" and self.qk_norm == "none" and k.facts.unit != keys:
             hint = f"`qk_norm: l2`, or end the steps of k with `- l2_norm: {{heads: {keys}}}`"
-            message = "the keys of the rule delta may be longer than 1: the state may grow from token to token"
+            message = "the keys of rule delta may be longer than 1: the state may grow without bound"
             yield Fault("W904", message, at="k", expected=f"{keys} heads of length 1", hint=hint)
 
     def parameters(self, q: Wire, *others: Any) -> dict[str, Parameter]:
@@ -139,7 +139,7 @@ class LinearAttention(Op):
         return {"S": State((self.of_values, q.features // self.heads, columns))}
 
     def macs(self, q: Wire, k: Wire, v: Wire, decay: Wire | None = None, *others: Any) -> int:
-        """Of the recurrence: decay, correction, write and read of S."""
+        """Count those of the recurrence: decay, correction, write and read of S."""
         decays = decay is not None or self.fixed_decay != "none"
         products = {"add": 2, "delta": 1 + 2 * self.writes, "dplr": 4}[self.rule] + decays
         return products * (q.features // self.heads) * v.features // self.writes
@@ -163,7 +163,7 @@ class LinearAttention(Op):
         return decay
 
     def transition(self, p: Any, call: Any, q: Any, k: Any, v: Any, decay: Any = None, *others: Any) -> Any:
-        """For the rule add: the others multiply the state by a matrix of K x K, which takes as long as the tokens."""
+        """Return it for rule add only. The other rules multiply the state by K x K matrices, as slow as the tokens."""
         import torch
 
         from seqblocks.kernels.summaries import of_linear_attention
@@ -203,7 +203,7 @@ class LinearAttention(Op):
 
         from seqblocks.kernels.linear_attention.step import prepare
 
-        if self.writes > 1:  # a token of several corrections is a short sequence
+        if self.writes > 1:  # a token with several corrections is computed as a short sequence
             return None
 
         def prepared(dtype: Any) -> Any:
@@ -214,7 +214,7 @@ class LinearAttention(Op):
         return by_dtype[torch.float32] if self.fixed_decay == "none" else lambda S, *x: by_dtype[S.dtype](S, *x)
 
     def retention(self, like: Any) -> Any:
-        """The log decay of each head of values, in float32 at least: in 16 bits slow decays would lose their digits."""
+        """Return the log decay of each value head, in at least float32, as slow decays lose precision in 16 bits."""
         import torch
 
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -222,7 +222,7 @@ class LinearAttention(Op):
         return torch.tensor(decays, dtype=dtype, device=like.device)
 
     def normed(self, x: Any) -> Any:
-        """Queries or keys [B, S, H, K], divided by their length if that is wanted, in float32 at least."""
+        """Return queries or keys [B, S, H, K], normalised to length 1 if `qk_norm` is set, in at least float32."""
         import torch
 
         if self.qk_norm == "none":
@@ -234,9 +234,9 @@ class LinearAttention(Op):
 def spread(
     writes: int, q: Any, k: Any, v: Any, decay: Any, beta: Any, resets: Any, reverse: bool
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return a token's corrections as tokens: the first one decays and is reset, the last one reads.
+    """Expand the corrections of each token into tokens: the first one applies decay and resets, the last one reads.
 
-    k, v and beta have the corrections of a token along their heads. In reverse order the last one is the first.
+    k, v and beta hold the corrections of a token along their heads. In reverse order, the last one comes first.
     """
     import torch
 

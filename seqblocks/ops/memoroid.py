@@ -12,18 +12,20 @@ from seqblocks.types import Wire
 
 @primitive("mlstm_memoroid")
 class MLSTMMemoroid(MLSTM):
-    """The mLSTM by an associative scan: parallel over the sequence, a state [H, DK, DV] per token in memory.
+    """mLSTM computed by an associative scan, which stores a state [H, DK, DV] per token.
 
-    Ports and state as `mlstm`. A reset clears the state completely. For training on long sequences use
+    Ports and state are those of `mlstm`. A reset clears the state completely. For training on long sequences use
     `mlstm`. `unit_floor` is the read-out of early memorax releases: it floors the normaliser at 1
     on the stabilised state and scales both q and k, so that its result depends on the stabiliser.
     """
 
-    input_gate: Literal["exp"] = argument("exp", "the input gate's nonlinearity")
-    normalize: bool = argument(True, "whether h is divided by the normaliser: always, because the gate is exponential")
+    input_gate: Literal["exp"] = argument("exp", "activation of the input gate")
+    normalize: bool = argument(
+        True, "whether to divide h by the normaliser; always true, because the input gate is exponential"
+    )
     sigmoid = False
     summary_cost = 0.0
-    readout: Literal["paper", "unit_floor"] = argument("paper", "how the state is read")
+    readout: Literal["paper", "unit_floor"] = argument("paper", "read-out of the state")
     source = "Revisiting recurrent RL with memory monoids (arXiv:2402.09900); xLSTM (arXiv:2405.04517)"
 
     def state(self, q: Wire, k: Wire, v: Wire, i: Wire, f: Wire) -> dict[str, State]:
@@ -36,7 +38,7 @@ class MLSTMMemoroid(MLSTM):
         return None
 
     def transition(self, *given: Any) -> Any:
-        return None  # the read-outs scale what the state holds in their own ways
+        return None  # the read-outs scale the contents of the state differently
 
     def forward(self, p: Any, call: Any, q: Any, k: Any, v: Any, i: Any, f: Any) -> Any:
         from seqblocks.kernels import mlstm_memoroid

@@ -1,4 +1,4 @@
-"""Feed-forward networks on each token.   D features, F hidden."""
+"""Feed-forward networks, applied to each token.   D features, F hidden."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SwiGLU(Op):
 
     ports = (ANY,)
     hidden: int = argument(..., "hidden width, F", ge=1)
-    bias: bool = argument(False, "whether the three maps have biases")
+    bias: bool = argument(False, "whether to add biases to the three maps")
     source = "Shazeer 2020 (arXiv:2002.05202)"
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
@@ -26,7 +26,7 @@ class SwiGLU(Op):
         return out
 
     def splits(self, ranks: int, x: Wire) -> list[Split]:
-        """By hidden features."""
+        """Split by hidden features."""
         if self.hidden % ranks:
             return []
         cuts = {"gate_weight": 0, "up_weight": 0, "gate_bias": 0, "up_bias": 0, "down_weight": 1}
@@ -43,7 +43,9 @@ class SwiGLU(Op):
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu
-        if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():  # a compiler would copy at each token
+        if (
+            gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling()
+        ):  # a compiled step would copy them at each token
             to_hidden, hidden = prepare_joined([gate, up]), (self.hidden, self.hidden)
 
             def joined(x: Any) -> Any:

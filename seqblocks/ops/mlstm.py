@@ -1,4 +1,4 @@
-"""The mLSTM cell: a matrix memory with exponential input gate.   H heads, DK/DV head widths of q, k / v."""
+"""The mLSTM cell: a matrix memory with an exponential input gate.   H heads, DK/DV head widths of q, k / v."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from seqblocks.types import Wire
 
 @primitive("mlstm")
 class MLSTM(Op):
-    """Matrix memory C = sum of gated v k^T, read by q and normalised; one input and one forget gate per head.
+    """mLSTM: a matrix memory C, the gated sum of v k^T, read by q and normalised; input and forget gates per head.
 
-    q, k are [batch, seq, H * DK], v is [batch, seq, H * DV], i and f are [batch, seq, H] before their gates;
+    q, k are [batch, seq, H * DK], v is [batch, seq, H * DV], i and f are the gate pre-activations [batch, seq, H];
     1/sqrt(DK) is applied inside. State per sequence: C [H, DK, DV], n [H, DK] and the stabiliser m [H], float32.
     """
 
@@ -30,8 +30,8 @@ class MLSTM(Op):
     reversible = True
     summary_cost = 0.15
     heads: int = argument(..., "number of heads; must divide the widths of q and v", ge=1)
-    input_gate: Literal["exp", "sigmoid"] = argument("exp", "the input gate's nonlinearity")
-    normalize: bool = argument(True, "whether h is divided by the normaliser; optional for a sigmoid gate only")
+    input_gate: Literal["exp", "sigmoid"] = argument("exp", "activation of the input gate")
+    normalize: bool = argument(True, "whether to divide h by the normaliser; can be disabled only for a sigmoid gate")
     eps: float = argument(1e-6, "added to the normaliser", ge=0)
     sigmoid: ClassVar[bool] = True  # whether the input gate may be a sigmoid
     source = "xLSTM (arXiv:2405.04517), eq. 19-27"

@@ -1,4 +1,4 @@
-"""Normalisation of the features of each token: what the norms share, and layer normalisation."""
+"""Normalisation of the features of each token: the base of the norms, and layer normalisation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ Gain = Literal["plain", "one_plus", "none"]
 
 
 class Norm(Op):
-    """Base: a gain and a bias per feature. Neither is customarily decayed."""
+    """Base of the norms: a gain and a bias per feature, both without weight decay."""
 
     ports: ClassVar[tuple[Port, ...]] = (ANY,)
     gain: Gain = argument(
-        "plain", "plain: the gain is the weight, from 1; one_plus: it is 1 + weight, from 0; none: no gain"
+        "plain",
+        "plain: the gain is the weight, initialised to 1; one_plus: 1 + weight, initialised to 0; none: no gain",
     )
-    bias: bool = argument(True, "whether a bias is added")
+    bias: bool = argument(True, "whether to add a bias")
     eps: float = argument(1e-5, "added to the variance", gt=0)
 
     def gain_width(self, x: Wire) -> int:
-        """How many numbers the gain and the bias have."""
+        """Return the width of the gain and the bias."""
         return x.features
 
     def parameters(self, x: Wire) -> dict[str, Parameter]:
@@ -44,11 +45,11 @@ class Norm(Op):
 
     @property
     def adds_before(self) -> bool:
-        """Whether `of_sum` computes it."""
+        """Return whether `of_sum` can compute it."""
         return False
 
     def of_sum(self, p: Any, x: Any, added: Any) -> Any:
-        """Return the norm of x + added, and that sum: by one kernel, where `adds_before`. added may be None."""
+        """Return the norm of x + added, and that sum, by one kernel. Requires `adds_before`; added may be None."""
         raise NotImplementedError
 
     def macs(self, x: Wire) -> int:

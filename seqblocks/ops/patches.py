@@ -1,4 +1,4 @@
-"""Images as tokens: patches, class tokens.   D features, P patch."""
+"""Convert images to tokens: patches, class tokens.   D features, P patch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from seqblocks.types import Wire
 
 @primitive("patch_embed")
 class PatchEmbed(Op):
-    """Cut an image [batch, C, height, width] into P x P patches and map each to D features, row by row.
+    """Split an image [batch, C, height, width] into P x P patches and project each to D features, row by row.
 
-    Weight [D, C, P, P], Glorot-uniform as one matrix; bias 0.
+    Weight [D, C, P, P], Glorot-uniform as a matrix; bias 0.
     """
 
     ports = (Port("x", "the image", main=True, kinds=("image",)),)
     patch: int = argument(..., "height and width of a patch, P", ge=1)
     features: int = argument(..., "width of a token, D", ge=1)
     stride: int | None = argument(None, "distance between patches (default: P, no overlap)", ge=1)
-    bias: bool = argument(True, "whether a bias is added")
+    bias: bool = argument(True, "whether to add a bias")
     source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+        """Return the rows and columns of tokens."""
         step = self.stride or self.patch
         return (height - self.patch) // step + 1, (width - self.patch) // step + 1
 
@@ -79,7 +79,7 @@ class PatchEmbed(Op):
 
 @primitive("class_token")
 class ClassToken(Op):
-    """Insert a learned token first, in the middle or last. The result has no grid. Resets are an error."""
+    """Insert a learned token at the beginning, middle or end. The result has no grid. Resets are an error."""
 
     reads = "all"
     position: Literal["first", "middle", "last"] = argument("first", "where the token is inserted")

@@ -1,4 +1,4 @@
-"""Rotations by angles that the tokens choose.   D angles, H heads."""
+"""Rotations by data-dependent angles.   D angles, H heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from seqblocks.types import Facts, Wire
 
 @primitive("phase")
 class Phase(Op):
-    """Running sums of angles, from 0 to 2 pi; sums are float64. State per sequence: the sums so far [D], float32."""
+    """Cumulative sums of angles modulo 2 pi, computed in float64. State per sequence: the sums so far [D], float32."""
 
     independent = "features"
-    ports = (X._replace(about="what each token adds"),)
+    ports = (X._replace(about="the angle added by each token"),)
     reads = "past"
     reversible = True
     source = "Mamba-3 (ICLR 2026)"
@@ -45,7 +45,7 @@ class Phase(Op):
 
 @primitive("rotate")
 class Rotate(Op):
-    """Rotate pairs of each head's features, 2j and 2j + 1, by angles. Features without an angle stay as they are."""
+    """Rotate pairs of features 2j and 2j + 1 of each head by angles; features without an angle stay unchanged."""
 
     independent = "heads"
     ports = (X, Port("by", "the angles, the same number for each head"))
@@ -57,11 +57,17 @@ class Rotate(Op):
         angles = must_divide(self.heads, by.features, "heads", "the number of angles", at="by")
         if 2 * angles > width:
             expected = f"at most {width // 2 * self.heads}, one for each pair of {width} features"
-            raise Fault("E402", "there are more angles than pairs", at="by", expected=expected, found=str(by.features))
+            raise Fault(
+                "E402",
+                "there are more angles than pairs of features",
+                at="by",
+                expected=expected,
+                found=str(by.features),
+            )
         return x
 
     def facts(self, x: Wire, by: Wire) -> Facts:
-        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation keeps lengths
+        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation preserves lengths
 
     def macs(self, x: Wire, by: Wire) -> int:
         return 4 * by.features

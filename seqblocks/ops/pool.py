@@ -1,4 +1,4 @@
-"""From a sequence to one vector, or back to an image."""
+"""Pool a sequence to one vector, or turn tokens back into an image."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Mode = Literal["mean", "max", "first", "cls", "middle", "last", "bilateral_mean"
 
 @primitive("pool")
 class Pool(Op):
-    """Reduce the sequence to one vector.
+    """Pool the whole sequence to one vector.
 
-    mean of all tokens; max of each feature (after a linear head, as in Vision Mamba, of each class); first (cls: a
-    class token in that place), middle or last token; bilateral_mean and bilateral_concat of the first and the last.
-    With resets, `last` is the last token of the last sequence, and the other modes are an error.
+    mean: mean of all tokens. max: maximum of each feature (or, after a linear head as in Vision Mamba, of each class).
+    first, middle, last: that token; cls: the class token at the beginning. bilateral_mean, bilateral_concat: of the
+    first and the last token. With resets, `last` is the last token of the last sequence; other modes are an error.
     """
 
-    mode: Mode = argument("mean", "how the tokens become one")
+    mode: Mode = argument("mean", "pooling mode")
     source = "bilateral: Vision-LSTM (arXiv:2406.04303)"
 
     def shape(self, x: Wire) -> Wire:
@@ -31,7 +31,7 @@ class Pool(Op):
         return x.facts.range
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return None if self.mode == "last" else f"its mode {self.mode} reads the whole sequence"
+        return None if self.mode == "last" else f"mode {self.mode} reads the whole sequence"
 
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
@@ -40,7 +40,7 @@ class Pool(Op):
         import torch
 
         if x.shape[1] == 0:
-            raise RunError("pool needs a sequence of at least one token, and this one is empty")
+            raise RunError("pool needs at least one token, but the sequence is empty")
         match self.mode:
             case "mean":
                 return x.mean(1)
@@ -60,7 +60,7 @@ class Pool(Op):
 
 @primitive("to_image")
 class ToImage(Op):
-    """The tokens of an image as feature maps [batch, features, rows, columns]."""
+    """Convert the tokens of an image to feature maps [batch, features, rows, columns]."""
 
     reads = "all"
 

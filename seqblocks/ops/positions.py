@@ -1,4 +1,4 @@
-"""Positions: learned for each place, as sinusoids, or as rotations.   D features."""
+"""Position encodings: learned, sinusoidal, or rotary.   D features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqblocks.types import Facts, Wire
 
 
 def position_after(x: Any, call: Any) -> Any:
-    """Return what tokens x make of the position of the first of them, as `Op.transition` does."""
+    """Return the position after tokens x, for `Op.transition`."""
     from seqblocks.kernels.positions import running_positions
 
     def move(state: Any) -> Any:
@@ -24,13 +24,15 @@ def position_after(x: Any, call: Any) -> Any:
 class PositionEmbed(Op):
     """Add a learned vector per position: [1, rows, columns, D] for an image's tokens, [1, length, D] otherwise.
 
-    For an image of another size the grid is interpolated (bicubic), also where `rows` and `columns` are given.
+    For images of another size the grid is interpolated (bicubic), including grids set by `rows` and `columns`.
     """
 
     reads = "past"  # the number of tokens before a token
-    length: int | None = argument(None, "number of positions, if the length of the input is unknown", ge=1)
-    rows: int | None = argument(None, "rows of positions over an image (default: those of the tokens)", ge=1)
-    columns: int | None = argument(None, "columns of positions over an image (default: those of the tokens)", ge=1)
+    length: int | None = argument(None, "number of positions, if the length of the input is not fixed", ge=1)
+    rows: int | None = argument(None, "rows of the position grid of an image (default: those of the tokens)", ge=1)
+    columns: int | None = argument(
+        None, "columns of the position grid of an image (default: those of the tokens)", ge=1
+    )
     source = "Dosovitskiy et al. 2021 (arXiv:2010.11929)"
 
     def positions(self, x: Wire) -> tuple[int, ...]:
@@ -38,7 +40,7 @@ class PositionEmbed(Op):
             return (self.rows or x.grid[0], self.columns or x.grid[1])
         if self.rows or self.columns:
             found = f"{x} without rows and columns" if x.grid is None else f"length {self.length} as well"
-            raise Fault("E407", "rows and columns of positions are for the tokens of an image", found=found)
+            raise Fault("E407", "rows and columns require the tokens of an image", found=found)
         length = self.length or x.length
         if not isinstance(length, int):
             hint = "length: 2048, here or in the model's input"
@@ -62,7 +64,7 @@ class PositionEmbed(Op):
         return len(self.positions(x)) == 2
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return "it has a place for each row and column of an image" if len(self.positions(x)) == 2 else None
+        return "it has a position for each row and column of an image" if len(self.positions(x)) == 2 else None
 
     def ignores_resets(self, x: Wire) -> str | None:
         return self.cannot_stream(x)
@@ -89,14 +91,14 @@ class PositionEmbed(Op):
         if before is None and x.shape[1] > count and call.resets is None:
             raise RunError(f"position {count} is past the {count} of position_embed")
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        # Only on a CPU: elsewhere this would wait for the device, which checks the index itself.
+        # Only on a CPU: on other devices this would synchronise, and they check the index themselves.
         if x.device.type == "cpu" and not call.compiling and index.numel() and int(index.max()) >= count:
             raise RunError(f"position {int(index.max())} is past the {count} of position_embed")
         return x + weight[0][index], {"position": after}
 
 
 def resized_grid(weight: Any, grid: tuple[int, int]) -> Any:
-    """Return positions [1, rows, columns, features] of an image, interpolated (bicubic) to another grid."""
+    """Interpolate positions [1, rows, columns, features] of an image to another grid (bicubic)."""
     import torch
     from einops import rearrange
     from torch.nn.functional import interpolate
@@ -114,19 +116,19 @@ class Sinusoids(Op):
     """Add sines and cosines of the position in the sequence, with wavelengths from 2 pi to 2 pi base.
 
     interleaved: features 2 j and 2 j + 1 get the sine and cosine of position / base^(2 j / D). halves: features j and
-    j + D / 2 get those of position / base^(j / (D / 2 - 1)), as in tensor2tensor and Whisper. Positions count from the
-    last reset. State: the position of the next token, int64.
+    j + D / 2 get those of position / base^(j / (D / 2 - 1)), as in tensor2tensor and Whisper. Positions restart at a
+    reset. State: the position of the next token, int64.
     """
 
     reads = "past"  # the number of tokens before a token
-    layout: Literal["interleaved", "halves"] = argument("interleaved", "where the sines and the cosines are")
+    layout: Literal["interleaved", "halves"] = argument("interleaved", "arrangement of the sines and cosines")
     base: float = argument(10000.0, "base of the wavelengths", ge=1)
     source = "Vaswani et al. 2017 (arXiv:1706.03762)"
 
     def shape(self, x: Wire) -> Wire:
         if x.features % 2 or (x.features == 2 and self.layout == "halves"):
             expected = f"an even width of at least {4 if self.layout == 'halves' else 2}"
-            raise Fault("E401", "sinusoids come in pairs of features", expected=expected, found=str(x.features))
+            raise Fault("E401", "sinusoids need pairs of features", expected=expected, found=str(x.features))
         return x
 
     def facts(self, x: Wire) -> Facts:
@@ -155,30 +157,30 @@ class Sinusoids(Op):
 
 @primitive("rotary")
 class Rotary(Op):
-    """Rotate pairs of each head's features by an angle that grows with the position in the sequence.
+    """Rotary position encoding: rotate pairs of features of each head by angles proportional to the position.
 
-    Of D features that rotate in a head, features j and j + D / 2 rotate by position / base^(2 j / D). Positions count
-    from the last reset. State: the position of the next token, int64. `attention` has `rotary:` for its own q and k.
+    Of the first D features of a head, features j and j + D / 2 are rotated by position / base^(2 j / D). Positions
+    restart at a reset. State: the position of the next token, int64. `attention` has `rotary:` for its q and k.
     """
 
     independent = "heads"
     reads = "past"  # the number of tokens before a token
     heads: int = argument(..., "number of heads; must divide the width into an even number of features", ge=1)
     base: float = argument(10000.0, "base of the wavelengths", ge=1)
-    features: int | None = argument(None, "how many features of each head rotate, the first ones (default: all)", ge=2)
+    features: int | None = argument(None, "number of leading features of each head to rotate, D (default: all)", ge=2)
     source = "RoFormer (arXiv:2104.09864); a part of the features as in GPT-NeoX (arXiv:2204.06745)"
 
     def shape(self, x: Wire) -> Wire:
         width = must_divide(self.heads, x.features, "heads", "the width")
         if self.features is None and width % 2:
-            raise Fault("E401", f"rotary positions turn pairs of features, and a head has {width}", at="heads")
+            raise Fault("E401", f"rotary positions rotate pairs of features, but a head has {width}", at="heads")
         if self.features and (self.features % 2 or self.features > width):
-            message, expected = "rotary positions turn pairs of features", f"an even number up to {width} (a head)"
+            message, expected = "rotary positions rotate pairs of features", f"an even number up to {width} (a head)"
             raise Fault("E401", message, at="features", expected=expected, found=str(self.features))
         return x
 
     def facts(self, x: Wire) -> Facts:
-        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation keeps lengths
+        return Facts(unit=x.facts.unit if x.facts.unit == self.heads else 0)  # a rotation preserves lengths
 
     def state(self, x: Wire) -> dict[str, State]:
         return {"position": State((), "int64")}
@@ -215,7 +217,7 @@ class Rotary(Op):
 
         before = call.state["position"] if call.state else None
         index, after = running_positions(x.shape[0], x.shape[1], before, call.resets, x.device)
-        index = index[:1] if before is None and call.resets is None else index  # one row of angles serves the batch
+        index = index[:1] if before is None and call.resets is None else index  # one row of angles for the whole batch
         heads = x.unflatten(-1, (self.heads, -1))
         turned = rotary(heads[..., : self.features], index, self.base)
         if self.features:

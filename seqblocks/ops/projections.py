@@ -1,4 +1,4 @@
-"""Projections into a block's inner width, and back."""
+"""Projections to the inner width of a block, and back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from seqblocks.types import Wire
 
 @primitive("proj_up")
 class ProjUp(Linear):
-    """Projection into a block's inner width. Weight small(I), bias 0.
+    """Projection to the inner width of a block. Weight small(I), bias 0.
 
-    Usually split: `as: [u, z]` gives two equal halves.
+    Its output is usually split: `as: [u, z]` gives two equal halves.
     """
 
-    bias: bool = argument(False, "whether a bias is added")
+    bias: bool = argument(False, "whether to add a bias")
     source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
 
     def weight_init(self, x: Wire) -> Init:
@@ -29,8 +29,10 @@ class ProjUp(Linear):
 class ProjDown(Linear):
     """Projection back to the model's width. Weight wang(O, blocks), bias 0."""
 
-    bias: bool = argument(False, "whether a bias is added")
-    blocks: int = argument(1, "residual branches of the model: the more, the smaller the initial weights", ge=1)
+    bias: bool = argument(False, "whether to add a bias")
+    blocks: int = argument(
+        1, "number of residual branches of the model; initial weights are proportional to its inverse", ge=1
+    )
     source = "xLSTM (arXiv:2405.04517), pre-up-projection block"
 
     def weight_init(self, x: Wire) -> Init:

@@ -1,4 +1,4 @@
-"""Fewer tokens, and more again."""
+"""Downsample and upsample tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from seqblocks.types import Facts, Wire
 
 
 def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
-    """Return the wire with one token for `factor`, the value of the argument `at`. Raises Fault (E401)."""
+    """Return the wire with `factor` tokens merged into one; `at` names the argument. Raises Fault (E401)."""
     if isinstance(x.length, int) and x.length % factor:
         near = max(x.length // factor, 1) * factor
         hint = f"lengths that work: {near}, {near + factor}"
@@ -19,11 +19,11 @@ def merged_tokens(x: Wire, factor: int, at: str) -> Wire:
 
 
 def split_tokens(x: Wire, factor: int, at: str, verb: str) -> Wire:
-    """Return the wire with `factor` tokens for one. Raises Fault (E401) where these are more than the input had."""
+    """Return the wire with each token split into `factor`. Raises Fault (E401) for more tokens than the input had."""
     if x.rate % factor:
-        merged = f"the tokens here were made one from {x.rate}"
+        merged = f"each token here was merged from {x.rate}"
         hint = merged if x.rate > 1 else "downsample comes first"
-        raise Fault("E401", f"{verb} by {factor} makes more tokens than there were", at=at, hint=hint)
+        raise Fault("E401", f"{verb} by {factor} produces more tokens than the input had", at=at, hint=hint)
     return x.at_rate(x.rate // factor)
 
 
@@ -34,26 +34,26 @@ def check_tokens(x: Any, factor: int, verb: str) -> None:
 
 
 class _Rate(Op):
-    """Base of both: no sequence starts in the middle of a window, and a stream continues by whole windows."""
+    """Base of both ops. No sequence may start in the middle of a window, and a stream advances by whole windows."""
 
-    factor: int = argument(..., "tokens per window, or repeats per token", ge=1, le=2**20)
+    factor: int = argument(..., "repeats per token, or tokens merged into one", ge=1, le=2**20)
     reads = "all"
 
     def facts(self, x: Wire) -> Facts:
         return x.facts.range
 
     def cannot_stream(self, x: Wire) -> str | None:
-        return None  # the model asks for frames that hold whole windows (`graph.frame_size`)
+        return None  # the model requires frames of whole windows (`graph.frame_size`)
 
     def ignores_resets(self, x: Wire) -> str | None:
-        return "a window of tokens may hold two sequences"
+        return "a window may span two sequences"
 
 
 @primitive("downsample")
 class Downsample(_Rate):
-    """Merge windows of `factor` tokens into one: their mean, or the last. Streams then take frames of whole windows."""
+    """Merge windows of `factor` tokens into one: their mean, or the last. A stream takes whole windows."""
 
-    method: Literal["mean", "last"] = argument("mean", "how a window becomes one token")
+    method: Literal["mean", "last"] = argument("mean", "how to merge a window")
 
     def shape(self, x: Wire) -> Wire:
         return merged_tokens(x, self.factor, "factor")
@@ -75,7 +75,7 @@ class Upsample(_Rate):
         return split_tokens(x, self.factor, "factor", self.verb)
 
     def looks_ahead(self, x: Wire) -> int:
-        return 0  # a copy is no earlier than the token that it copies
+        return 0  # copies come at or after the token that they copy
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return x.repeat_interleave(self.factor, 1)

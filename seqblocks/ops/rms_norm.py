@@ -13,20 +13,22 @@ from seqblocks.types import Wire
 
 @primitive("rms_norm")
 class RMSNorm(Norm):
-    """Division by the root mean square of the features: x / sqrt(mean(x^2) + eps) * gain + bias.
+    """Divide by the root mean square of the features: x / sqrt(mean(x^2) + eps) * gain + bias.
 
-    With z, gated: the norm of x * silu(z), or, with `gate: after`, the norm of x times silu(z). With groups, the mean
-    is taken over each group of neighbouring features; `shared` gives all groups one gain and bias. The mean is taken
-    in float32 at least.
+    With the gate z, it is the norm of x * silu(z), or with `gate: after` the norm of x, times silu(z). With groups, the
+    mean is over each group of consecutive features; with `shared`, all groups share one gain and bias. The mean is
+    computed in at least float32.
     """
 
     independent = "groups"
     ports = (ANY, Port("z", "a gate, as wide as x", optional=True, kinds=ANY.kinds, broadcast=True))
-    gate: Literal["before", "after"] = argument("before", "where the gate is applied: before or after the norm")
-    activation: ActivationName = argument("silu", "the gate's nonlinearity")
-    groups: int = argument(1, "groups of features with separate means; must divide the width", ge=1)
+    gate: Literal["before", "after"] = argument("before", "whether to apply the gate before or after the norm")
+    activation: ActivationName = argument("silu", "activation of the gate")
+    groups: int = argument(
+        1, "number of groups of features that are normalised separately; must divide the width", ge=1
+    )
     shared: bool = argument(False, "whether all groups share one gain and one bias, as wide as a group")
-    bias: bool = argument(False, "whether a bias is added")
+    bias: bool = argument(False, "whether to add a bias")
     eps: float = argument(1e-6, "added to the mean square", gt=0)
     source = "Zhang & Sennrich 2019 (arXiv:1910.07467); gated as in Mamba-2 (arXiv:2405.21060)"
 

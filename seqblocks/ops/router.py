@@ -10,13 +10,13 @@ from seqblocks.types import Wire
 
 
 class Router(Op):
-    """Linear map to a score per expert, without bias, in float32 at least. It is no verb: `experts` makes it."""
+    """Linear map to a score per expert, without bias, in at least float32. Created by `experts`; not a verb itself."""
 
     verb = "router"
     builtin = True
     ports = (ANY,)
     count: int = argument(..., "number of experts, C", ge=1)
-    corrected: bool = argument(False, "whether a number per expert is added when experts are chosen")
+    corrected: bool = argument(False, "whether to add a correction per expert when choosing experts")
 
     def shape(self, x: Wire) -> Wire:
         return x.with_features(self.count)

@@ -1,4 +1,4 @@
-"""Earlier tokens in place of the current one, as they are or mixed with it."""
+"""Shift tokens, or mix each token with an earlier one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from seqblocks.types import Facts, Wire
 
 
 class Past(NamedTuple):
-    """Tokens with those before them: what a window over the past reads."""
+    """Tokens together with the tokens before them, as read by a window over the past."""
 
     tokens: Any  # [B, by + S, D]: `by` earlier tokens, then x
-    index: Any  # [B, S]: how many of the tokens before each belong to its sequence, at most; None without resets
-    state: dict[str, Any]  # to go on from; empty if it is not wanted
+    index: Any  # [B, S]: limit on the preceding tokens that belong to the same sequence; None without resets
+    state: dict[str, Any]  # new state; empty if not requested
 
 
 def with_past(x: Any, by: int, call: Any) -> Past:
-    """Return x [B, S, D] after the `by` tokens before it, zeros where there are none.
+    """Prepend to x [B, S, D] the `by` tokens before it, or zeros at the start of a sequence.
 
     The state holds the last `by` tokens of the current sequence, oldest first, zeros before its first one.
     """
@@ -47,14 +47,14 @@ def moved_on(window: Any, x: Any) -> Any:
 
 
 def window_after(x: Any, by: int, call: Any) -> Any:
-    """Return what tokens x [B, S, D] make of the last `by` tokens before them, as `Op.transition` does."""
+    """Return the last `by` tokens after tokens x [B, S, D], as a function of the previous ones (`Op.transition`)."""
     latest = slice(max(x.shape[1] - by, 0), None)
     x, resets = x[:, latest], None if call.resets is None else call.resets[:, latest]
     return lambda state: with_past(x, by, replace(call, state=state, return_state=True, resets=resets)).state
 
 
 def lagged(past: Past, lag: int, by: int) -> Any:
-    """Return the tokens [B, S, D] that are `lag` places before each one, zeros where a sequence begins."""
+    """Return the tokens [B, S, D] that are `lag` positions earlier, or zeros at the start of a sequence."""
     import torch
 
     earlier = past.tokens[:, by - lag : past.tokens.shape[1] - lag]
@@ -62,13 +62,13 @@ def lagged(past: Past, lag: int, by: int) -> Any:
 
 
 def shifted(x: Any, by: int, call: Any) -> tuple[Any, dict[str, Any]]:
-    """Return x [B, S, D] `by` tokens later, zeros where a sequence begins, and the state to go on from."""
+    """Shift x [B, S, D] by `by` tokens, with zeros at the start of a sequence. Also return the new state."""
     past = with_past(x, by, call)
     return lagged(past, by, by), past.state
 
 
 class _Shifted(Op):
-    """Base of the verbs that read a token some places earlier."""
+    """Base of the verbs that read an earlier token."""
 
     independent = "features"
     reads = "past"
@@ -76,12 +76,12 @@ class _Shifted(Op):
 
 @primitive("shift")
 class Shift(_Shifted):
-    """Delay the input by `by` tokens, with zeros at the start of a sequence.
+    """Replace each token by the one `by` positions earlier, or by zeros at the start of a sequence.
 
     State: the last `by` inputs [by, D], oldest first.
     """
 
-    by: int = argument(..., "delay in tokens", ge=1, le=65536)
+    by: int = argument(..., "number of tokens to shift by", ge=1, le=65536)
 
     def facts(self, x: Wire) -> Facts:
         is_past_the_end = isinstance(x.length, int) and self.by >= x.length
@@ -102,15 +102,15 @@ class Shift(_Shifted):
 
 @primitive("token_shift")
 class TokenShift(_Shifted):
-    """A mix of each token with the one before it: x[t] + mix * (x[t - 1] - x[t]).
+    """Interpolate each token with the previous one: x[t] + mix * (x[t - 1] - x[t]).
 
-    The mix is a learned weight [D] per feature, or the wire `mix`. State: the last input [1, D].
+    `mix` is a wire, or a learned weight [D] per feature. State: the last input [1, D].
     """
 
     ports = (
         X,
         Port(
-            "mix", "the share of the previous token, as wide as x (default: a learned weight)", optional=True,
+            "mix", "weight of the previous token, as wide as x (default: a learned weight)", optional=True,
             kinds=("sequence", "vector"), broadcast=True,
         ),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sLSTM cell: scalar memories with exponential gates and recurrence within heads.   H heads, D head width."""
+"""The sLSTM cell: scalar memories with exponential gates, recurrent within each head.   H heads, D head width."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from seqblocks.types import Wire
 
 @primitive("slstm")
 class SLSTM(Op):
-    """Scalar memory per feature, whose gates also read the head's output at the previous token.
+    """sLSTM: a scalar memory per feature, whose gates also depend on the previous output of their head.
 
-    i, f, z, o are the gates before recurrence and bias, each [batch, seq, H * D]. It owns the recurrent matrices
-    [H, D, 4, D] (zero at first) and a bias per gate [H, D]; that of the forget gate falls from 5 to -7 over each head
-    (powerlaw). State per sequence: y, c, n and the stabiliser m, each [H, D], float32.
+    i, f, z, o are the gate pre-activations without recurrence and bias, each [batch, seq, H * D]. Parameters: the
+    recurrent matrices [H, D, 4, D] (initially zero) and a bias per gate [H, D]; that of the forget gate is initialised
+    from 5 to -7 over each head (powerlaw). State per sequence: y, c, n and the stabiliser m, each [H, D], float32.
     """
 
     independent = "heads"

@@ -1,4 +1,4 @@
-"""A smooth bound."""
+"""Smooth clipping."""
 
 from __future__ import annotations
 

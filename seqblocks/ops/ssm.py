@@ -1,4 +1,4 @@
-"""The selective state space: a diagonal state per channel, set by the token.   E channels, N states, G groups."""
+"""Selective state space: diagonal states with data-dependent parameters.   E channels, N states, G groups."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from seqblocks.types import Wire
 class SSM(Op):
     """Selective scan: h = exp(dt A) h + dt B x, y = C h + D x, then y * silu(z) if there is a gate.
 
-    x and dt are [batch, seq, E], B and C [batch, seq, G * N]; where B or C is left out, the step has a constant
-    parameter [E, N]. A = -exp(A_log), A_log [E, N] from log(1..N); D [E] from 1. State per sequence: h [E, N], float32.
+    x and dt are [batch, seq, E], B and C [batch, seq, G * N]; if B or C is omitted, it is a parameter [E, N].
+    A = -exp(A_log), A_log [E, N] initialised to log(1..N); D [E] to 1. State per sequence: h [E, N], float32.
     """
 
     ports = (
         Port("x", "the channels", main=True),
-        Port("dt", "step size of each channel, before its softplus"),
-        Port("B", "how the input enters the states", optional=True),
-        Port("C", "how the states are read", optional=True),
-        Port("z", "a gate: the result is multiplied by silu(z)", optional=True),
+        Port("dt", "step size of each channel, before the softplus"),
+        Port("B", "input matrix B of the states", optional=True),
+        Port("C", "output matrix C of the states", optional=True),
+        Port("z", "gate: the output is multiplied by silu(z)", optional=True),
     )
     reads = "past"
     reversible = True
     summary_cost = 1.2
-    state_size: int = argument(16, "states of a channel, N", ge=1, alias="state")
+    state_size: int = argument(16, "states per channel, N", ge=1, alias="state")
     groups: int = argument(1, "groups of channels with separate B and C, G", ge=1)
-    softplus: bool = argument(True, "whether dt goes through a softplus")
-    skip: bool = argument(True, "whether D x is added")
+    softplus: bool = argument(True, "whether to apply a softplus to dt")
+    skip: bool = argument(True, "whether to add D x")
     source = "Mamba (arXiv:2312.00752), S6"
 
     def shape(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> Wire:
@@ -44,7 +44,7 @@ class SSM(Op):
         if z:
             must_match("z", z, x.features, "the width of x")
         if self.groups > 1 and (B is None or C is None):
-            raise Fault("E411", "groups are of B and C, so both must be given", at="groups", hint="groups: 1")
+            raise Fault("E411", "groups requires both B and C", at="groups", hint="groups: 1")
         return x
 
     def parameters(
@@ -70,7 +70,7 @@ class SSM(Op):
 
     def warns(self, x: Wire, dt: Wire, *others: Wire | None) -> Iterator[Fault]:
         if not self.softplus and dt.facts.low < 0:
-            message = "`dt` is a step, and may be below 0: the state may grow from token to token"
+            message = "`dt` is a step size but may be below 0, so the state may grow without bound"
             hint = "`softplus: true`, or end its steps with `- softplus`"
             yield Fault("W904", message, at="dt", expected="at least 0", found=str(dt.facts), hint=hint)
 
@@ -78,7 +78,7 @@ class SSM(Op):
         return {"h": State((x.features, self.state_size))}
 
     def macs(self, x: Wire, dt: Wire, B: Wire | None, C: Wire | None, z: Wire | None) -> int:
-        """Count those of decay, input and read-out of each state."""
+        """Count those of the decay, input and read-out of each state."""
         return x.features * (4 * self.state_size + int(self.skip) + int(z is not None))
 
     def calls(
@@ -94,7 +94,7 @@ class SSM(Op):
         return prepare(p["A_log"], p.get("D"), self.softplus)
 
     def matrices(self, p: Any, B: Any, C: Any) -> tuple[Any, Any, Any]:
-        """Return A, B and C: A in float32 at least, the others by group where there are several."""
+        """Return A (in at least float32), B and C (by group if there are several)."""
         import torch
 
         def matrix(given: Any, own: str) -> Any:
@@ -143,7 +143,7 @@ class SSM(Op):
 
 @primitive("layer_scale")
 class LayerScale(Op):
-    """Multiply each feature by a learned gain that starts small."""
+    """Multiply each feature by a learned gain with a small initial value."""
 
     independent = "features"
     start: float = argument(1e-5, "initial value of the gains")

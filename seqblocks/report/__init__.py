@@ -1,1 +1,1 @@
-"""The graph as people read it: counts, costs, summaries, the language reference, the editor schema."""
+"""Describe graphs and the language: listings, summaries, the language reference, the editor schema."""

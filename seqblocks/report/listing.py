@@ -1,4 +1,4 @@
-"""The typed graph as text, one line a step: what `seqblocks show --stage graph` prints."""
+"""Format the typed graph as text, one line per step, as printed by `seqblocks show --stage graph`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from seqblocks.graph import Graph, ModelSpec, Node
 
 DIRECTIONS = frozenset(map(graph.direction_name, get_args(Order)))  # no step is called so
 
-Notes = dict[str, str]  # what to add to the line of a step or a parameter, by its path
+Notes = dict[str, str]  # text appended to the line of a step or a parameter, by its path
 
 
 def text(model: ModelSpec) -> str:
     """Return the listing: values by number, shapes, parameters and their initialisers.
 
-    A wire's rate is shown where it is not 1, its lookahead where it is not 0.
+    The rate of a wire is shown if it is not 1, its lookahead if it is not 0.
     """
     body = model.graph
     values = dict(zip(model.inputs, (body.input, *body.ports.values()), strict=False)) or {"": body.input}
@@ -33,7 +33,7 @@ def text(model: ModelSpec) -> str:
 
 
 def _without_directions(name: str) -> str:
-    """Return a parameter's name as the listing has it: the steps of a scan are listed once."""
+    """Remove scan directions from the name of a parameter, since the steps of a scan are listed once."""
     return ".".join(part for part in name.split(".") if part not in DIRECTIONS)
 
 

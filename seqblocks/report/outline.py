@@ -1,4 +1,4 @@
-"""The typed spec as text and as data: blocks with their arguments, names and steps, before anything is computed."""
+"""Format the typed spec as text or data: blocks with their arguments, names and steps, before the analysis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS = ("expect", "checkpoint")
 
 
 def data(file: SpecFile) -> dict[str, Any]:
-    """The typed spec as plain data. An argument without a `default` is required."""
+    """Return the typed spec as plain data. An argument without a `default` is required."""
     lists = {key: _plain(file.root.get(key)) or [] for key in ("needs", "use")}
     found: dict[str, Any] = {"about": file.about, **lists, "let": _plain(file.let)}
     found["blocks"] = {
@@ -32,7 +32,7 @@ def data(file: SpecFile) -> dict[str, Any]:
 
 
 def text(file: SpecFile, name: str) -> str:
-    """The typed spec, one line a name, argument and step: what `seqblocks show --stage spec` prints."""
+    """Return the typed spec as text, one line per name, argument and step (`seqblocks show --stage spec`)."""
     lines = [f"{name}: {file.about}" if file.about else name]
     for key in ("needs", "use"):
         names = file.root.get(key)
@@ -70,7 +70,7 @@ def _table(title: str, mapping: Mapping | None, pad: str) -> Iterator[str]:
 
 
 def _steps(title: str, node: Node | None, pad: str) -> Iterator[str]:
-    """A list of steps under its key; steps within steps are indented further."""
+    """Yield a list of steps below its key; nested steps are indented further."""
     if not isinstance(node, Sequence):
         if node is not None:
             yield f"{pad}{title}: {_inline(node)}"

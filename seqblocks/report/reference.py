@@ -1,4 +1,4 @@
-"""The language's verbs as declared: for `seqblocks ops`, the editor schema and docs/language.md."""
+"""Describe the verbs of the language, for `seqblocks ops`, the editor schema and docs/language.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = {"flag": "true or false", "words": "word, or list of words"}
 
 
 class Argument(NamedTuple):
-    """One argument of a verb. `limits` maps pydantic's words (ge, gt, le, lt) to numbers."""
+    """One argument of a verb. `limits` maps pydantic's constraints (ge, gt, le, lt) to numbers."""
 
     name: str
     kind: FieldKind
@@ -29,7 +29,7 @@ class Argument(NamedTuple):
 
     @property
     def type(self) -> str:
-        """What it takes, in words."""
+        """Return its type in words."""
         if self.holds_steps:
             return "steps"
         if self.kind.kind == "number":
@@ -38,7 +38,7 @@ class Argument(NamedTuple):
 
     @property
     def limits_in_words(self) -> list[str]:
-        """Its limits, for instance "at least 1"."""
+        """Return its limits in words, for instance "at least 1"."""
         return [f"{LIMITS[key]} {value:,}" for key, value in self.limits.items()]
 
     def as_data(self) -> dict[str, Any]:
@@ -47,14 +47,14 @@ class Argument(NamedTuple):
 
 
 def verbs() -> dict[str, Verb]:
-    """Return every verb: combinators, then primitives, plug-ins included."""
+    """Return all verbs: combinators, then primitives, including plug-ins."""
     load_builtin()
     load_plugins()
     return {**{verb: find_combinator(verb) for verb in COMBINATORS}, **dict(sorted(PRIMITIVES.items()))}
 
 
 def about(verb: Verb) -> str:
-    """Return the verb's docstring without its indentation."""
+    """Return the docstring of a verb without its indentation."""
     return inspect.cleandoc(verb.__doc__ or "")
 
 
@@ -78,7 +78,7 @@ def ports(verb: Verb) -> tuple[Port, ...]:
 
 
 def facts(verb: Verb) -> dict[str, Any]:
-    """Return all that is declared about a verb as plain data."""
+    """Return all declarations of a verb as plain data."""
     op = verb if issubclass(verb, Op) else None
     return {
         "verb": verb.verb,
@@ -98,7 +98,7 @@ def _port_data(port: Port) -> dict[str, Any]:
 
 
 def port_key(port: Port) -> str:
-    """Return the key that feeds a port in a spec."""
+    """Return the key that sets a port in a spec."""
     return "from" if port.main else port.name
 
 
@@ -123,15 +123,15 @@ def text(verb: Verb) -> str:
 
 
 def describe_port(port: Port) -> str:
-    """Return what a port reads: "queries (sequence)"."""
+    """Describe the input of a port: "queries (sequence)"."""
     many = ", or a list of them" if port.joins else ""
-    meets = "; a vector is combined with each token" if port.broadcast else ""
+    meets = "; a vector is broadcast to all tokens" if port.broadcast else ""
     length = f"; as long as {port.length}" if port.length else ""
     return f"{port.about} ({' or '.join(port.kinds)}{many}{meets}{length})"
 
 
 def describe_type(argument: Argument) -> str:
-    """Return what an argument takes: "whole number, at least 1"."""
+    """Describe the type of an argument: "whole number, at least 1"."""
     words = " | ".join(argument.kind.choices)
     many = ", or a list" if argument.type == TYPES["words"] else ""
     many += ", or a name" if argument.kind.open else ""
@@ -139,7 +139,7 @@ def describe_type(argument: Argument) -> str:
 
 
 def describe_default(argument: Argument) -> str:
-    """Return a default as YAML spells it; empty if there is none."""
+    """Return a default as YAML, or an empty string if there is none."""
     if argument.required or argument.default is None:
         return ""
     return str(argument.default).lower() if isinstance(argument.default, bool) else str(argument.default)

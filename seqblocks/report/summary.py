@@ -1,7 +1,8 @@
-"""Tables as plain data: what a model costs, step by step.
+"""Summarise a model as plain data: parameters, cost and state of each step.
 
-MACs are multiply-accumulates, per token and per input; FLOPs are twice that. One input is an image, a sequence that
-becomes a vector, or a token (`Summary.counted_per`). State is counted per sequence, in the dtype it is stored in.
+MACs are multiply-accumulates, per token and per input; FLOPs are twice that. One input is an image, a sequence that is
+reduced to a vector, or a token (`Summary.counted_per`). State is counted per sequence, in the dtype in which it is
+stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from seqblocks.types import Wire
 
 @dataclass(slots=True)
 class Row:
-    """One line of a summary. `names`: the namespaces of its steps, several where equal layers are collapsed."""
+    """One row of a summary. `names`: the namespaces of its steps, several if equal layers are merged."""
 
     names: list[str]
     verb: str
@@ -45,9 +46,9 @@ class Row:
     state: int  # numbers per sequence
     input_macs: float | None = None  # for one whole input; None: unknown
     rate: int = 1  # tokens of the model's input for each token of the output
-    lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: it is no sequence
+    lookahead: int | str | None = None  # of the output (see `lookahead.find`); None: the output is not a sequence
     tied: dict[str, str] = field(default_factory=dict)
-    shares: str = ""  # the step or the layer whose parameters it uses, as it is called there
+    shares: str = ""  # the step or the layer whose parameters it shares
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
@@ -58,13 +59,13 @@ class Row:
 
 @dataclass(slots=True)
 class Summary:
-    """All of a model's figures."""
+    """All figures of a model."""
 
     name: str
     input: str
     output: str
     params: int
-    active_params: int  # those that one token uses: of experts, some
+    active_params: int  # parameters used per token, counting only the selected experts
     params_bytes: int
     macs_per_token: float | None
     tokens: int | None
@@ -72,20 +73,20 @@ class Summary:
     state_bytes: int
     dtype: str
     rows: list[Row]
-    streams: str | None  # why it cannot, or None
-    frame_size: int  # how many tokens a stream takes at once
+    streams: str | None  # why it cannot stream, or None
+    frame_size: int  # number of tokens per call of a stream
     lookahead: int | str | None = None  # later tokens that an output may depend on, or "all" (see `lookahead.find`)
-    future: str | None = None  # the step where they enter
+    future: str | None = None  # the step that introduces the lookahead
     latency: int | None = None  # samples that must arrive after a sample before its output (see `lookahead.latency`)
     latency_ms: float | None = None
     sample_rate: float | None = None  # of the input, in Hz
     input_macs: float | None = None  # of one whole input; None: unknown
-    counted_per: str = "token"  # what a person counts costs by: token, sequence, image, or input
+    counted_per: str = "token"  # unit of the costs: token, sequence, image or input
     notes: list[str] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)  # by name, where the spec names them
     outputs: dict[str, str] = field(default_factory=dict)
     open_memories: list[str] = field(default_factory=list)  # inputs of open length that decide the cost of a token
-    context_macs: float | None = 0  # of what depends on the inputs that do not stream alone; None: unknown
+    context_macs: float | None = 0  # of the steps that depend only on inputs that do not stream; None: unknown
 
     @property
     def flops_per_token(self) -> float | None:
@@ -99,12 +100,12 @@ class Summary:
 def summarise(model: Any, dtype: str = "float32", length: int | None = None, depth: int | None = None) -> Summary:
     """Return the summary of a checked model (`load_model`) or a built one (`build`).
 
-    `length` is used where the spec leaves the sequence length open, `depth` limits the levels of steps. Raises
-    UsageError for anything that is not a model.
+    length: sequence length, if the spec does not fix it. depth: maximum depth of nested steps. Raises UsageError for
+    anything that is not a model, or a length that contradicts the spec.
     """
     spec = model if isinstance(model, ModelSpec) else getattr(model, "spec", None)
     if not isinstance(spec, ModelSpec):
-        raise UsageError(f"summarise takes a model, not {type(model).__name__}: load_model(spec) makes one of a spec")
+        raise UsageError(f"summarise takes a model, not {type(model).__name__}: use load_model(spec) for a spec")
     tokens = _tokens(spec, length)
     obstacle = graph.stream_obstacle(spec)
     ahead, future = _lookahead(spec)
@@ -140,10 +141,10 @@ def summarise(model: Any, dtype: str = "float32", length: int | None = None, dep
 
 
 def _tokens(model: ModelSpec, length: int | None) -> int | None:
-    """Return the tokens of one input, from the spec or else `length`; None if neither says."""
+    """Return the number of tokens of one input, from the spec or `length`; None if unknown."""
     fixed, size = tokens_of(model), graph.frame_size(model.graph)
     if length and fixed and length != fixed:
-        raise UsageError(f"the spec fixes the input at {fixed:,} tokens; a length is for a spec that leaves it open")
+        raise UsageError(f"the spec fixes the input at {fixed:,} tokens; a length is only for specs that do not")
     if length and length % size:
         raise UsageError(f"the model takes a multiple of {size} tokens, not {length:,}")
     return fixed or length
@@ -158,7 +159,7 @@ def _lookahead(model: ModelSpec) -> tuple[int | str | None, str | None]:
 
 
 def _counted_per(model: ModelSpec, tokens: int | None) -> str:
-    """Return what costs are counted by: a classifier has one answer for all tokens, an image is one input."""
+    """Return the unit of the costs: a token, or a whole sequence or image if the model returns one vector for it."""
     if model.input.kind == "vector":
         return "input"
     if tokens and model.input.kind == "image":
@@ -168,25 +169,25 @@ def _counted_per(model: ModelSpec, tokens: int | None) -> str:
 
 def _remarks(model: ModelSpec) -> list[str]:
     remarks = [
-        f"the state grows with the length of {name}, which the spec leaves open: what is kept of it is not counted"
+        f"the state grows with the length of {name}, which the spec does not fix; this part is not counted"
         for name in open_context(model.graph)
     ]
     if not (model.overridden and model.expect):
         return remarks
-    return [*remarks, f"expect: not checked, since the spec is changed by {', '.join(model.overridden)}"]
+    return [*remarks, f"expect: not checked, because the spec is overridden by {', '.join(model.overridden)}"]
 
 
-# --- the table: one row a step --------------------------------------------------------------------------------------
+# --- the table: one row per step ------------------------------------------------------------------------------------
 
 
-Tree = Mapping[str, Any]  # names by their parts
+Tree = Mapping[str, Any]  # names, as tuples of their parts
 
 
 class _Table(NamedTuple):
-    """What all rows of a body need: the types of the values, and the tokens of one input, if known.
+    """Data for the rows of a body: the types of the values, and the number of tokens of one input, if known.
 
-    ahead: the lookahead of each step, by its path. path: of the body. shared: the parameters inside that a step around
-    them shares with another, by their names here.
+    ahead: the lookahead of each step, by its path. path: of the body. shared: the parameters in the body that an
+    enclosing step shares with another, by relative name.
     """
 
     types: dict[int, Wire | None]
@@ -196,12 +197,12 @@ class _Table(NamedTuple):
     shared: Tree = MappingProxyType({})
 
     def inside(self, label: str) -> _Table:
-        """Return the table of what is below a name."""
+        """Return the table of the contents of a name."""
         shared = self.shared.get(label, {}) if self.shared and label else self.shared
         return self._replace(path=graph.join(self.path, label), shared=shared)
 
     def in_direction(self, node: Node, name: str) -> _Table:
-        """Return the table of one direction of a scan: of its own parameters, and of those that all directions use."""
+        """Return the table of one direction of a scan, with its own and the common parameters."""
         if not self.shared:
             return self
         common = {part: tree for part, tree in self.shared.items() if part not in node.directions}
@@ -212,7 +213,7 @@ class _Table(NamedTuple):
         return self._replace(shared=_tree(names, self.shared))
 
     def count(self, items: Iterable[graph.Named]) -> int:
-        """Return the numbers of the parameters that are held here."""
+        """Return the number of elements of the parameters owned here."""
         return sum(item.parameter.numel for item in items if not (item.tied or _holds(self.shared, item.name)))
 
 
@@ -278,7 +279,7 @@ def _inside(table: _Table, node: Node, depth: int | None) -> list[Row]:
 
 
 def _with_owner(row: Row, first: str) -> Row:
-    """Return the row of a layer, with the layer whose parameters it uses, if it does."""
+    """Return the row of a layer with a note on the layer whose parameters it uses, if any."""
     if first:
         row.shares = first
         row.notes = [f"{'some ' if row.params else ''}parameters of {first}"]
@@ -286,7 +287,7 @@ def _with_owner(row: Row, first: str) -> Row:
 
 
 def _first_layers(node: Node) -> dict[str, str]:
-    """Return the layer whose parameters another layer uses, by label, but for those that have their own."""
+    """Return, by label, the layer whose parameters a layer uses; layers with their own parameters are omitted."""
     if node.owner:
         return {}
     inside = ((key, name) for key, (up, name) in node.shared.items() if up == key.count(".") + 1)
@@ -294,7 +295,7 @@ def _first_layers(node: Node) -> dict[str, str]:
 
 
 def _collapsed(layers: Iterable[Row]) -> list[Row]:
-    """Merge layers that would print the same."""
+    """Merge layers with equal rows."""
     groups: list[Row] = []
     for layer in layers:
         same = next((group for group in groups if _alike(group, layer)), None)
@@ -306,7 +307,7 @@ def _collapsed(layers: Iterable[Row]) -> list[Row]:
 
 
 def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
-    """Return the orders of a scan: one line if each owns everything, else one each, shared parameters in the first."""
+    """Return the rows of the orders of a scan: one if each owns everything, else one each, shared parameters first."""
     (body,) = node.bodies.values()
     inside = list(graph.parameters(body))
     if len(node.owned) == len(inside):
@@ -319,7 +320,7 @@ def _directions(table: _Table, node: Node, depth: int | None) -> list[Row]:
 
 
 def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int | None) -> Row:
-    """Return a body as one row, with the rows of its steps below."""
+    """Return the row of a body, with the rows of its steps as children."""
     result = table.types[body.result]
     last = next((node.name for node in body.nodes if body.result in node.outputs), "")
     return Row(
@@ -339,7 +340,7 @@ def _whole(table: _Table, body: Graph, names: list[str], kind: str, depth: int |
 
 
 def _alike(a: Row, b: Row) -> bool:
-    """Whether two layers would print the same; drop rates and the like may differ."""
+    """Return whether two layers have equal rows; drop rates and similar arguments may differ."""
     facts = ("verb", "kind", "input", "output", "params", "macs", "state", "rate", "lookahead", "shares")
     return all(getattr(a, f) == getattr(b, f) for f in facts) and _children_alike(a.rows, b.rows)
 
@@ -361,7 +362,7 @@ def _notes(node: Node) -> list[str]:
         notes += _scan_notes(node)
     if node.kind == "experts":
         top, count = node.arguments.top, node.arguments.count
-        notes.append(f"{top} of {count} a token: {graph.count_node(node, active=True):,} active")
+        notes.append(f"{top} of {count} per token: {graph.count_node(node, active=True):,} active")
     if node.kind == "parallel":
         notes.append(node.arguments.merge)
     if node.owner:
@@ -372,7 +373,7 @@ def _notes(node: Node) -> list[str]:
 
 
 def _scan_notes(node: Node) -> list[str]:
-    """Return the orders of a scan, and for several who owns the parameters and how results are merged."""
+    """Return notes on the orders of a scan and, for several, on owned parameters and the merging of results."""
     orders = node.arguments.orders
     notes = [" + ".join(orders)] if orders != ("forward",) else []
     if len(orders) == 1:

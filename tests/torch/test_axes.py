@@ -81,7 +81,7 @@ def test_patches_become_an_image_again_and_images_of_other_sizes_do_too() -> Non
     for rows, columns in ((4, 6), (8, 2)):
         x = draw(2, 3, rows, columns)
         torch.testing.assert_close(model(x), x, rtol=0, atol=0)
-    with pytest.raises(RunError, match="an input of \\[2, 3, 5, 6\\] does not fit"):
+    with pytest.raises(RunError, match="input \\[2, 3, 5, 6\\] does not match"):
         model(draw(2, 3, 5, 6))
 
 
@@ -141,7 +141,7 @@ def test_windows_stream(steps: list[str], frame: int, lookahead: int) -> None:
 
 def test_what_moves_tokens_about_has_no_resets_and_no_stream() -> None:
     model = built("features: 6", STACK)
-    with pytest.raises(RunError, match=r"rearrange .* would mix the sequences .*: it moves tokens from place to place"):
+    with pytest.raises(RunError, match=r"rearrange .* would mix the sequences .*: it reorders tokens"):
         model(draw(2, 6, 6), resets=torch.zeros(2, 6, dtype=torch.bool))
     with pytest.raises(RunError, match="does not fit"):
         model(draw(2, 7, 6))

@@ -82,7 +82,7 @@ def test_building(call: Callable[[], Any], message: str) -> None:
         (lambda: small().step(torch.ones(1, 2, 4)), r"a step reads \[batch, 4\], not \[1, 2, 4\]"),
         (lambda: seqblocks.build_text(TOKENS).step(torch.ones(1)), r"a step reads token numbers \[batch\], not "),
         (lambda: seqblocks.build("vil_digits").step(torch.ones(1, 1, 8, 8)), "cannot stream: it reads a whole image"),
-        (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token is outside the vocabulary of 7"),
+        (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token id is outside the vocabulary of 7"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),
         (lambda: small()(torch.ones(1, 2, 4).to("meta")), "the model is on cpu and the input on meta: move one"),
         (lambda: small().step(torch.ones(1, 4).to("meta")), "the model is on cpu and the input on meta"),

@@ -517,7 +517,7 @@ def test_pooling_by_the_largest() -> None:
     x = torch.randn(2, 5, 4)
     scores = x @ model.linear.weight.t() + model.linear.bias
     torch.testing.assert_close(model(x), scores.max(1).values)
-    with pytest.raises(seqblocks.RunError, match="its mode max reads the whole sequence"):
+    with pytest.raises(seqblocks.RunError, match="mode max reads the whole sequence"):
         model.init_state(1)
 
 

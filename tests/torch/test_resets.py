@@ -37,14 +37,14 @@ def test_an_agent_recovers(name: str, poison: float) -> None:
 
 IMAGE = "{features: 4, grid: [2, 3]}"
 MIXERS = {
-    "conv2d": (IMAGE, "conv2d: {kernel: 3}", "it reads a token's neighbours in an image"),
+    "conv2d": (IMAGE, "conv2d: {kernel: 3}", "it reads neighbouring tokens of an image"),
     "class_token": ("{features: 4, length: 6}", "class_token", "it inserts one token into the whole sequence"),
     "to_image": (IMAGE, "to_image", "it reads the whole sequence"),
-    "position_embed": (IMAGE, "position_embed", "it has a place for each row and column of an image"),
+    "position_embed": (IMAGE, "position_embed", "it has a position for each row and column of an image"),
     "scan": (IMAGE, "scan: {order: columns, steps: [silu]}", "it reads the sequence in the order columns"),
-    "downsample": ("{features: 4}", "downsample: {factor: 2}", "a window of tokens may hold two sequences"),
+    "downsample": ("{features: 4}", "downsample: {factor: 2}", "a window may span two sequences"),
     **{
-        f"pool {mode}": ("{features: 4}", f"pool: {{mode: {mode}}}", f"its mode {mode} reads the whole sequence")
+        f"pool {mode}": ("{features: 4}", f"pool: {{mode: {mode}}}", f"mode {mode} reads the whole sequence")
         for mode in ("mean", "max", "first", "cls", "middle", "bilateral_mean", "bilateral_concat")
     },
 }

@@ -350,7 +350,7 @@ def spec(*steps: str) -> SequenceModel:
 
 CANNOT = [
     ("conv1d: {features: 4, kernel: 3, causal: false}", "it reads later tokens"),
-    ("pool: {mode: mean}", "its mode mean reads the whole sequence"),
+    ("pool: {mode: mean}", "mode mean reads the whole sequence"),
     ("attention: {heads: 1, q: h, k: h, v: h, causal: false}", "it is not causal"),
 ]
 
