@@ -35,7 +35,7 @@ def test_a_full_cache_is_said() -> None:
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     model(x)  # nothing is kept, so nothing is missing
     _, state = model(x[:, :4], return_state=True)
-    with pytest.raises(seqblocks.RunError, match="has seen 5 tokens and its cache holds 4"):
+    with pytest.raises(seqblocks.RunError, match="has seen 5 tokens, but its cache has room for 4"):
         model.step(x[:, 4], state)
     resets = torch.ones(1, 1, dtype=torch.bool)
     model(x[:, 4:], state=state, return_state=True, resets=resets)  # a new sequence begins
@@ -51,7 +51,7 @@ def test_a_full_cache_is_said_by_compiled_models_too() -> None:
     for t in range(4):
         y, state = compiled(x[:, t : t + 1], state=state, return_state=True)
         near([y], [model(x)[:, t : t + 1]])
-    with pytest.raises(RuntimeError, match="its cache holds 4"):
+    with pytest.raises(RuntimeError, match="its cache has room for 4"):
         compiled(x[:, 4:], state=state, return_state=True)
 
 

@@ -143,7 +143,7 @@ def test_what_moves_tokens_about_has_no_resets_and_no_stream() -> None:
     model = built("features: 6", STACK)
     with pytest.raises(RunError, match=r"rearrange .* would mix the sequences .*: it reorders tokens"):
         model(draw(2, 6, 6), resets=torch.zeros(2, 6, dtype=torch.bool))
-    with pytest.raises(RunError, match="does not fit"):
+    with pytest.raises(RunError, match="does not match"):
         model(draw(2, 7, 6))
     mixed = built("features: 6, length: 4", 'rearrange: {pattern: "seq features -> features seq"}')
     with pytest.raises(RunError, match="it reads the whole input"):

@@ -47,7 +47,7 @@ def test_a_rate_divides_and_restores() -> None:
     torch.testing.assert_close(last(x)[0, :, 0], torch.tensor([12.0, 28.0], dtype=torch.float64))
     with pytest.raises(seqblocks.RunError, match="a multiple of that many tokens, not 7"):
         model(x[:, :7])
-    with pytest.raises(seqblocks.RunError, match="may hold two sequences"):
+    with pytest.raises(seqblocks.RunError, match="may span two sequences"):
         model(x, resets=torch.zeros(1, 8, dtype=torch.bool))
 
 
@@ -68,7 +68,7 @@ def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
         (lambda: model(x[:, :8], return_state=True), "streams 6 tokens at a time: give it a multiple, not 8"),
         (lambda: model.step(x[:, 0]), r"a step reads \[batch, 6, 4\], not \[2, 4\]"),
         (lambda: model.step(x[:, :5]), "streams 6 tokens at a time: give it a multiple, not 5"),
-        (lambda: check_law(model, resets=[(0, 1)]), "may hold two sequences"),
+        (lambda: check_law(model, resets=[(0, 1)]), "may span two sequences"),
     ):
         with pytest.raises(seqblocks.RunError, match=why):
             call()

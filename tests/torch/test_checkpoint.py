@@ -71,7 +71,7 @@ model:
         load(path, set={"dim": 8})
     with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
         load(path, set={"dmi": 8})
-    with pytest.raises(seqblocks.UsageError, match="overrides are a mapping"):
+    with pytest.raises(seqblocks.UsageError, match="overrides must be a mapping"):
         load(path, set=["dim"])  # type: ignore[arg-type]
     with pytest.warns(seqblocks.OverrideWarning, match="spare=3"):
         load(path, set={"spare": 3})
@@ -102,7 +102,7 @@ def test_a_saved_spec_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         data["spec"] = zlib.crc32(text.encode())
         (tmp_path / "m" / "spec.yaml").write_text(text)
         (tmp_path / "m" / RECORD).write_text(json.dumps({**data, "checksum": record_checksum(data)}))
-        with pytest.raises(seqblocks.SpecError, match="among those that came with the spec") as caught:
+        with pytest.raises(seqblocks.SpecError, match="among the files provided with the spec") as caught:
             load(tmp_path / "m")
         assert "hunter2" not in str(caught.value)
         assert "root:" not in str(caught.value)
@@ -185,7 +185,7 @@ def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
     seqblocks.save(seqblocks.build_text(MAPPED), tmp_path / "good")
     for dtype in (torch.ones(2), "", 3):
         for read in (load, seqblocks.from_pretrained):
-            with pytest.raises(seqblocks.UsageError, match="is not a dtype of a model"):
+            with pytest.raises(seqblocks.UsageError, match="is not a supported dtype"):
                 read(tmp_path / "good", dtype=dtype)
     strange = tmp_path / "strange"
     strange.write_bytes(b"not a model")

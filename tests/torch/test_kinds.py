@@ -78,7 +78,7 @@ def test_each_step_sees_the_grid_of_its_own_tokens() -> None:
 
 def test_positions_over_a_grid_do_not_stream() -> None:
     model = built("position_embed", input="{features: 4, grid: [2, 3]}")
-    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a place for each row"):
+    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a position for each row"):
         model.init_state(1)
     flat = built("{position_embed: {length: 6}}", input="{features: 4, grid: [2, 3]}")
     check_law(flat, seq=6)
@@ -148,7 +148,7 @@ def test_mlstm_without_parameters_carries_float64() -> None:
 
 @pytest.mark.parametrize("mode", typing.get_args(Mode))
 def test_nothing_cannot_be_pooled(mode: str) -> None:
-    with pytest.raises(seqblocks.RunError, match="a sequence of at least one token"):
+    with pytest.raises(seqblocks.RunError, match="at least one token, but the sequence is empty"):
         built(f"{{pool: {{mode: {mode}}}}}")(torch.zeros(2, 0, 4, dtype=torch.float64))
 
 

@@ -24,7 +24,7 @@ SMALL = 3_000_000  # parameters of a bundled model that a test runs
 
 def untrained_steps(model: ModelSpec) -> set[str]:
     """Return the parameters of the steps that W902 is about: those of one step, or of all steps inside it."""
-    spans = {each.span for each in model.warnings if each.code == "W902" and "gets no gradient" in each.message}
+    spans = {each.span for each in model.warnings if each.code == "W902" and "receives no gradient" in each.message}
     idle = {id(node) for node in graph.walk(model.graph) if node.span in spans}
     inner = {id(each) for node in graph.walk(model.graph) if id(node) in idle for body in node.bodies.values()
              for each in graph.walk(body)}  # fmt: skip
