@@ -78,7 +78,7 @@ def test_each_step_sees_the_grid_of_its_own_tokens() -> None:
 
 def test_positions_over_a_grid_do_not_stream() -> None:
     model = built("position_embed", input="{features: 4, grid: [2, 3]}")
-    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a position for each row"):
+    with pytest.raises(seqblocks.RunError, match=r"position_embed \(.*\) cannot stream: it has a position for each"):
         model.init_state(1)
     flat = built("{position_embed: {length: 6}}", input="{features: 4, grid: [2, 3]}")
     check_law(flat, seq=6)
