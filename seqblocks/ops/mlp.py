@@ -57,7 +57,9 @@ class SwiGLU(Op):
         return lambda x: to_output(silu(to_gate(x)).mul_(to_up(x)))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
-        from torch.nn.functional import linear, silu
+        from torch.nn.functional import silu
+
+        from seqblocks.kernels.products import linear
 
         gate = linear(x, p["gate_weight"], p.get("gate_bias"))
         up = linear(x, p["up_weight"], p.get("up_bias"))

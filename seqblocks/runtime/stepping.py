@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.kernels.products import MOST_COPIED, prepare_joined, prepare_linear
+from seqblocks.kernels.products import MOST_COPIED, of_model, prepare_joined, prepare_linear
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
@@ -71,7 +71,8 @@ class Stepper:
         self._guard.note_bypassed(model)
         self._source = _Source()
         self._source.unpack(declared, (), self.dtype)
-        y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
+        with of_model(sum(x.numel() * x.element_size() for x in model.parameters())):
+            y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # whether the model is still the one that this was made of
 

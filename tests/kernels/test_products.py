@@ -1,38 +1,105 @@
-"""Products of few tokens with large matrices: the same numbers as `linear`, in the same layout."""
+"""Products of tokens with matrices: numbers, layout and gradients of torch's `linear`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from seqblocks.kernels import products
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5])
-@pytest.mark.parametrize("rows", [1, 6, 32])
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_same_as_linear(tokens: int, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matrices count as large ones of a model that no cache holds."""
     monkeypatch.setattr(products, "LARGE", 0)
-    generator = torch.Generator().manual_seed(rows)
-    weight, bias, x = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((rows, 10), (rows,), (tokens, 10))
-    )
-    found = products.linear_of_few(x, weight, bias if biased else None)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias if biased else None))
+    monkeypatch.setattr(products, "CACHE", -1)
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """All products of more than a few tokens go to oneDNN. Returns the shapes of their weights."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    calls: list[torch.Size] = []
+    run = products._by_onednn
+    monkeypatch.setattr(products, "ON_ONEDNN", True)
+    monkeypatch.setattr(products, "MANY", 0)
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(weight.shape)
+        return run(x, weight, bias)
+
+    monkeypatch.setattr(products, "_by_onednn", noted)
+    return calls
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("rows", [1, 6, 35, 32])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_step_is_the_same_as_linear(tokens: int, rows: int, biased: bool) -> None:
+    weight, bias, x = drawn((rows, 10), (rows,), (tokens, 10))
+    found = products.prepare_linear(weight, bias if biased else None)(x)
+    torch.testing.assert_close(found, linear(x, weight, bias if biased else None))
     assert found.is_contiguous()
 
 
-def test_other_layouts_and_dtypes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LARGE", 0)
+@pytest.mark.usefixtures("cold")
+def test_other_layouts_and_dtypes_are_left_to_torch() -> None:
     weight, x = torch.randn(8, 6).t(), torch.randn(2, 8)
-    torch.testing.assert_close(products.linear_of_few(x, weight), x @ weight.t())
-    assert products.linear_of_few(x.bfloat16(), weight.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(products.prepare_linear(weight)(x), x @ weight.t())
+    assert products.prepare_linear(weight.bfloat16())(x.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.skipif(not products.ON_MKL, reason="MKL is for x86-64")
-def test_a_large_matrix_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_read_in_blocks_where_a_cache_does_not_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(torch, "bmm", lambda *tensors: calls.append(tensors[0].shape) or torch.matmul(*tensors))
-    products.linear_of_few(torch.ones(1, 512), torch.ones(1024, 512))
-    products.linear_of_few(torch.ones(1, 512), torch.ones(1023, 512))
+    x, weight = torch.ones(1, 512), torch.ones(1024, 512)
+    products.prepare_linear(weight)(x)
+    with products.of_model(products.CACHE):
+        products.prepare_linear(weight)(x)
+    assert not calls
+    with products.of_model(products.CACHE + 1):
+        products.prepare_linear(weight)(x)
+        products.prepare_linear(torch.ones(64, 512))(x)
     assert calls == [(16, 64, 512)]
+
+
+@pytest.mark.parametrize("shape", [(12, 10), (2, 6, 10), (2, 0, 10)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_onednn_has_the_same_numbers_and_gradients(
+    shape: tuple[int, ...], biased: bool, onednn: list[torch.Size]
+) -> None:
+    inputs = drawn(shape, (8, 10), (8,), (*shape[:-1], 8), dtype=torch.float32)
+    results = []
+    for run in (products.linear, linear):
+        x, weight, bias = (each.clone().requires_grad_() for each in inputs[:3])
+        y = run(x, weight, bias if biased else None)
+        grads = torch.autograd.grad((y * inputs[3]).sum(), (x, weight, bias), create_graph=True, allow_unused=True)
+        again = torch.autograd.grad(grads[0].square().sum() + grads[1].square().sum(), (x, weight), allow_unused=True)
+        results.append([y, *grads, *again])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert shape[1] == 0 or onednn[:3] == [(8, 10), (10, 8), (10, 12)]
+
+
+def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
+    products.linear(x[::2], weight)
+    assert onednn == [(8, 10)]
+    onednn.clear()
+    products.linear(x.double(), weight.double())
+    products.linear(x[:4], weight)  # a few tokens take the time of reading the matrix
+    torch.func.vmap(products.linear, (0, None))(x[:, None].expand(12, 9, 10), weight)
+    with torch.autocast("cpu"):
+        assert products.linear(x, weight).dtype is torch.bfloat16
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
+    products.linear(x, weight)
+    assert not onednn

@@ -374,7 +374,7 @@ model:
         _, state = model.step(x)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             model.step(x, state)
-    keys = ("aten::addmm", "aten::bmm")  # the second of matrices that are not copied: `linear_of_few`
+    keys = ("aten::addmm", "aten::bmm")  # the second of matrices that are not copied: `prepare_linear`
     assert sum(event.count for event in recorded.key_averages() if event.key in keys) == products
 
 
