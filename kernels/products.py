@@ -66,8 +66,13 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(x), _dense(weight), bias, "none", [], "")
     return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x, copied if it is neither contiguous nor a transposed matrix: oneDNN multiplies others by plain loops."""
+    return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 class _Linear(torch.autograd.Function):

@@ -99,8 +99,26 @@ def _holds_context(node: Node) -> bool:
     return any(is_context(inner) for body in node.bodies.values() for inner in graph.walk(body))
 
 
+def first_of_tail(plan: list[Group]) -> str | None:
+    """Return the name of the first of the steps at the end that read no token but their own, such as a head."""
+    first = None
+    for group in reversed(plan):
+        op = group.steps[0].node.op
+        if len(group.steps) > 1 or op is None or op.reads != "token" or group.steps[0].node.state:
+            break
+        first = group.steps[0].name
+    return first
+
+
+def _last_token(x: Any) -> Any:
+    return x if x is None else sums.added_up(x)[:, -1:]
+
+
 class Body(StepModule):
     """Runs the nodes of a graph in order. Children carry the nodes' names."""
+
+    _first_of_tail: str | None = None  # the step from which on the last token is computed alone, if that is wanted
+    _timed: frozenset[int] = frozenset()  # the values that have a token for each of the input
 
     def __init__(self, body: Graph, place: Place, label: str) -> None:
         super().__init__()
@@ -143,6 +161,8 @@ class Body(StepModule):
         plan = self._begin_phase(values, call, states) if call.phase else self._plan
         last = plan[-1] if following else None
         for group in plan:
+            if call.last_only and group.steps[0].name == self._first_of_tail:
+                values.update({value: _last_token(values[value]) for value in self._timed & values.keys()})
             if group.fused and self._is_unobserved(group):
                 self._run_fused(group, group.fused, values, states, call)
                 continue

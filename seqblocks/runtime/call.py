@@ -108,6 +108,7 @@ class Call:
     phase: of a stream with context, which steps run: those that depend on the context alone, or all others.
     routed: while training, what each router chose, by step path.
     relay: where the sequence is a part of a longer one, and other ranks hold the others.
+    last_only: whether the model's output is wanted for the last token alone.
     """
 
     training: bool
@@ -121,6 +122,7 @@ class Call:
     phase: Phase = None
     routed: dict[str, list[Any]] | None = None
     relay: Relay | None = None
+    last_only: bool = False
 
     @property
     def compiling(self) -> bool:

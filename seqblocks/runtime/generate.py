@@ -98,7 +98,10 @@ def _read(
     for start in range(0, x.shape[1], CHUNK):
         span = slice(start, start + CHUNK)
         part = None if resets is None else resets[:, span]
-        y, state = model(x[:, span], state=state, return_state=True, resets=part)
+        if isinstance(model, SequenceModel):
+            y, state = model._read(x[:, span], state, part)
+        else:  # compiled
+            y, state = model(x[:, span], state=state, return_state=True, resets=part)
     return _logits(y, output)[:, -1], state
 
 

@@ -15,14 +15,14 @@ from seqblocks.graph import ModelSpec
 from seqblocks.kernels import dispatch
 from seqblocks.kernels.positions import packed_resets
 from seqblocks.runtime import arguments, parallel, repeat, residual, scan  # noqa: F401 - they register their modules
-from seqblocks.runtime.body import Body
+from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
 from seqblocks.runtime.initialise import draw
 from seqblocks.runtime.shards import Parts
 from seqblocks.runtime.sharing import connect
-from seqblocks.runtime.step import Place
+from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
 from seqblocks.runtime.traced import is_traceable
@@ -53,6 +53,8 @@ class SequenceModel(Body):
         super().__init__(spec.graph, place, spec.name)
         connect(self, shared)
         self.spec, self.graph = spec, spec.graph
+        self._first_of_tail = first_of_tail(self._plan)
+        self._timed = frozenset(value for value, wire in spec.types.items() if has_tokens(wire))
         self._has_context = bool(spec.graph.ports)
         self._context_names = {value: name for name, value in spec.graph.ports.items()}
         self._inputs = tuple(spec.inputs.values()) or (spec.input,)
@@ -106,11 +108,22 @@ class SequenceModel(Body):
             self.training, state, return_state, resets, False, streaming, self._grid(grid), routed=self._routed,
             relay=self._relay,
         )  # fmt: skip
-        if self._has_context:
-            y, states = self._run_with_context(x, inputs, call)
-        else:
-            y, states = self._run_explained({self.graph.input: x}, call)
+        y, states = self._run_call(x, inputs, call)
         return (y, states) if return_state else y
+
+    def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
+        """Return the state after these tokens, and the output of the last one or of more: a head runs on that alone."""
+        if self.training or is_hooked(self) or type(self) is not SequenceModel or self._relay:
+            return self(x, state=state, return_state=True, resets=resets)  # type: ignore[no-any-return]
+        self._check_call(x, "the model", ["batch", "seq"], resets)
+        self._check_stream(x, state)
+        self._routed = None
+        return self._run_call(x, {}, Call(False, state, True, resets, False, True, self._grid(), last_only=True))
+
+    def _run_call(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
+        if self._has_context:
+            return self._run_with_context(x, inputs, call)
+        return self._run_explained({self.graph.input: x}, call)
 
     def _run_with_context(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
         """Run the steps of a model with several inputs; in a stream, those that depend on the context run first."""

@@ -103,3 +103,14 @@ def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypa
     monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
     products.linear(x, weight)
     assert not onednn
+
+
+def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of a slice takes a thousand times as long."""
+    seen = []
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: seen.append(given[:2]) or given[0])
+    x, weight = torch.ones(3, 12, 20)[..., :10], torch.ones(10, 16)[:, :8]
+    for given in ((x, weight.t()), (x[0].t(), weight.t().contiguous()), (x.transpose(0, 1), torch.ones(10, 8).t())):
+        products._by_onednn(*given, None)
+    for pair in seen:
+        assert all(each.is_contiguous() or each.t().is_contiguous() for each in pair)

@@ -63,6 +63,17 @@ def test_long_prompts_are_read_in_chunks() -> None:
     assert [row.tolist() for row in seqblocks.generate(model, x, 3)] == [greedy(model, row, 3) for row in x]
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_a_head_reads_the_last_token_of_a_prompt_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = build(name), []
+    head = type(model.unembed.op)  # type: ignore[union-attr]
+    run = head.forward
+    monkeypatch.setattr(head, "forward", lambda op, p, call, x: seen.append(x.shape[1]) or run(op, p, call, x))
+    found = seqblocks.generate(model, prompt(), 1)
+    assert seen == [1]
+    assert [tokens.tolist() for tokens in found] == [greedy(model, row, 1) for row in prompt()]
+
+
 def test_each_sequence_stops_by_itself() -> None:
     model, x = build("mlstm_small"), prompt(4)
     whole = [row.tolist() for row in seqblocks.generate(model, x, 12)]
