@@ -24,6 +24,8 @@ from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_tim
 from seqblocks.kernels.slstm import reference as slstm_reference
 from seqblocks.kernels.slstm.reference import SLSTMState
 
+PART = 64  # tokens whose factors of the backward pass are computed at once
+
 
 def _order(S: int, reverse: bool) -> range:
     return range(S - 1, -1, -1) if reverse else range(S)
@@ -44,7 +46,8 @@ def _slstm(
         matrix = recurrent.reshape(H, D, 4 * D)
         y, c, n, m = (s.transpose(0, 1).contiguous() for s in (y0, c0, n0, m0))  # [H, B, D]
         ys, cs, ns, ms = (gates.new_empty(S, H, B, D) for _ in range(4))
-        tokens = [*zip(*(x.unbind(0) for x in (full, ys, cs, ns, ms)), strict=True)]
+        exponents = gates.new_empty(2, H, B, D)
+        tokens = [*zip(*(x.unbind(0) for x in (full, *full.split(D, -1), ys, cs, ns, ms)), strict=True)]
         begins = reset_times(resets, S)
         fresh = True  # whether n may be 0: only before the first token of a sequence
         for t in _order(S, reverse):
@@ -52,30 +55,39 @@ def _slstm(
                 ended = resets[:, t, None]
                 y, c, n, m = (s.masked_fill(ended, 0.0) for s in (y, c, n, m))
                 fresh = True
-            gate, *place = tokens[t]
-            y, c, n, m = _token(gate.baddbmm_(y, matrix).split(D, -1), c, n, m, place, fresh)
+            gate, i, f, z, o, *place = tokens[t]
+            gate.baddbmm_(y, matrix)
+            y, c, n, m = _token((i, f, z, o), c, n, m, place, exponents, fresh)
             fresh = False
     # not `contiguous`, which leaves the strides of axes one long: the fake says them all
     return ys.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format), cs, ns, ms, full
 
 
 def _token(
-    gates: Sequence[Tensor], c: Tensor, n: Tensor, m: Tensor, out: list[Tensor], fresh: bool
+    gates: Sequence[Tensor], c: Tensor, n: Tensor, m: Tensor, out: list[Tensor], exponents: Tensor, fresh: bool
 ) -> list[Tensor]:
-    """y and the next c, n, m, in `out`. fresh: whether n may be 0."""
+    """y and the next c, n, m, in `out`. exponents [2, H, B, D]: memory to use. fresh: whether n may be 0."""
     i, f, z, o = gates
     y_, c_, n_, m_ = out
-    through = m + F.logsigmoid(f)
+    write, keep = exponents
+    through = m + _log_sigmoid(f)
     torch.maximum(i, through, out=m_)
     if fresh:
         torch.where(n == 0, i, m_, out=m_)
-    write = torch.exp(i - m_)
-    keep = through.sub_(m_)
-    keep = (keep.clamp_(max=0.0) if fresh else keep).exp_()
-    torch.addcmul(keep * c, write, torch.tanh(z), out=c_)
+    torch.sub(i, m_, out=write)
+    torch.sub(through, m_, out=keep)
+    if fresh:
+        keep.clamp_(max=0.0)
+    exponents.exp_()
+    torch.mul(keep, c, out=c_).addcmul_(write, torch.tanh(z))
     torch.addcmul(write, keep, n, out=n_)
     torch.div(torch.sigmoid(o).mul_(c_), n_, out=y_)
     return out
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """log(1 / (1 + e^-x)), in half of the time of torch's own for few numbers; below -40 it is x."""
+    return F.softplus(x, -1.0, 40.0)
 
 
 @_slstm.register_fake
@@ -95,54 +107,80 @@ def _slstm_backward(
     S, H, B, D = cs.shape
     with without_autocast(cs.device.type):
         matrix = recurrent.reshape(H, D, 4 * D).transpose(1, 2)
-        start = [s.transpose(0, 1) for s in (y0, c0, n0, m0)]
+        y_start, *start = (s.transpose(0, 1) for s in (y0, c0, n0, m0))
         begins = reset_times(resets, S)
-        y_time = ys.permute(1, 2, 0, 3)  # [S, H, B, D]
+        marks = None if resets is None or not any(begins) else resets.t()[:, None, :, None]
+        dy_time = dy.permute(1, 2, 0, 3)  # [S, H, B, D]
         grads = torch.empty_like(full)
-        before = torch.empty_like(cs)  # y that each token read
-        carry = [torch.zeros_like(cs[0]) for _ in range(4)]  # dy, dc, dn, dm from the token after
         order = list(_order(S, reverse))
-        dy_time = dy.permute(1, 2, 0, 3)
-        for at in range(S - 1, -1, -1):
-            t = order[at]
-            if at:
-                past = order[at - 1]
-                y_, c_, n_, m_ = y_time[past], cs[past], ns[past], ms[past]
-            else:
-                y_, c_, n_, m_ = start
-            if resets is not None and begins[t]:
-                fresh = resets[:, t, None]
-                y_, c_, n_, m_ = (s.masked_fill(fresh, 0.0) for s in (y_, c_, n_, m_))
-            before[t] = y_
-            i, f, z, o = full[t].split(D, -1)
-            c, n, m = cs[t], ns[t], ms[t]
-            through = m_ + F.logsigmoid(f)
-            first = n_ == 0
-            write = torch.exp(i - m)
-            keep = torch.exp((through - m).clamp_(max=0.0))
-            gate, tz = torch.sigmoid(o), torch.tanh(z)
-            g_y = dy_time[t] + carry[0]
-            share = g_y * gate / n
-            g_c = dc_all[t] + carry[1] + share
-            g_n = dn_all[t] + carry[2] - share * c / n
-            g_m = dm_all[t] + carry[3]
-            e_i = (g_c * tz + g_n) * write
-            e_l = ((g_c * c_ + g_n * n_) * keep).masked_fill_(first, 0.0)
-            g_m = g_m - e_i - e_l
-            wins = first | (i >= through)
-            g_l = e_l + g_m.masked_fill(wins, 0.0)
-            d_i, d_f, d_z, d_o = grads[t].split(D, -1)
-            d_i.copy_(e_i + g_m.masked_fill(~wins, 0.0))
-            d_f.copy_(g_l * torch.sigmoid(-f))
-            d_z.copy_(g_c * write * (1 - tz * tz))
-            d_o.copy_(g_y * (c / n) * gate * (1 - gate))
-            carry = [torch.bmm(grads[t], matrix), g_c * keep, g_n * keep, g_l]
-            if resets is not None and begins[t]:
-                carry = [g.masked_fill(fresh, 0.0) for g in carry]
+        last = order[-1]
+        given_after = (dy_time, dc_all, dn_all, dm_all)
+        carry = [x[last] for x in given_after]
+        for at in range(S, 0, -PART):
+            part = order[max(0, at - PART) : at]
+            span = slice(min(part), max(part) + 1)
+            past = [_before(x, first, span, reverse, marks) for x, first in zip((cs, ns, ms), start, strict=True)]
+            factors = _factors(full[span], cs[span], ns[span], ms[span], *past)
+            d_gates = grads[span].split(D, -1)
+            for t in reversed(part):
+                token = t - span.start
+                given = [x[token] for x in factors]
+                carry = _token_backward(carry, given, [x[token] for x in d_gates])
+                carry.insert(0, torch.bmm(grads[t], matrix))
+                if marks is not None and begins[t]:
+                    carry = [x.masked_fill(marks[t], 0.0) for x in carry]
+                if t != order[0]:
+                    before = t + 1 if reverse else t - 1
+                    carry = [x.add_(more[before]) for x, more in zip(carry, given_after, strict=True)]
+        before = _before(ys.permute(1, 2, 0, 3), y_start, slice(0, S), reverse, marks)
         d_recurrent = torch.einsum("shbd,shbg->hdg", before, grads).reshape(recurrent.shape)
         d_bias = grads.sum((0, 2)).view(H, 4, D).transpose(0, 1).contiguous()
         d_gates = grads.view(S, H, B, 4, D).permute(2, 0, 3, 1, 4).contiguous()
     return d_gates, d_recurrent, d_bias, *(g.transpose(0, 1).contiguous() for g in carry)  # type: ignore[return-value]
+
+
+def _before(x: Tensor, start: Tensor, span: slice, reverse: bool, marks: Tensor | None) -> Tensor:
+    """What each token of a span read of a state x [S, H, B, D] that began as `start`: 0 where a sequence begins."""
+    first = span.stop if reverse else span.start - 1
+    edge = x[first, None] if 0 <= first < x.shape[0] else start[None]
+    inner = x[span]
+    read = torch.cat([inner[1:], edge] if reverse else [edge, inner[:-1]])
+    return read if marks is None else read.masked_fill_(marks[span], 0.0)
+
+
+def _factors(
+    full: Tensor, c: Tensor, n: Tensor, m: Tensor, c_: Tensor, n_: Tensor, m_: Tensor
+) -> list[Tensor]:
+    """Return by what `_token_backward` multiplies, for several tokens at once: all that needs no later gradient."""
+    i, f, z, o = full.split(c.shape[-1], -1)
+    through = m_ + _log_sigmoid(f)
+    first = n_ == 0
+    write, keep = torch.exp(i - m), torch.exp((through - m).clamp_(max=0.0))
+    gate, tz, wins = torch.sigmoid(o), torch.tanh(z), first | (i >= through)
+    share, h = gate / n, c / n
+    return [
+        share, share * h, write, write * tz, keep, (keep * c_).masked_fill_(first, 0.0),
+        (keep * n_).masked_fill_(first, 0.0), wins.to(c.dtype), (~wins).to(c.dtype),
+        torch.sigmoid(-f), write * (1 - tz * tz), h * gate * (1 - gate),
+    ]  # fmt: skip
+
+
+def _token_backward(carry: list[Tensor], factors: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+    """Write the gradients of the gates to `out`; return those of c, n and m of the token before."""
+    g_y, g_c, g_n, g_m = carry
+    share, of_n, write, written, keep, kept_c, kept_n, wins, loses, by_f, by_z, by_o = factors
+    d_i, d_f, d_z, d_o = out
+    g_c = torch.addcmul(g_c, g_y, share)
+    g_n = torch.addcmul(g_n, g_y, of_n, value=-1)
+    e_i = torch.mul(g_c, written).addcmul_(g_n, write)
+    e_l = torch.mul(g_c, kept_c).addcmul_(g_n, kept_n)
+    g_m = torch.sub(g_m, e_i).sub_(e_l)
+    torch.addcmul(e_i, g_m, wins, out=d_i)
+    g_l = e_l.addcmul_(g_m, loses)
+    torch.mul(g_l, by_f, out=d_f)
+    torch.mul(g_c, by_z, out=d_z)
+    torch.mul(g_y, by_o, out=d_o)
+    return [g_c.mul_(keep), g_n.mul_(keep), g_l]
 
 
 @_slstm_backward.register_fake
