@@ -57,7 +57,8 @@ class SequenceModel(Body):
         self._timed = frozenset(value for value, wire in spec.types.items() if has_tokens(wire))
         self._has_context = bool(spec.graph.ports)
         self._context_names = {value: name for name, value in spec.graph.ports.items()}
-        self._inputs = tuple(spec.inputs.values()) or (spec.input,)
+        inputs = zip(spec.graph.reads, spec.inputs.values() or (spec.input,), strict=True)
+        self._grids = {value: wire.grid for value, wire in inputs if wire.grid and wire.kind != "image"}
         self._declared_state = declared(spec.graph)
         obstacle = graph.stream_obstacle(spec)
         self._obstacle = " cannot stream: ".join(obstacle) if obstacle else None
@@ -150,10 +151,11 @@ class SequenceModel(Body):
 
     def _grid(self, size: tuple[int, int] | None = None) -> Grid:
         """Return the rows and columns of the inputs that are tokens; `size` replaces those of the first input."""
-        first, *others = [wire.grid if wire.kind != "image" else None for wire in self._inputs]
-        given = dict(zip(self.graph.reads, (size or first, *others), strict=True))
-        sizes = {value: grid for value, grid in given.items() if grid}
-        return Grid(size or first, tuple(grid for grid in others if grid), sizes, self._context_names)
+        if not self._grids and size is None:
+            return Grid(context=self._context_names)
+        sizes = self._grids | ({self.graph.input: size} if size else {})
+        others = tuple(grid for value, grid in sizes.items() if value != self.graph.input)
+        return Grid(sizes.get(self.graph.input), others, sizes, self._context_names)
 
     def _check_call(self, x: Any, who: str, axes: list[str], resets: Any, cu_seqlens: Any = None) -> None:
         arguments.check_input(self.spec.input, x, who, axes)
