@@ -158,7 +158,8 @@ def requested(backend: str | None = None) -> str:
     """
     if backend is not None:
         return _check_name(backend, "backend=")
-    return getattr(_local, "backend", None) or _check_name(_from_environment(), VARIABLE)
+    name: str = getattr(_local, "backend", None) or _from_environment()
+    return name if name == "auto" else _check_name(name, VARIABLE)
 
 
 @constant

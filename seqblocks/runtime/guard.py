@@ -42,7 +42,7 @@ class Guard:
     def holds(self) -> bool:
         """Return whether everything is as it was noted."""
         if self._hooks_registered != RemovableHandle.next_id:
-            if any(self._hooks):
+            if any(self._hooks) or nn.modules.module._has_any_global_hook():
                 return False
             self._hooks_registered = RemovableHandle.next_id
         self._compare = self._compare or self._compiled()

@@ -212,15 +212,17 @@ class SequenceModel(Body):
         """
         if self._obstacle:
             raise RunError(self._obstacle)
-        self._check_call(x, "a step", self._step_axes, resets)
+        planned = self._stepper_for(x) if self.frame_size == 1 else None
+        if planned is None or resets is not None or not planned.takes(x):
+            self._check_call(x, "a step", self._step_axes, resets)
         if self._has_context and state is None:
             others = ", ".join(f"{name}=…" for name in self.graph.ports)
             raise RunError(f"a stream of this model begins with its context: state = model.init_state(batch, {others})")
         if self.frame_size > 1:
             done: tuple[Tensor, States] = self(x, state=state, return_state=True, resets=resets)
             return done
-        if (stepper := self._stepper_for(x)) and (planned := self._run_planned(stepper, x, state, resets)):
-            return planned
+        if planned is not None and (found := self._run_planned(planned, x, state, resets)):
+            return found
         resets = None if resets is None else resets.unsqueeze(1)
         y, states = self(x.unsqueeze(1), state=state, return_state=True, resets=resets)
         if self._token_outputs or not self._has_tokens:
@@ -263,10 +265,11 @@ class SequenceModel(Body):
         return found
 
     def _stepper_of_now(self) -> Stepper | None:
-        if nn.modules.module._has_any_global_hook() or dispatch.transformed():
+        if dispatch.transformed():
             return None
         if self._stepper is None or not self._stepper.holds():
-            self._stepper = stepper(self, self.spec, self._declared_state)
+            is_hooked = nn.modules.module._has_any_global_hook()
+            self._stepper = None if is_hooked else stepper(self, self.spec, self._declared_state)
         return self._stepper
 
     def __getstate__(self) -> dict[str, Any]:

@@ -64,6 +64,9 @@ class Stepper:
     def __init__(self, model: Body, spec: ModelSpec, declared: States) -> None:
         self.dtype = next(model.parameters()).dtype
         self._types = spec.types
+        of_tokens = spec.input.kind == "tokens"
+        self._dtypes = (torch.int64, torch.int32) if of_tokens else (self.dtype,)
+        self._sizes = () if of_tokens else (spec.input.features,)
         self._grid = Grid(spec.input.grid)
         self._phase: Phase = "stream" if spec.graph.ports else None
         self._call = Call(False, None, True, None, False, True, self._grid, phase=self._phase)
@@ -75,6 +78,10 @@ class Stepper:
             y = self._body(model, spec.graph, ["x", *self._context_inputs(spec.graph)], ())
         self.run: Callable[[States, Tensor], tuple[Tensor, States] | None] = self._source.function(y, declared)
         self.holds = self._guard.holds  # whether the model is still the one that this was made of
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether x is a token of each sequence, so that it needs no other check."""
+        return x.dtype in self._dtypes and x.shape[1:] == self._sizes
 
     def _context_inputs(self, body: Graph) -> Iterator[str]:
         """Yield the variables of the inputs that do not stream; None of those that no step of the stream reads."""
@@ -401,7 +408,8 @@ class _Source:
     def replace_state(self, path: Path, state: list[str], function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the parts of a state that a step has made."""
         for part in state:
-            self._made[(*path, part)] = self.assign(f"{self.constant(function)}({self._made[(*path, part)]})")
+            whole = (*path, part)
+            self._made[whole] = self.assign(f"{self.constant(function)}({self._made[whole]})")
 
     def call_with_all_state(self, run: Callable[..., Any], inputs: Sequence[str], path: Path) -> str:
         """Call a function with the state of everything at a path, a dict, or None where there is none."""
