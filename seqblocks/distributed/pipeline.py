@@ -14,9 +14,9 @@ from seqblocks.errors import UsageError
 from seqblocks.graph import Graph, ModelSpec, Node
 from seqblocks.runtime.body import Body
 from seqblocks.runtime.call import Call, Grid
-from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.model import SequenceModel
-from seqblocks.runtime.sharing import connect
+from seqblocks.runtime.sharing import connect, tie
 from seqblocks.runtime.step import Place
 
 
@@ -45,17 +45,12 @@ class Stage(Body):
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
         """Draw all parameters: those that the model has with this seed."""
-        for item in graph.parameters(self.graph):
-            if item.tied is None:
-                draw(self.get_parameter(item.name), item.name, item.parameter, seed)
+        draw_all(self, self.graph, seed)
         self.tie()
 
     def tie(self) -> None:
         """Let tied names share one parameter again."""
-        for item in graph.parameters(self.graph):
-            if item.tied is not None:
-                holder, _, leaf = item.name.rpartition(".")
-                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+        tie(self, self.graph)
 
 
 def pipeline_stage(model: SequenceModel, index: int, stages: int) -> Stage:

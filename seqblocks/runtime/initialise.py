@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.errors import UsageError
+from seqblocks.graph import Graph, parameters
 from seqblocks.parameters import Init, Parameter
 from seqblocks.runtime.shards import Parts, assign
 
@@ -18,6 +19,13 @@ Draw = Callable[[tuple[int, ...], Init, int, torch.Generator], Tensor]
 
 # Passed wherever a tensor is made, because a caller may have changed torch's default dtype and device.
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+
+def draw_all(module: nn.Module, body: Graph, seed: int, parts: Parts | None = None) -> None:
+    """Draw all parameters of a graph that are tied to no other, in the module that holds them."""
+    for item in parameters(body):
+        if item.tied is None:
+            draw(module.get_parameter(item.name), item.name, item.parameter, seed, parts)
 
 
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Parts | None = None) -> None:

@@ -19,9 +19,9 @@ from seqblocks.runtime.body import Body, first_of_tail
 from seqblocks.runtime.call import Call, Grid, Relay
 from seqblocks.runtime.experts import LOSSES, Routed
 from seqblocks.runtime.grids import grid_sources
-from seqblocks.runtime.initialise import draw
+from seqblocks.runtime.initialise import draw_all
 from seqblocks.runtime.shards import Parts
-from seqblocks.runtime.sharing import connect
+from seqblocks.runtime.sharing import connect, tie
 from seqblocks.runtime.step import Place, is_hooked
 from seqblocks.runtime.stepping import Stepper, reset, stepper
 from seqblocks.runtime.stream import Stream
@@ -343,17 +343,12 @@ class SequenceModel(Body):
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
-        for item in graph.parameters(self._whole_spec.graph):
-            if item.tied is None:
-                draw(self.get_parameter(item.name), item.name, item.parameter, seed, self._parts)
+        draw_all(self, self._whole_spec.graph, seed, self._parts)
         self.tie()
 
     def tie(self) -> None:
         """Let tied names share one parameter again, after something that copies parameters one by one."""
-        for item in graph.parameters(self.graph):
-            if item.tied is not None:
-                holder, _, leaf = item.name.rpartition(".")
-                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+        tie(self, self.graph)
 
     def _some_tensor(self) -> Tensor:
         """A tensor on the model's device; where the spec has no parameters, also in the model's dtype."""

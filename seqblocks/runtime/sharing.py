@@ -1,7 +1,8 @@
-"""Parameters that a step uses and another holds, as `share:` says.
+"""Parameters that a step uses and another holds, as `tie:` and `share:` say.
 
-The modules of such a step have no parameters. They keep a reference to the module that has them, which torch does not
-register, and read them when they are called: whatever replaces the parameters of the owner is used by all.
+Names that are tied have one parameter of torch. The modules of a step that shares have no parameters. They keep a
+reference to the module that has them, which torch does not register, and read them when they are called: whatever
+replaces the parameters of the owner is used by all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from seqblocks.graph import Named
+from seqblocks.graph import Graph, Named, parameters
 
 NONE: Mapping[str, tuple[nn.Module, str]] = MappingProxyType({})
 
@@ -29,6 +30,14 @@ class Holder(nn.Module):
 def shared_parameters(holder: Holder) -> dict[str, Any]:
     """Return the parameters of a module that other modules have."""
     return {name: getattr(owner, there) for name, (owner, there) in holder._owners.items()}
+
+
+def tie(model: nn.Module, body: Graph) -> None:
+    """Let the tied names of a graph have one parameter."""
+    for item in parameters(body):
+        if item.tied is not None:
+            holder, _, leaf = item.name.rpartition(".")
+            model.get_submodule(holder).register_parameter(leaf, model.get_parameter(item.tied))
 
 
 def connect(model: nn.Module, shared: Iterable[Named]) -> None:

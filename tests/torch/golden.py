@@ -20,11 +20,11 @@ from seqblocks.checkpoint import load_official, official_name
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
-def read(case: str) -> tuple[Any, dict[str, Any]]:
-    """The arrays and the meta record of `folder/name`."""
+def read(case: str, record: str = "meta") -> tuple[Any, dict[str, Any]]:
+    """The arrays of `folder/name`, and its meta record, or what the folder calls it."""
     with np.load(FOLDER / f"{case}.npz") as file:
         data = dict(file)
-    return data, json.loads(str(data["meta"]))
+    return data, json.loads(str(data[record]))
 
 
 def run(

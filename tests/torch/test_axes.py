@@ -11,6 +11,7 @@ from seqblocks.errors import RunError
 from seqblocks.runtime.builder import build_model, build_text
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
+from tests.draws import draw
 
 IMAGE = "image: {size: [4, 6], channels: 3}"
 GRID = "features: 8, grid: [4, 6]"
@@ -21,10 +22,6 @@ def built(entering: str, *steps: str) -> SequenceModel:
     _, graph = load_text(f"seqblocks: 1\nmodel:\n  input: {{{entering}}}\n  steps:\n{lines}")
     assert graph
     return build_model(graph, device="cpu", dtype=torch.float64, seed=0)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def checked(model: SequenceModel) -> list[object]:

@@ -9,16 +9,13 @@ import seqblocks
 from seqblocks.errors import RunError
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, check_lookahead
+from tests.draws import draw
 
 
 def built(*steps: str, dtype: torch.dtype = torch.float64, features: int = 6) -> SequenceModel:
     lines = "".join(f"    - {step}\n" for step in steps)
     text = f"seqblocks: 1\nmodel:\n  input: {{features: {features}}}\n  steps:\n{lines}"
     return seqblocks.build_text(text, dtype=dtype, device="cpu", seed=0)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, stride: int, dilation: int, groups: int) -> Tensor:

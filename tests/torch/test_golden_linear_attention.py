@@ -5,11 +5,9 @@ Outputs, last states and every gradient, of inputs and weights; the cotangents o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,9 +113,7 @@ class Read(NamedTuple):
 
 
 def read(name: str) -> Read:
-    with np.load(golden.FOLDER / f"{name}.npz") as file:
-        data = dict(file)
-    return Read(data, json.loads(str(data["cfg"])))
+    return Read(*golden.read(name, "cfg"))
 
 
 def built(name: str, dtype: torch.dtype) -> tuple[Read, Any]:

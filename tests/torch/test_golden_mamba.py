@@ -11,7 +11,6 @@ directions and adds it in both, so D x enters twice.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,6 @@ FOLDER = golden.FOLDER / "mamba"
 SCANS = sorted(p.stem for p in FOLDER.glob("scan_*"))
 MODELS = sorted(p.stem for kind in ("block", "bi", "lm") for p in FOLDER.glob(f"{kind}_*"))
 FORMS = ("reference", "torch")
-
-
-def read(case: str) -> tuple[Any, dict[str, Any]]:
-    with np.load(FOLDER / f"{case}.npz") as file:
-        data = dict(file)
-    return data, json.loads(str(data["cfg"]))
 
 
 def close(name: str, found: torch.Tensor, expected: Any, bar: float) -> None:
@@ -71,7 +64,7 @@ def matrix(x: torch.Tensor, variable: bool, complex_: bool) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", SCANS)
 def test_scan(case: str, form: str) -> None:
-    data, cfg = read(case)
+    data, cfg = golden.read(f"mamba/{case}", "cfg")
     if cfg["complex_A"] and form == "torch":
         pytest.skip("complex A: only the reference form has it, and says so (tests/kernels/test_selective_scan.py)")
     for dtype in (torch.float64, torch.float32):
@@ -145,7 +138,7 @@ model:
 
 
 def built(case: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Any]:
-    data, cfg = read(case)
+    data, cfg = golden.read(f"mamba/{case}", "cfg")
     model = seqblocks.build_text(model_spec(case, cfg), dtype=dtype).eval()
     weights = {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data if k.startswith("w/")}
     load_official(model, weights)

@@ -21,14 +21,11 @@ from seqblocks.kernels import use_backend
 from seqblocks.op import PRIMITIVES, Op, Port, primitive
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law, check_shapes, random_context, random_input
+from tests.draws import draw
 
 
 def built(text: str, **more: Any) -> SequenceModel:
     return seqblocks.build_text(f"seqblocks: 1\n{text}", **{"dtype": "float64", **more})
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 CAPTIONER = """

@@ -18,6 +18,7 @@ from torch import Tensor
 import seqblocks
 from seqblocks.checkpoint import load_official, official_name
 from seqblocks.runtime.model import SequenceModel
+from tests.draws import draw
 
 Weights = dict[str, Tensor]
 
@@ -35,10 +36,6 @@ def built(text: str, seed: int = 0) -> tuple[SequenceModel, Weights]:
 
 def spec(width: int, *steps: str, use: str = "xlstm") -> str:
     return f"seqblocks: 1\nuse: [{use}]\nmodel: {{input: {{features: {width}}}, steps: [{', '.join(steps)}]}}\n"
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def same(model: SequenceModel, w: Weights, truth: Callable[[Weights, Tensor], Tensor], x: Tensor) -> None:

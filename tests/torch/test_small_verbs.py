@@ -9,6 +9,7 @@ from seqblocks.analysis.check import load_text
 from seqblocks.runtime.builder import build_model
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.testing import check_law
+from tests.draws import draw
 
 
 def from_text(text: str) -> SequenceModel:
@@ -21,10 +22,6 @@ def built(*steps: str, features: int = 6) -> SequenceModel:
     lines = "".join(f"    - {step}\n" for step in steps)
     text = f"seqblocks: 1\nmodel:\n  input: {{features: {features}}}\n  steps:\n{lines}"
     return from_text(text)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 X = draw(2, 9, 6)

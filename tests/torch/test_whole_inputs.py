@@ -10,6 +10,7 @@ from torch import Tensor
 
 import seqblocks
 from seqblocks.runtime.model import SequenceModel
+from tests.draws import draw
 
 SMALL: dict[str, dict[str, Any]] = {
     "vil_segmenter": {"input.image.size": [16, 32], "dim": 8, "classes": 3},
@@ -21,10 +22,6 @@ OUTPUTS = {"vil_segmenter": (2, 3, 16, 32), "slstm_forecaster": (2, 5, 3)}
 
 def small(name: str) -> SequenceModel:
     return seqblocks.build(name, set=SMALL[name], dtype=torch.float64, device="cpu", seed=0)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", SMALL)

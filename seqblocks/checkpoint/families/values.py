@@ -49,11 +49,11 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
     return found
 
 
-def depth_of(config: Config, key: str = "num_hidden_layers") -> int:
+def depth_of(config: Config) -> int:
     """Return the number of layers, which are listed one by one."""
-    found = whole(config, key)
+    found = whole(config, "num_hidden_layers")
     if found > MAX_REPEATS:
-        raise UsageError(f"config.json: {key} must be at most {MAX_REPEATS}, not {found}")
+        raise UsageError(f"config.json: num_hidden_layers must be at most {MAX_REPEATS}, not {found}")
     return found
 
 
