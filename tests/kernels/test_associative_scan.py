@@ -188,7 +188,7 @@ def test_equal_exponents_share_the_gradient_of_their_maximum() -> None:
 def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
     for seq, resets in ((1, None), (6, torch.zeros(2, 6, dtype=torch.bool))):
         cell = [t.detach().requires_grad_() for t in elements(tuple(an_mlstm(seq)))]
-        torch.library.opcheck(_scan, (*cell, resets))
+        torch.library.opcheck(_scan.traced, (*cell, resets))
 
 
 class Caller(torch.nn.Module):

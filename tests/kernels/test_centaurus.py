@@ -203,7 +203,7 @@ def test_the_op_of_compiled_code_keeps_its_promises_to_torch() -> None:
     u, state, *layer = what_is_walked(11)
     for reverse, resets in ((False, None), (True, torch.zeros(2, 11).bool())):
         chunk = [t.detach().requires_grad_() for t in a_chunk(layer, reverse)]
-        torch.library.opcheck(_scan, (u, state, *chunk, resets, reverse))
+        torch.library.opcheck(_scan.traced, (u, state, *chunk, resets, reverse))
 
 
 # ------------------------------------------------------------------------------------------------ Triton
