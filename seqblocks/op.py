@@ -1,5 +1,5 @@
-"""What a primitive is. One class in one file says everything about it: arguments, ports, shape, parameters, state,
-cost, and how it computes. The validator reads the declarations without torch; `forward` imports torch when it runs.
+"""Base class and registry of primitives. A primitive is one class in one file: arguments, ports, shape, parameters,
+state, cost and computation. The validator reads its declarations without torch; `forward` imports torch when it runs.
 
     @primitive("scale")
     class Scale(Op):
@@ -34,8 +34,8 @@ from seqblocks.types import UNBOUNDED, Facts, Kind, Wire, divisors_near
 Reads = Literal["token", "past", "all"]
 READS = typing.get_args(Reads)
 BUILTIN_PACKAGE = "seqblocks.ops"
-PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when an unknown verb is met
-RENAMED = "_of_yours"  # what `--import` adds to the name of a file that an installed module has too
+PLUGIN_GROUP = "seqblocks.ops"  # entry points of this group are imported when a verb is unknown
+RENAMED = "_of_yours"  # suffix that `--import` adds to a file name that is also an installed module
 
 
 class Port(NamedTuple):
@@ -43,10 +43,10 @@ class Port(NamedTuple):
 
     `main`: takes the previous step's output unless `from:` (or the port's name) says otherwise.
     `joins`: accepts a list of wires, joined along the feature axis.
-    `size_only`: the op reads how many tokens there are, not what they hold; that uses no step (E315).
-    `length`: ports with the same word read sequences of one length, by default that of the main input.
-    `broadcast`: a vector, where the others are sequences or images, meets each of their tokens. The op's declarations
-    and `forward` then see it as a sequence or an image.
+    `size_only`: the op reads only the number of tokens, not their values, so the wire does not count as used (E315).
+    `length`: ports with the same word read sequences of the same length; the default is that of the main input.
+    `broadcast`: a vector is expanded to the tokens of the other inputs if these are sequences or images. The op's
+    declarations and `forward` then see it as a sequence or an image.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Port(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A way to compute an op on several ranks, each with an equal part of the features.
+    """A way to split an op over several ranks, each with an equal part of the features.
 
-    op: what a rank computes. parts: the ports of which it reads its part of the features; the others it reads whole.
-    cuts: the parameters of which it has a part, and the axis that is cut; the others are whole. sums: whether the
-    ranks' outputs are summands of the output; else each is a part of its features. added: parameters that are added
-    to the output, of which each rank may then add its share only.
+    op: the op that each rank computes. parts: the ports of which a rank reads only its part of the features. cuts: the
+    parameters that are split, with the axis; all others are replicated. sums: whether the outputs of the ranks are
+    summed; otherwise each is a part of the features. added: parameters that are added to the output, of which each
+    rank then adds only its share.
     """
 
     op: "Op"
@@ -83,14 +83,14 @@ ANY = Port("x", "the input", main=True, kinds=("sequence", "vector"))
 def argument(default: Any, about: str, *, inherit: str | None = None, **limits: Any) -> Any:
     """A documented argument; `...` as default makes it required. Limits are pydantic's (`gt`, `ge`, `le`, …).
 
-    `inherit="tokens"` fills it, where the step leaves it out, with that property of the model's input.
+    With `inherit="tokens"`, the default is that property of the model's input.
     """
     extra: dict[str, Any] | None = {"inherit": inherit} if inherit else None
     return Field(default, description=about, json_schema_extra=extra, **limits)
 
 
 class Op(BaseModel):
-    """Base of all primitives. Subclass it, decorate it with `@primitive(verb)`."""
+    """Base class of primitives. Decorate subclasses with `@primitive(verb)`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -102,35 +102,35 @@ class Op(BaseModel):
     reversible: ClassVar[bool] = False
     """Reads "past", and computes the reverse order itself when `call.reverse` is set, without a flipped copy."""
     independent: ClassVar[str] = ""
-    """What it treats each by itself, so that several ranks may share the work: `features`, or the heads or groups that
-    an argument of this name counts (0: features). All inputs and the output then have the same parts, and so has the
-    first axis of each parameter. See `splits` for other cases."""
+    """What it processes independently, so that ranks can share the work: `features`, or the name of an argument that
+    counts heads or groups (0: features). All inputs, the output and the first axis of each parameter then have the same
+    parts. See `splits` for other cases."""
     summary_cost: ClassVar[float] = 0.0
-    """How long `transition` takes, as a share of the time of `forward`; 0 where it copies inputs at most."""
+    """Cost of `transition` relative to `forward`; 0 if it only copies inputs."""
     source: ClassVar[str] = ""
     """The paper or equation it implements."""
     open_keys: ClassVar[bool] = False
-    """Whether keys that are not declared are whole numbers (`model_config` must allow extra ones then)."""
+    """Whether undeclared keys are whole numbers (`model_config` must then allow extra keys)."""
     exact: ClassVar[bool] = False
-    """Returns float32 in a model of 16 bits."""
+    """Whether it returns float32 in a 16-bit model."""
     mixed: ClassVar[bool] = False
-    """Takes float32 inputs in a model of 16 bits; others with parameters of 16 bits have such inputs converted."""
+    """Whether it accepts float32 inputs in a 16-bit model; for other ops with 16-bit parameters, they are converted."""
     builtin: ClassVar[bool] = False
-    """Whether it is one of seqblocks' own; set when it is registered."""
+    """Whether it belongs to seqblocks itself; set on registration."""
 
-    # The inputs come in the order of `ports`, an absent optional one as None. Open signatures let an op name its own.
+    # Inputs are in the order of `ports`, absent optional ones None. Signatures are open so that ops can name them.
 
     def shape(self, *wires: Any, **_: Any) -> Wire:
-        """Return the output's type; by default that of the first input. Raises Fault."""
+        """Return the type of the output, by default that of the first input. Raises Fault."""
         first: Wire = wires[0]
         return first
 
     def parameters(self, *wires: Any, **_: Any) -> dict[str, Parameter]:
-        """Return the parameters that it owns, by name."""
+        """Return the declarations of its parameters, by name."""
         return {}
 
     def state(self, *wires: Any, **_: Any) -> dict[str, State]:
-        """Return the state that it carries from token to token, by name."""
+        """Return the declarations of its state, by name."""
         return {}
 
     def macs(self, *wires: Any, **_: Any) -> int:
@@ -138,22 +138,22 @@ class Op(BaseModel):
         return 0
 
     def looks_ahead(self, *wires: Any, **_: Any) -> int | float:
-        """Return how many more later tokens of the model's input an output depends on than its inputs (inf: all).
+        """Return the lookahead that it adds to its inputs, in tokens of the model's input (inf: unlimited).
 
-        A token that is made of several has the position of the first of them. Default: by `reads`.
+        A token computed from several has the position of the first of them. Default: according to `reads`.
         """
         return math.inf if self.reads == "all" else 0
 
     def facts(self, *wires: Any, **_: Any) -> Facts:
-        """Return what is known of the numbers of the output; the wires say what is known of the inputs."""
+        """Return the facts about the values of the output; those of the inputs are attributes of the wires."""
         return UNBOUNDED
 
     def warns(self, *wires: Any, **_: Any) -> Iterable[Fault]:
-        """Return what is legal and most likely a mistake, as Faults with a code that begins with W."""
+        """Return warnings about probable mistakes, as Faults whose code begins with W."""
         return ()
 
     def is_upright(self, *wires: Any, **_: Any) -> bool:
-        """Return whether rows and columns of an image are not alike to it, so that no scan may exchange them."""
+        """Return whether it distinguishes rows from columns of an image, so that no scan may exchange them."""
         return False
 
     def makes_grid(self) -> bool:
@@ -161,54 +161,54 @@ class Op(BaseModel):
         return False
 
     def calls(self, *wires: Any, **_: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return the kernel that `forward` calls, and the options that decide its implementation."""
+        """Return the kernel that `forward` calls, and the options that determine its implementation."""
         return None
 
     def forward(self, p: Mapping[str, Any], call: Any, *inputs: Any, **_: Any) -> Any:
-        """Compute. `p` has the parameters by name, `call` what goes with the call (`seqblocks.runtime.call.Call`).
+        """Compute the output. `p`: the parameters by name. `call`: the context (`seqblocks.runtime.call.Call`).
 
-        An op that declares state returns `(output, state)`; `call.state` is the state it was given, or None.
+        An op that declares state returns `(output, state)`; `call.state` is the previous state, or None.
         """
         raise TypeError(f"{type(self).__name__} does not compute")
 
     def matrix(self, p: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """Return W [O, I] and b [O], or None, where a token's output is W x + b, so that several may be one product.
+        """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
-        What it derives from `p` holds as long as for `prepare_step`.
+        Values derived from `p` are valid as long as those of `prepare_step`.
         """
         return None
 
     def transition(self, p: Mapping[str, Any], call: Any, *inputs: Any) -> Callable[[Any], Any] | None:
-        """Return what these tokens make of a state: a function from the one before them to the one after them.
+        """Return the effect of these tokens on the state: a function from the state before them to the state after.
 
-        It serves sequences whose parts are on several devices: what takes time is computed before the state is there,
-        and the function itself is short. None, the default, where `forward` has to say. `call` has resets, and no
-        state.
+        It is used for sequences split over several devices: expensive parts are computed before the state arrives, and
+        the function itself is cheap. None, the default, means that `forward` is needed. `call` has resets but no state.
         """
         return None
 
     def prepare_step(self, p: Mapping[str, Any]) -> Callable[..., Any] | None:
-        """Return a function that computes one token of a stream without gradients, or None where `forward` will do.
+        """Return a function that computes one token of a stream without gradients, or None to use `forward`.
 
-        It is called with the parts of the op's state, in the order of `state`, and then the inputs [batch, features],
-        an absent one as None; all are of one dtype (float32 or float64) and on a CPU. It returns y [batch, features],
-        or where there is a state (y, *its new parts), each in memory of its own. What it derives from the parameters
-        `p` holds until one of them changes: it is then prepared anew.
+        It is called with the parts of the op's state, in the order of `state`, then the inputs [batch, features]
+        (absent ones None), all with one dtype (float32 or float64) and on a CPU. It returns y [batch, features], or
+        (y, *new parts of the state) if there is a state, without shared memory. Values derived from the parameters `p`
+        are valid until a parameter changes; the function is then prepared again.
         """
         return None
 
     def splits(self, ranks: int, *wires: Any, **_: Any) -> Iterable[Split]:
-        """Return the ways to compute it on so many ranks, by default as `independent` says; without any it is
-        computed whole on each. Raises Fault where its heads or groups cannot be dealt out evenly.
+        """Return the ways to split it over this many ranks, by default according to `independent`.
+
+        If there is none, each rank computes it completely. Raises Fault if its heads or groups cannot be split evenly.
         """
         return evenly(self, ranks, self.independent, wires) if self.independent else []
 
     def cannot_stream(self, *wires: Any, **_: Any) -> str | None:
-        """Return why it cannot run token by token on these wires, or None."""
+        """Return why it cannot stream on these wires, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
     def ignores_resets(self, *wires: Any, **_: Any) -> str | None:
-        """Return why it mixes the sequences that `resets` separate, so that the model refuses resets, or None."""
+        """Return why it mixes sequences that `resets` separate, so that resets are an error, or None."""
         return "it reads the whole sequence" if self.reads == "all" else None
 
 
@@ -222,12 +222,14 @@ def primitive(verb: str) -> Callable[[T], T]:
 
     def register(cls: T) -> T:
         if not (isinstance(cls, type) and issubclass(cls, Op)):
-            raise TypeError(f"a primitive is a class derived from Op, and {cls!r} is none")
+            raise TypeError(f"a primitive must be a subclass of Op, not {cls!r}")
         if not (verb.isascii() and verb.isidentifier()):
-            raise ValueError(f"the verb {verb!r} is not a name: letters, digits and _, not beginning with a digit")
+            raise ValueError(
+                f"the verb {verb!r} is not a valid name: use letters, digits and _, not beginning with a digit"
+            )
         known = PRIMITIVES.get(verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"the verb '{verb}' is taken by {known.__module__}.{known.__qualname__}")
+            raise ValueError(f"the verb '{verb}' is already defined by {known.__module__}.{known.__qualname__}")
         cls.builtin = cls.__module__.rpartition(".")[0] == BUILTIN_PACKAGE
         if not cls.builtin and builtin_verbs().get(verb):
             raise ValueError(f"the verb '{verb}' is built in; {cls.__module__}.{cls.__qualname__} needs another")
@@ -241,7 +243,7 @@ def primitive(verb: str) -> Callable[[T], T]:
 
 
 def _check_class(cls: type[Op]) -> None:
-    """Check the class of a primitive that is not built in. Raises TypeError."""
+    """Check the class of a primitive from a plug-in. Raises TypeError."""
     from pydantic import PydanticUndefinedAnnotation, PydanticUserError, TypeAdapter, ValidationError  # slow to import
 
     if not isinstance(cls.ports, tuple) or not all(isinstance(port, Port) for port in cls.ports):
@@ -263,10 +265,10 @@ def _check_class(cls: type[Op]) -> None:
 
 @lru_cache(maxsize=1)
 def builtin_verbs() -> dict[str, str]:
-    """Return the verbs of `seqblocks.ops` and the modules that define them. A new file there needs no entry in a list.
+    """Return the verbs of `seqblocks.ops` and the modules that define them.
 
-    The sources are searched for `@primitive("…")` rather than imported, because a spec uses few of them and defining
-    all models would cost more than checking it. Where there are no sources, all are imported.
+    The sources are searched for `@primitive("…")` instead of being imported, because a spec uses few of them and
+    defining all pydantic models would take longer than checking it. Without sources, all modules are imported.
     """
     package = importlib.import_module(BUILTIN_PACKAGE)
     found: dict[str, str] = {}
@@ -298,14 +300,14 @@ def load_builtin() -> None:
 
 @lru_cache(maxsize=1)
 def load_plugins() -> tuple[str, ...]:
-    """Import what other packages offer under the entry-point group `seqblocks.ops`; returns what failed, as text."""
-    from importlib.metadata import entry_points  # 20 ms that only a spec with an unknown verb pays
+    """Import plug-ins from the entry-point group `seqblocks.ops`; return messages about those that failed."""
+    from importlib.metadata import entry_points  # takes 20 ms, and is only needed for an unknown verb
 
     failed = []
     for entry in entry_points(group=PLUGIN_GROUP):
         try:
             entry.load()
-        except BaseException as error:  # a broken plug-in must not take every spec down with it, SystemExit included
+        except BaseException as error:  # a broken plug-in must not break every spec, even if it raises SystemExit
             if isinstance(error, KeyboardInterrupt) and interrupts_raise():
                 raise
             failed.append(f"plug-in '{entry.name}' ({entry.value}) did not load: {one_line(error)}")
@@ -313,7 +315,7 @@ def load_plugins() -> tuple[str, ...]:
 
 
 def has_plugin(name: str) -> bool:
-    """Return whether a module of this name was imported, or an installed package offers it as a plug-in."""
+    """Return whether a module with this name was imported, or is a plug-in of an installed package."""
     if name in sys.modules or f"{name}{RENAMED}" in sys.modules:
         return True
     from importlib.metadata import entry_points  # only a spec that names a plug-in needs it
@@ -328,15 +330,15 @@ def interrupts_raise() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception of code that is not ours as one line of at most 200 characters."""
+    """Format an exception of third-party code in one line of at most 200 characters."""
     if isinstance(error, SystemExit):
-        return "the module ends the program, and should only define primitives"
+        return "the module exits the program; it should only define primitives"
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0][:200]}"
 
 
-def find_primitive(verb: str) -> type[Op] | None:
-    """Return the op of a verb, or None. Plug-ins are loaded only if it is not known."""
+def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
+    """Return the op of a verb, or None. Plug-ins are loaded only if the verb is unknown and `plugins` is set."""
     if verb not in PRIMITIVES:
         module = builtin_verbs().get(verb)
         if module:
@@ -350,7 +352,7 @@ STATE_DTYPES = ("model", "float64", "float32", "bfloat16", "float16", "int64")
 
 
 def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: Any, facts: Any) -> None:
-    """Check what a primitive that is not built in declares for one use. Raises UsageError."""
+    """Check the declarations of a primitive from a plug-in for one use. Raises UsageError."""
 
     def sizes(shape: Any) -> bool:
         return isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
@@ -383,14 +385,14 @@ def check_declared(cls: type[Op], type: Any, parameters: Any, state: Any, macs: 
         wrong = next((each[:3] for each in others if not isinstance(each[2], each[3])), None)
     if wrong:
         method, wanted, found = wrong
-        raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must give {wanted}, not {str(found)[:80]}")
+        raise UsageError(f"{cls.__module__}.{cls.__qualname__}.{method} must return {wanted}, not {str(found)[:80]}")
 
 
-# --- what kind of value an argument takes: decided by the field's type, never by how the text looks ---------------
+# --- kinds of arguments, determined by the type of the field, not by the text -------------------------------------
 
 
 class FieldKind(NamedTuple):
-    """number | flag | word | words | value; `choices` are the legal words (of a list's items too, unless `free`).
+    """number | flag | word | words | value. `choices`: the allowed words (also of a list's items, unless `free`).
 
     open: any other word is legal too, the name of a step for instance.
     """
@@ -410,7 +412,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldKind]:
 
 
 def field_infos(model: type[BaseModel]) -> dict[str, Any]:
-    """Return pydantic's record of each argument, by the name that YAML uses (an alias where a method has the name)."""
+    """Return pydantic's field of each argument, by its name in YAML (an alias if a method has the name)."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -442,27 +444,27 @@ def field_kind(annotation: Any) -> FieldKind:
 
 
 def evenly(op: Op, ranks: int, what: str, wires: Iterable[Wire | None], whole: Iterable[str] = ()) -> list[Split]:
-    """Return the split in which a rank computes a share of an op's features, or of the heads that `what` counts.
+    """Return the split in which each rank computes a share of an op's features, or of the heads counted by `what`.
 
-    whole: ports that are read whole. A single head has no split. Raises Fault E401 where there are some more that
-    cannot be dealt out evenly.
+    whole: ports that are not split. A single head is not split. Raises Fault E401 if several heads cannot be split
+    evenly.
     """
     wires = list(wires)
     count = 0 if what == "features" else getattr(op, what)
     if count == 1:
         return []
     if count % ranks:
-        raise Fault("E401", f"{what} {count} cannot be dealt out to {ranks} ranks", at=what)
+        raise Fault("E401", f"{what} {count} cannot be split evenly over {ranks} ranks", at=what)
     local = op.model_copy(update={what: count // ranks} if count else {})
     parts = tuple(port.name for port, wire in zip(op.ports, wires, strict=True) if wire and port.name not in whole)
     return [Split(local, parts, dict.fromkeys(op.parameters(*wires), 0))]
 
 
-# --- checks that many ops share -----------------------------------------------------------------------------------
+# --- checks shared by many ops ------------------------------------------------------------------------------------
 
 
 def must_divide(value: int, width: int, what: str, of: str, at: str | None = None) -> int:
-    """Return width / value. Raises Fault E401 that names the legal values."""
+    """Return width / value. Raises Fault E401 with possible values."""
     if value <= 0 or width % value:
         raise Fault(
             "E401",
@@ -501,13 +503,13 @@ def must_match(name: str, found: Wire, width: int, because: str) -> None:
 
 
 def ids_are_no_numbers(wire: Wire, done: str, name: str) -> Fault:
-    """Return the fault of splitting, joining or adding token numbers, which have no features."""
+    """Return the fault of splitting, joining or adding token ids, which have no features."""
     note = wire.whence(name)
     return Fault(
         "E403",
-        f"token numbers cannot be {done}",
-        expected="features, as embed gives them",
+        f"token ids cannot be {done}",
+        expected="features, such as the output of embed",
         found=f"{wire}",
         notes=[note] if note else [],
-        hint="look the tokens up first, with embed",
+        hint="embed the tokens first, with embed",
     )

@@ -1,4 +1,4 @@
-"""The state of a stream: nested dicts of tensors, keyed by step names, batch first. Any pytree tool works on it."""
+"""The state of a stream: nested dicts of tensors, keyed by step names, batch first. It is a pytree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from seqblocks.graph import Graph
 from seqblocks.parameters import State
 
 States = dict[str, Any]
-HALF = (torch.float16, torch.bfloat16)  # too coarse for sums over a sequence
+HALF = (torch.float16, torch.bfloat16)  # not precise enough for sums over a sequence
 
 
 def declared(body: Graph) -> States:
-    """Return the declarations of a body's states, nested as the states are."""
+    """Return the declarations of a body's states, nested like the states."""
     out: States = {}
     for node in body.nodes:
         inside: States = dict(node.state)
@@ -32,9 +32,9 @@ def declared(body: Graph) -> States:
 def new_state(
     declarations: States, batch: int, device: Any, dtype: torch.dtype, context: States | None = None
 ) -> States:
-    """Return the state before the first token. Float states are at least float32, in float64 models float64.
+    """Return the state before the first token. Float states are at least float32, and float64 in float64 models.
 
-    context: the part that depends on the context. Raise RunError where the device has no room for the rest.
+    context: the part that depends on the context. Raises RunError if the device has not enough memory.
     """
 
     def fresh(state: State) -> Tensor:
@@ -43,13 +43,15 @@ def new_state(
 
     try:
         return _filled(declarations, context, fresh) if context else _mapped(declarations, fresh)
-    except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises for sizes that it cannot allocate
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch raises these for sizes that it cannot allocate
         numbers = batch * _numbers(declarations)
-        raise RunError(f"{device} has no room for the state of {batch:,} sequences, {numbers:,} numbers") from error
+        raise RunError(
+            f"{device} has not enough memory for the state of {batch:,} sequences, {numbers:,} numbers"
+        ) from error
 
 
 def dtype_of(state: State, model: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a model of dtype `model` holds a part of its state."""
+    """Return the dtype of a part of the state in a model with dtype `model`."""
     if state.dtype == "int64":
         return torch.int64
     if state.dtype == "model":
@@ -66,7 +68,7 @@ def _mapped(tree: States, function: Callable[[Any], Any]) -> States:
 
 
 def _filled(tree: States, known: States, function: Callable[[State], Any]) -> States:
-    """Apply a function to each leaf of a tree but those that are known."""
+    """Apply a function to each leaf of a tree, except known ones."""
     return {
         key: _filled(item, known.get(key, {}), function) if isinstance(item, dict)
         else known[key] if key in known else function(item)
@@ -75,10 +77,10 @@ def _filled(tree: States, known: States, function: Callable[[State], Any]) -> St
 
 
 def check_state(declarations: States, state: Any, batch: int, device: torch.device, path: str = "state") -> None:
-    """Raise RunError unless `state` is as declared, for this batch and device."""
+    """Raise RunError unless `state` matches the declarations, the batch and the device."""
     if not isinstance(state, dict) or state.keys() != declarations.keys():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise RunError(f"{path} is not of this model: it must have {sorted(declarations)}, and has {found}")
+        raise RunError(f"{path} does not belong to this model: expected the keys {sorted(declarations)}, found {found}")
     for key, item in declarations.items():
         if isinstance(item, dict):
             check_state(item, state[key], batch, device, f"{path}.{key}")
@@ -103,23 +105,23 @@ def _check_tensor(declared: State, tensor: Any, batch: int, device: torch.device
 
 
 def compact(x: Any) -> Any:
-    """Return a tensor of a state in memory of its own size, with the strides that `init_state` gives it.
+    """Return a tensor of a state in memory of exactly its size, with the strides of `init_state`.
 
-    A view of the last token would hold the memory of the whole prefill, and torch.save would write it. Other strides,
-    even of an axis of size one, would have a compiled step compiled again.
+    A view of the last token would keep the memory of the whole prefill alive, and torch.save would write all of it.
+    Different strides, even of an axis of size one, would cause a recompilation of a compiled step.
     """
     if not isinstance(x, Tensor):
         return x
     alone = x.is_contiguous() and (1 not in x.shape or _has_plain_strides(x))
-    if alone and not torch.compiler.is_compiling():  # a compiler decides about the memory of what it returns
+    if alone and not torch.compiler.is_compiling():  # a compiler determines the memory of its outputs
         alone = x._base is None
-        if alone and x.is_inference():  # such a tensor does not record what it is a view of
+        if alone and x.is_inference():  # such a tensor does not record its base
             alone = x.untyped_storage().nbytes() <= x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_plain_strides(x: Tensor) -> bool:
-    """Whether each stride is the product of the later sizes."""
+    """Return whether each stride is the product of the later sizes."""
     product = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if stride != product:
@@ -129,33 +131,33 @@ def _has_plain_strides(x: Tensor) -> bool:
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: States) -> States:
-    """Apply a function to each tensor. Raise RunError for anything that is not a state."""
+    """Apply a function to each tensor of a state. Raises RunError for anything that is not a state."""
     if not isinstance(state, dict):
-        raise RunError(f"a state is a dict of tensors, as a call returns it, not {type(state).__name__}")
+        raise RunError(f"a state is a dict of tensors, as returned by a call, not {type(state).__name__}")
     return _mapped(state, function)
 
 
 def detach(state: States) -> States:
-    """Return the state without the graph of gradients, for truncated backpropagation through time."""
+    """Detach the state from the autograd graph, for truncated backpropagation through time."""
     return map_state(Tensor.detach, state)
 
 
 def to(state: States, device: Any) -> States:
-    """Return the state on another device, in the dtypes that it has: counters are integers, and sums stay float32."""
+    """Move the state to another device. Its dtypes stay, because counters are integers and sums are float32."""
     if isinstance(device, torch.dtype):
-        raise RunError("a state is moved to a device and keeps its dtypes: what it sums would not survive fewer digits")
+        raise RunError("a state can only be moved to a device; its dtypes must stay, because sums need their precision")
     return map_state(lambda x: x.to(device), state)
 
 
 def index_select(state: States, index: Tensor) -> States:
-    """Return the states of the sequences `index` [n], in that order: for beam search, or to drop finished sequences.
+    """Select the sequences `index` [n] of a state, in that order, for beam search or to drop finished sequences.
 
-    index: integers below the number of sequences. Raise RunError.
+    index: integers below the number of sequences. Raises RunError.
     """
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim != 1:
         found = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
-        raise RunError(f"sequences are selected by a tensor [n] of integers, not {found}")
+        raise RunError(f"index must be a tensor [n] of integers, not {found}")
     try:
         return map_state(lambda x: x.index_select(0, index.to(x.device)), state)
-    except IndexError as error:  # what torch raises on a CPU
-        raise RunError(f"the state holds no such sequences: {index.tolist()}") from error
+    except IndexError as error:  # torch raises this on a CPU
+        raise RunError(f"the state has no such sequences: {index.tolist()}") from error

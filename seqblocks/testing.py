@@ -1,9 +1,9 @@
-"""Checks for any spec and any new primitive: the state law, the declared shapes, and the declared lookahead.
+"""Test helpers for specs and primitives: check the state law, declared shapes, and declared lookahead.
 
-The law of everything that carries state:
+The state law, which holds for every model that streams:
 
     whole sequence = any split into chunks with carried state = step by step, in value and in gradient;
-    with resets = each piece on its own.
+    with resets = each sequence by itself.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ def check_law(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> None:
-    """Assert `check_shapes`, `check_lookahead` and the law for a model that streams. RunError for another.
+    """Assert the state law, `check_shapes` and `check_lookahead` for a model that streams.
 
-    Inputs that do not stream are drawn once; gradients are compared with respect to them too.
+    Inputs that do not stream are drawn once; gradients with respect to them are compared too.
 
-    cuts: where the sequence is cut into chunks, by default at 1, 2 and 11 as far as it reaches. resets: (row, position)
-    of tokens that begin a new sequence. For a model that changes the rate of its tokens, seq and cuts count frames of
-    `model.frame_size` tokens, and there are no resets. UsageError for positions outside the sequence,
-    and for a model in training with dropout: call `model.eval()` first.
+    cuts: positions at which the sequence is split into chunks, by default 1, 2 and 11 if within the sequence. resets:
+    (row, position) of tokens that begin a new sequence. For a model that changes the rate of its tokens, seq and cuts
+    count frames of `model.frame_size` tokens, and there are no resets.
 
-    tolerance: relative to the largest value of a tensor, or to 1 where all are smaller. Default: 1e-9 for a float64
-    model, the one to check with, else half the digits of the dtype. A gradient is also allowed `tolerance` times 1e-4
-    of the largest gradient of the model. This is for those in which large terms cancel, such as the bias of keys: the
-    terms are rounded however small their sum is. 1e-9 * 1e-4 is about 450 roundings in float64, as many as a sum over
-    the tokens of a test has; in coarser dtypes it is less than one rounding.
+    tolerance: relative to the largest value of a tensor, or to 1 if all are smaller. Default: 1e-9 for a float64 model
+    (recommended), else half the digits of the dtype. Gradients may also differ by `tolerance` * 1e-4 times the largest
+    gradient of the model. This allows for gradients in which large terms cancel, such as that of the bias of keys:
+    their rounding errors do not shrink with the sum. In float64, 1e-9 * 1e-4 is about 450 rounding errors, as many as
+    a sum over the tokens of a test has; in lower precision it is less than one.
+
+    Raises AssertionError if a check fails, RunError if the model cannot stream, and UsageError for positions outside
+    the sequence or a model with dropout in training mode (call `model.eval()` first).
     """
     context = random_context(model, batch, seed)
-    model.init_state(batch, **context)  # raises where the model cannot stream
+    model.init_state(batch, **context)  # raises if the model cannot stream
     cuts = _checked_cuts(cuts, seq)
     _check_resets(resets, batch, seq)
     x = random_input(model, batch, seq * model.frame_size, seed)
@@ -75,28 +77,28 @@ def check_law(
         _assert_tree_close(f"{name}: state", state, last, tolerance)
         _assert_gradients_close(name, _gradients(found, leaves), gradients, tolerance)
     if marks is None or model.frame_size == 1:
-        with torch.no_grad():  # such steps are planned, and run other code
+        with torch.no_grad():  # without gradients, steps run different, planned code
             found, state = _steps(model, x, context, marks)
         _assert_tree_close("steps without gradients: output", found, whole, tolerance)
         _assert_tree_close("steps without gradients: state", state, last, tolerance)
     if marks is not None and model.spec.output and all(map(has_tokens, _output_types(model).values())):
-        _assert_tree_close("resets: pieces on their own", _pieces(model, x, context, marks), whole, tolerance)
+        _assert_tree_close("resets: each sequence by itself", _pieces(model, x, context, marks), whole, tolerance)
 
 
 def _checked_cuts(cuts: Sequence[int] | None, seq: int) -> Sequence[int]:
     if seq < 1:
-        raise UsageError(f"a sequence has a token or more, not {seq}")
+        raise UsageError(f"a sequence needs at least one token, not {seq}")
     cuts = [cut for cut in (1, 2, 11) if cut < seq] if cuts is None else cuts
     outside = [cut for cut in cuts if not 0 < cut < seq]
     if outside:
-        raise UsageError(f"a sequence of {seq} can be cut at 1 to {seq - 1}, not at {outside[0]}")
+        raise UsageError(f"a sequence of {seq} can be split at 1 to {seq - 1}, not at {outside[0]}")
     return cuts
 
 
 def _check_resets(resets: Sequence[tuple[int, int]], batch: int, seq: int) -> None:
     stray = [(row, at) for row, at in resets if not (0 <= row < batch and 0 <= at < seq)]
     if stray:
-        raise UsageError(f"resets are (row, position) in {batch} rows of {seq}, and {stray[0]} is not")
+        raise UsageError(f"resets must be (row, position) in {batch} rows of {seq}, not {stray[0]}")
 
 
 def _marks(x: Tensor, resets: Sequence[tuple[int, int]], frame: int) -> Tensor:
@@ -109,7 +111,7 @@ def _marks(x: Tensor, resets: Sequence[tuple[int, int]], frame: int) -> Tensor:
 def _splits(
     model: SequenceModel, x: Tensor, context: Context, cuts: Sequence[int], marks: Tensor | None
 ) -> Iterator[tuple[str, Output, States]]:
-    """Yield the output and the last state by chunks, then by steps; with resets, steps are chunks of one frame."""
+    """Yield output and final state computed by chunks, then by steps; with resets, steps are chunks of one frame."""
     frame = model.frame_size
     frames = list(range(0, x.shape[1] + 1, frame))
     edges = [cut * frame for cut in sorted({0, len(frames) - 1, *cuts})]
@@ -120,11 +122,11 @@ def _splits(
 def check_lookahead(
     model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0, tolerance: float | None = None
 ) -> None:
-    """Assert that no output changes with tokens further ahead of it than the model declares (`lookahead.find`).
+    """Assert that no output depends on tokens beyond the declared lookahead (`lookahead.find`).
 
-    seq: of frames, as in `check_law`, where the spec leaves the length open. There is nothing to check for a model that
-    reads images, returns a vector, or declares that it reads the whole sequence. Tokens from several positions on are
-    drawn anew; the outputs that are too early to depend on them must stay, up to `tolerance` of the largest value.
+    seq: number of frames, as in `check_law`, if the spec does not fix the length. There is nothing to check for a model
+    that reads images, returns a vector, or has unlimited lookahead. Tokens after several positions are replaced by new
+    random ones; outputs that may not depend on them must stay equal, up to `tolerance` of the largest value.
     """
     ahead = lookahead.find(model.spec)
     if ahead is None or ahead.tokens == lookahead.WHOLE:
@@ -139,13 +141,13 @@ def check_lookahead(
         for start in _starts(tokens + 1, seq):
             after = _by_name(model(torch.cat([x[:, :start], other[:, start:]], 1), **context))
             for name, rate in rates.items():
-                count = -(-(start - tokens) // rate)  # of the outputs that are too early
+                count = -(-(start - tokens) // rate)  # of the outputs that may not change
                 what = f"lookahead {lookahead.shown(ahead.tokens)}: outputs before token {start} of the input"
                 _assert_close(what, after[name][:, :count], before[name][:, :count], tolerance)
 
 
 def _starts(first: int, seq: int) -> list[int]:
-    """Return seven positions from `first` to the last; any output may depend on the tokens before `first`."""
+    """Return seven positions from `first` to the last. All outputs may depend on the tokens before `first`."""
     return sorted({first + (seq - 1 - first) * part // 6 for part in range(7)}) if first < seq else []
 
 
@@ -160,19 +162,19 @@ def _tolerance(model: SequenceModel) -> float:
 
 
 def _output_types(model: SequenceModel) -> dict[str, Wire]:
-    """Return the types of the outputs by name; an output without a name is called ""."""
+    """Return the types of the outputs by name; a single unnamed output has the name ""."""
     types = model.spec.outputs or {"": model.spec.output}
     return {name: wire for name, wire in types.items() if wire}
 
 
 def _check_not_random(model: SequenceModel, x: Tensor, context: Context) -> None:
-    """Raise UsageError where a model in training gives two results for one input: its dropout would fail any law."""
+    """Raise UsageError if two calls of a model differ, since its dropout would fail every check."""
     if not model.training:
         return
     with torch.no_grad():
         first, second = (_by_name(model(x, **context)) for _ in range(2))
     if not all(torch.allclose(y, second[name], rtol=1e-2, atol=1e-2, equal_nan=True) for name, y in first.items()):
-        raise UsageError("two calls of this model differ, as with dropout in training: call model.eval() first")
+        raise UsageError("two calls of this model differ, as with dropout in training mode: call model.eval() first")
 
 
 def _by_name(y: Output) -> dict[str, Tensor]:
@@ -180,9 +182,9 @@ def _by_name(y: Output) -> dict[str, Tensor]:
 
 
 def check_shapes(model: SequenceModel, *, seq: int = 23, batch: int = 2, seed: int = 0) -> None:
-    """Assert that each step of any model returns what it declares: shape and bounds of its output, and its state.
+    """Assert that each step of a model matches its declarations: shape and bounds of its output, and its state.
 
-    seq: of frames, as in `check_law`, where the spec leaves the length open.
+    seq: number of frames, as in `check_law`, if the spec does not fix the length.
     """
     seq = _length(model, seq)
     streams = model._obstacle is None
@@ -244,15 +246,15 @@ def _assert_facts(what: str, y: Tensor, facts: Facts) -> None:
 
 
 def random_input(model: SequenceModel, batch: int, seq: int, seed: int = 0) -> Tensor:
-    """Return an input of the kind the model reads: token numbers, or features from N(0, 1) that require gradients.
+    """Return a random input of a model: token ids, or features from N(0, 1) that require gradients.
 
-    An image is of the spec's size, whatever `seq` is.
+    Images have the size in the spec; `seq` does not apply to them.
     """
     return _random(model, model.spec.input, batch, seq, torch.Generator("cpu").manual_seed(seed))
 
 
 def random_context(model: SequenceModel, batch: int, seed: int = 0) -> Context:
-    """Return inputs for those that do not stream, by name, as `random_input` does; open lengths are a few tokens."""
+    """Return random inputs that do not stream, by name, as `random_input` does. Open lengths become a few tokens."""
     generator = torch.Generator("cpu").manual_seed(seed + 1000)
     others = [*model.spec.inputs.items()][1:]
     return {name: _random(model, wire, batch, _context_length(model, wire), generator) for name, wire in others}
@@ -263,7 +265,7 @@ def _context_length(model: SequenceModel, wire: Wire) -> int:
 
 
 def _open_length(model: SequenceModel) -> int:
-    """Return a length that all steps accept that change the rate of a context."""
+    """Return a length accepted by all steps that change the rate of a context."""
     return 3 * math.lcm(*(node.type.rate for node in graph.walk(model.graph) if graph.is_context(node) and node.type))
 
 
@@ -308,7 +310,7 @@ def _steps(
 
 
 def _joined(model: SequenceModel, parts: list[dict[str, Tensor]]) -> Output:
-    """Return outputs of chunks as those of the whole; the last where there is one vector for all tokens."""
+    """Join the outputs of chunks along the sequence; for a single vector per sequence, return the last one."""
     found = {
         name: torch.cat([part[name] for part in parts], 1) if has_tokens(wire) else parts[-1][name]
         for name, wire in _output_types(model).items()

@@ -1,4 +1,4 @@
-"""What travels on a wire: named axes with integer or symbolic sizes, and a kind.
+"""Types of wires: named axes with integer or symbolic sizes, and a kind.
 
 image      [batch, channels, height, width]  float
 tokens     [batch, seq]                      integers below `features`
@@ -15,20 +15,20 @@ from seqblocks.errors import Note, Span
 from seqblocks.record import Record
 
 Kind = Literal["image", "tokens", "sequence", "vector"]
-Size = int | str  # a number, or the name of an axis whose size only a call knows
+Size = int | str  # a number, or the name of an axis whose size is known only in a call
 
 
 class Origin(NamedTuple):
-    """The step that fixed a width, or a number of tokens."""
+    """The step that determined a width, or a number of tokens."""
 
     verb: str
     span: Span | None
 
 
 class Facts(NamedTuple):
-    """What is known of the numbers on a wire: low <= number <= high, and how many heads have features of length 1.
+    """Known properties of the values on a wire: low <= value <= high, and the number of heads with norm 1.
 
-    With `low == high` the wire carries one number, so no gradient passes. unit: 0 where no length is known.
+    With `low == high` the wire is constant, so no gradient flows through it. unit: number of unit-norm heads, or 0.
     """
 
     low: float = -math.inf
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
 
     @property
     def range(self) -> Facts:
-        """The bounds alone, which hold of any part and of any selection of the features."""
+        """Return only the bounds, which hold for any selection of the features."""
         return self._replace(unit=0) if self.unit else self
 
     def plus(self, other: Facts) -> Facts:
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
         return Facts(min(ends), max(ends))
 
     def or_zero(self) -> Facts:
-        """Return what holds where some of the numbers are replaced by 0."""
+        """Return the facts that hold after replacing some values by 0."""
         return Facts(min(self.low, 0.0), max(self.high, 0.0))
 
 
@@ -75,10 +75,10 @@ class Wire(Record):
     length: Size | None = None
     grid: tuple[int, int] | None = None
     origin: Origin | None = None
-    rate: int = 1  # tokens of the model's input for each token here
-    sample_rate: float | None = None  # tokens of the model's input in a second
+    rate: int = 1  # tokens of the model's input per token of this wire
+    sample_rate: float | None = None  # tokens of the model's input per second
     facts: Facts = UNBOUNDED
-    context: bool = False  # it depends on no input that streams: a stream computes it once
+    context: bool = False  # depends on no streaming input, so a stream computes it once
 
     @property
     def _compared(self) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class Wire(Record):
 
     @property
     def places(self) -> tuple[Size, ...]:
-        """The sizes that wires must share to be joined, added or read together: all but batch and features."""
+        """The sizes that must agree to join, add or combine wires: all except batch and features."""
         match self.kind:
             case "image":
                 return self.axes[2:]
@@ -124,7 +124,7 @@ class Wire(Record):
 
     @property
     def feature_axis(self) -> int:
-        """Where a tensor of this kind has its features: what is split and joined. Token numbers have none (E403)."""
+        """The axis of the features of a tensor of this kind. Raises Fault E403 for token ids, which have none."""
         assert self.kind != "tokens"
         return 1 if self.kind == "image" else -1
 
@@ -140,24 +140,24 @@ class Wire(Record):
         return self if facts == self.facts else self._replace(facts=facts)
 
     def part(self, width: int) -> Wire:
-        """Return a wire of some of the features."""
+        """Return the wire with a subset of the features."""
         return self.with_features(width).with_facts(self.facts.range)
 
     def at_rate(self, rate: int) -> Wire:
-        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens for each token."""
+        """Return the wire at another rate, a multiple or a divisor of its own: `rate` input tokens per token."""
         if isinstance(self.length, int):
             return self._replace(length=self.length * self.rate // rate, grid=None, rate=rate, origin=None)
         name = (self.length or "seq").partition("/")[0]
         return self._replace(length=f"{name}/{rate}" if rate > 1 else name, grid=None, rate=rate, origin=None)
 
     def of_tokens(self, tokens: int) -> Wire:
-        """Return the wire where the input that streams has `tokens`, if the length is open and that input's."""
+        """Return the wire for `tokens` of the streaming input, if its length is open and depends on that input."""
         if self.context or not isinstance(self.length, str):
             return self
         return self._replace(length=tokens // self.rate)
 
     def made_by(self, origin: Origin) -> Wire:
-        """Return the wire with the step that fixed its sizes, unless one is known."""
+        """Return the wire with the step that determined its sizes, unless one is known."""
         return self if self.origin else self._replace(origin=origin)
 
     def whence(self, name: str) -> Note | None:

@@ -1,6 +1,6 @@
-"""Exporting a built model: programs of torch.export, ONNX files and AOTInductor packages, with the state of a stream.
+"""Export a built model as a torch.export program, an ONNX file or an AOTInductor package, including streaming state.
 
-None of them needs seqblocks to run; docs/export.md shows each.
+None of them needs seqblocks to run; see docs/export.md.
 """
 
 from seqblocks.export.contract import GRAPHS, Contract, Part, Port

@@ -1,4 +1,4 @@
-"""Comparing what was exported with the model, in calls that carry the state on."""
+"""Compare an exported graph with the model, in consecutive calls that pass on the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of an exported graph: names, shapes and dtypes of what goes in and out, and how a stream begins."""
+"""The interface of an exported graph: names, shapes and dtypes of inputs and outputs, and the initial state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Port(NamedTuple):
-    """A tensor that goes in or out. shape: numbers, and names or expressions of names where sizes are open."""
+    """An input or output tensor. shape: numbers, or names and expressions for open sizes."""
 
     name: str
     shape: tuple[Size, ...]
@@ -38,9 +38,9 @@ class Port(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor of the state. Feed `output` of a call as `input` of the next.
+    """A tensor of the state. Pass `output` of a call as `input` of the next.
 
-    initial: the number that fills it before the first token, None where the graph `context` computes it.
+    initial: the value of all elements before the first token, or None if the graph `context` computes it.
     """
 
     input: str
@@ -52,10 +52,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Contract:
-    """The interface of a graph. inputs, outputs: without the state; an ONNX graph has them first, then the state.
+    """The interface of a graph. inputs, outputs: without the state, which comes after them in an ONNX graph.
 
-    frame: tokens that a stream takes at once; the length of a sequence is a multiple of it. limits: the largest value
-    of an open size, by its name, where there is one; onnxruntime does not check it.
+    frame: number of tokens per call of a stream; sequence lengths must be multiples of it. limits: maximum values of
+    open sizes, by name; onnxruntime does not check them.
     """
 
     model: str

@@ -1,6 +1,6 @@
-"""Writing exported graphs to files: ONNX, programs of torch.export, packages of AOTInductor.
+"""Write exported graphs to files: ONNX, torch.export programs, AOTInductor packages.
 
-A file is written under another name, compared with the model, and then renamed: until then an earlier one stays.
+A file is written under a temporary name, compared with the model, and then renamed, replacing an earlier one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST = 1 << 30  # bytes of weights in an ONNX file, whose format ends at 2 Gi
 
 
 class Written(NamedTuple):
-    """What was written: the interface, and the largest difference from the model, None where it was not compared."""
+    """The result of an export: the interface, and the largest difference from the model (None if not compared)."""
 
     contract: Contract
     difference: float | None
@@ -42,13 +42,13 @@ def onnx(
     model: SequenceModel, path: str | os.PathLike[str], graph: str = "forward", *,
     batch: int | None = None, length: int | None = None, check: bool | None = None,
 ) -> Written:
-    """Write a graph of a model as ONNX. `graph`, `batch` and `length` as in `trace`.
+    """Export a graph of a model to ONNX. `graph`, `batch` and `length` as in `trace`.
 
-    The contract is in the metadata of the file, as JSON under the key `seqblocks`. Weights of more than 1 GiB are in a
-    file of their own beside it. check: compare with the model in onnxruntime, by default where it is installed.
+    The contract is stored in the metadata of the file, as JSON under the key `seqblocks`. Weights above 1 GiB are
+    stored in a separate file next to it. check: compare with the model in onnxruntime, by default if it is installed.
 
-    RunError where a step cannot be exported or results differ, UsageError, UnavailableError without the packages or
-    where the disk is full.
+    Raises RunError if a step cannot be exported or results differ, UnavailableError if the packages are missing or the
+    disk is full, and UsageError for invalid arguments.
     """  # fmt: skip
     target = _target(path)
     _import("onnx", "onnxscript")
@@ -71,9 +71,9 @@ def pt2(
     model: SequenceModel, path: str | os.PathLike[str], graph: str = "forward", *,
     batch: int | None = None, length: int | None = None, check: bool = True,
 ) -> Written:
-    """Write a graph of a model as a program that `torch.export.load` reads. Arguments as `onnx`.
+    """Export a graph of a model as a program for `torch.export.load`. Arguments as in `onnx`.
 
-    The contract is an extra file in it, `seqblocks.json`. The path ends in `.pt2`.
+    The contract is stored as the extra file `seqblocks.json`. The path must end in `.pt2`.
     """  # fmt: skip
     target = _target(path, ".pt2")
     exported = trace(model, graph, batch=batch, length=length)
@@ -93,8 +93,8 @@ def aoti(
 ) -> Written:
     """Compile a graph of a model to machine code, as a package that `torch._inductor.aoti_load_package` and C++ load.
 
-    Arguments as `onnx`. It takes a minute or more, and a C++ compiler. The contract is in the metadata of the package.
-    The path ends in `.pt2`.
+    Arguments as in `onnx`. Requires a C++ compiler and takes a minute or more. The contract is stored in the metadata
+    of the package. The path must end in `.pt2`.
     """  # fmt: skip
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 

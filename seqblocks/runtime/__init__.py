@@ -1,1 +1,1 @@
-"""The graph as torch modules: building, initialising, calling, fusing."""
+"""Build graphs as torch modules: allocation, initialisation, calls, fusion, generation."""

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes to a model."""
+"""Check the arguments of a model's call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seqblocks.types import Wire
 
 
 def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
-    """Raise RunError unless x is an input of this type, whose tokens have the axes `axes`."""
+    """Raise RunError unless x is an input of this type; `axes` are the axes of its tokens."""
     if not isinstance(x, Tensor):
         raise RunError(f"{who} reads a tensor, not {type(x).__name__}")
     if wire.kind == "image":
@@ -26,16 +26,16 @@ def check_input(wire: Wire, x: Any, who: str, axes: list[str]) -> None:
             raise RunError(f"{who} reads vectors [batch, {wire.features}], not {list(x.shape)}")
     elif wire.kind == "tokens":
         if x.ndim != len(axes) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise RunError(f"{who} reads token numbers [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
+            raise RunError(f"{who} reads token ids [{', '.join(axes)}], not {x.dtype} {list(x.shape)}")
     elif x.ndim != len(axes) + 1 or x.shape[-1] != wire.features:
         raise RunError(f"{who} reads [{', '.join(axes)}, {wire.features}], not {list(x.shape)}")
     if wire.kind != "tokens" and not x.is_floating_point():
         how = "its parts are torch.view_as_real(x)" if x.is_complex() else "convert with x.float()"
-        raise RunError(f"{who} reads floating numbers, not {x.dtype}: {how}")
+        raise RunError(f"{who} reads floating-point numbers, not {x.dtype}: {how}")
 
 
 def check_grid(wire: Wire, x: Tensor, grid: Any) -> None:
-    """Raise RunError unless these are rows and columns of the tokens x. Images have a grid of their own."""
+    """Raise RunError unless `grid` is the rows and columns of the tokens x. Images have their own grid."""
     sizes = grid if isinstance(grid, list | tuple) else ()
     whole = [size for size in sizes if isinstance(size, Integral | torch.SymInt)]
     if len(sizes) != 2 or len(whole) != 2 or min(sizes) < 1:
@@ -45,9 +45,9 @@ def check_grid(wire: Wire, x: Tensor, grid: Any) -> None:
 
 
 def named_input(inputs: dict[str, Wire], x: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the input that streams, whether it was given by position or by name, and those given besides it.
+    """Return the streaming input, given by position or by name, and the other inputs.
 
-    inputs: the types of all inputs, the first of which streams; empty where the only one has no name. Raise RunError.
+    inputs: the types of all inputs, the first of which streams; empty for a single unnamed input. Raises RunError.
     """
     call = f"model({', '.join(f'{name}=…' for name in inputs) or 'x'})"
     first = next(iter(inputs), None)
@@ -68,7 +68,7 @@ def _check_names(inputs: dict[str, Wire], given: dict[str, Any], call: str) -> N
 
 
 def check_names_of_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int) -> None:
-    """Raise RunError unless these are names of inputs that do not stream."""
+    """Raise RunError unless all names are inputs that do not stream."""
     first, *others = inputs or ("",)
     _check_names(inputs, given, f"model.init_state({', '.join([str(batch), *(f'{name}=…' for name in others)])})")
     if first in given:
@@ -76,7 +76,7 @@ def check_names_of_context(inputs: dict[str, Wire], given: dict[str, Any], batch
 
 
 def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, whose: str) -> None:
-    """Raise RunError unless these are all inputs but the first, for `batch` sequences. whose: what says how many."""
+    """Raise RunError unless these are all inputs except the first, for `batch` sequences of `whose`."""
     _, *others = inputs
     for name in others:
         if name not in given:
@@ -87,7 +87,7 @@ def check_context(inputs: dict[str, Wire], given: dict[str, Any], batch: int, wh
 
 
 def check_marks(x: Tensor, resets: Any, cu_seqlens: Any, axes: list[str]) -> None:
-    """Raise RunError unless these mark where sequences begin in x."""
+    """Raise RunError unless resets or cu_seqlens are valid for x."""
     for name, given in (("resets", resets), ("cu_seqlens", cu_seqlens)):
         if given is not None and not isinstance(given, Tensor):
             raise RunError(f"{name} is a tensor, not {type(given).__name__}")
@@ -107,15 +107,15 @@ def _check_resets(x: Tensor, resets: Tensor, axes: list[str]) -> None:
 
 def _check_bounds(x: Tensor, cu_seqlens: Tensor, resets: Tensor | None) -> None:
     if cu_seqlens.is_meta and not x.is_meta:
-        raise RunError(f"cu_seqlens is on meta, where no numbers are, and the input on {x.device}")
+        raise RunError(f"cu_seqlens is on the meta device, which has no values, and the input on {x.device}")
     if resets is not None:
-        raise RunError("give either resets or cu_seqlens")
+        raise RunError("pass either resets or cu_seqlens, not both")
     if x.shape[0] != 1:
-        raise RunError(f"cu_seqlens goes with a batch of one, not {x.shape[0]}")
+        raise RunError(f"cu_seqlens requires a batch of one, not {x.shape[0]}")
 
 
 def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | None:
-    """Return what to do about an error of torch that comes from an input in another dtype than the model's."""
+    """Return a hint for a torch error caused by an input with another dtype than the model's, or None."""
     if not x.is_floating_point() or x.dtype == own:
         return None
     if not re.search("dtype|scalar type|input type", str(error), re.IGNORECASE):
@@ -124,7 +124,7 @@ def dtype_mismatch(x: Tensor, own: torch.dtype, error: RuntimeError) -> str | No
 
 
 def too_wide(x: Tensor, own: torch.dtype) -> str | None:
-    """Return what to do about an input of more bits than the 16 of the model, unless torch.autocast is in charge."""
+    """Return a hint for an input with more bits than a 16-bit model, unless torch.autocast is enabled, or None."""
     if own.itemsize > 2 or x.dtype.itemsize <= own.itemsize or torch.is_autocast_enabled(x.device.type):
         return None
     return _of_another_dtype(x, own)
@@ -139,7 +139,7 @@ def _of_another_dtype(x: Tensor, own: torch.dtype) -> str:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Return the device. Raise UsageError for a name that is none, UnavailableError where it cannot be used."""
+    """Return the device. Raises UsageError for an invalid name, UnavailableError if it cannot be used."""
     try:
         made = torch.device(device)
     except TypeError:

@@ -115,7 +115,7 @@ def _last_token(x: Any) -> Any:
 
 
 class Body(StepModule):
-    """Runs the nodes of a graph in order. Children carry the nodes' names."""
+    """Run the nodes of a graph in order. Children have the names of the nodes."""
 
     _first_of_tail: str | None = None  # the step from which on the last token is computed alone, if that is wanted
     _timed: frozenset[int] = frozenset()  # the values that have a token for each of the input
@@ -125,7 +125,7 @@ class Body(StepModule):
         self._label, self._reads, self._result = label, body.reads, body.result
         self._outputs = body.outputs
         for node in body.nodes:
-            # add_module would refuse names that nn.Module has; the analysis has refused those that matter
+            # add_module rejects names of nn.Module's attributes; the analysis has already rejected those that clash
             self._modules[node.name] = make(node, place.at(node))
         self._plan = _plan(body, place)
         fused = [group for group in self._plan if group.fused]
@@ -186,7 +186,7 @@ class Body(StepModule):
         return values[self._result], states
 
     def _begin_phase(self, values: dict[int, Any], call: Call, states: States) -> list[Group]:
-        """Return the steps to run in a phase of a stream. What the other phase computes is None, unless it is kept."""
+        """Return the steps to run in a phase of a stream. Values of the other phase are None, unless they are kept."""
         assert self._phases
         assert call.phase
         for value in self._phases.values:
@@ -200,7 +200,7 @@ class Body(StepModule):
         return self._phases.stream
 
     def _run_once(self, step: Planned, values: dict[int, Any], states: States, call: Call) -> None:
-        """Run a step that depends on the context alone."""
+        """Run a step that depends only on the context."""
         inputs = [values[v] for v in step.reads]
         y, _ = call_child(self._modules[step.name], inputs, call.for_context(), step.name, step.node)
         if step.node.kept and call.phase:
@@ -220,7 +220,7 @@ class Body(StepModule):
         first, *others = group.steps
         parts: list[fusion.Part] = []
         for step in others:
-            _, *reads = step.reads  # the main input is what the step before it makes
+            _, *reads = step.reads  # the main input is the output of the previous step
             child = self._modules[step.name]
             assert isinstance(child, Primitive)
             parts.append((child.op, child.parameters_by_name(call), [None, *(values[v] for v in reads)]))
@@ -259,7 +259,7 @@ def _is_as_built(module: nn.Module | None, node: Node) -> bool:
 
 @makes("block")
 class Block(Body):
-    """A block that somebody defined in YAML."""
+    """A block defined in YAML."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)

@@ -1,4 +1,4 @@
-"""Building: from a spec, or the analysis of one, to a module with weights."""
+"""Build a module with initialised weights from a spec."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def build(
 ) -> SequenceModel:
     """Build the model of a spec given by path or bundled name; see `build_model`. `set` overrides values by name.
 
-    allow_use: folders whose files the spec's `use:` may read, besides its own. strict: warnings are errors
-    (both as in `load_text`).
-    Raises SpecError where the spec is at fault, UnavailableError where the device is, UsageError for other arguments.
+    allow_use: further folders whose files `use:` may read. strict: treat warnings as errors (both as in `load_text`).
+    Raises SpecError for an invalid spec, UnavailableError for an unavailable device, UsageError for other arguments.
     """
     return build_model(check.load_model(spec, set, allow_use, strict), device=device, dtype=dtype, seed=seed)
 
@@ -46,7 +45,7 @@ def build_text(
     allow_use: check.Folders = (),
     strict: bool = False,
 ) -> SequenceModel:
-    """Build the model of a spec given as text; relative `use:` entries start from the working directory."""
+    """Build the model of a spec given as text. Paths in `use:` are relative to the working directory."""
     file, spec = check.load_text(text, set=set, allow_use=allow_use, strict=strict)
     return build_model(check.require_model(file, spec), device=device, dtype=dtype, seed=seed)
 
@@ -56,16 +55,16 @@ def build_model(
 ) -> SequenceModel:
     """Allocate and initialise the model of an analysed spec (`load_model`).
 
-    dtype: torch's, or its name ("bf16", "float32"). seed: the same one gives the same weights on every device, whatever
-    torch's own generator has drawn; None takes one from that generator, so that torch.manual_seed governs.
-    On the "meta" device nothing is allocated; `to_empty(device=…)` and `reset_parameters(seed)` do so later.
+    dtype: a torch dtype or its name ("bf16", "float32"). seed: equal seeds give equal weights on every device,
+    independent of the state of torch's generator; None draws a seed from that generator (see torch.manual_seed).
+    On the "meta" device nothing is allocated; call `to_empty(device=…)` and `reset_parameters(seed)` later.
     """
     if not isinstance(model, ModelSpec):
         raise UsageError(
-            f"build_model takes what load_model returns, not {type(model).__name__}; build(…) takes a spec"
+            f"build_model takes the result of load_model, not {type(model).__name__}; use build(…) for a spec"
         )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise UsageError(f"a seed is an integer or None, not {seed!r}")
+        raise UsageError(f"a seed must be an integer or None, not {seed!r}")
     kind: torch.dtype = getattr(torch, dtype_named(str(dtype), "dtype"))
     device = checked_device(device)
     with torch.device("meta"):
@@ -85,7 +84,7 @@ def _allocate(module: SequenceModel, dtype: torch.dtype, device: torch.device) -
         except RuntimeError as error:
             size = params_bytes(module.graph, str(dtype).removeprefix("torch."))
             raise UnavailableError(
-                f"{device} has no room for the model's parameters, {size:,} bytes; device='meta' allocates nothing"
+                f"{device} has not enough memory for the parameters, {size:,} bytes; device='meta' allocates nothing"
             ) from error
         holder, _, leaf = name.rpartition(".")
         module.get_submodule(holder).register_parameter(leaf, torch.nn.Parameter(fresh))

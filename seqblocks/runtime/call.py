@@ -1,4 +1,4 @@
-"""What goes with the tensors of one call: the state, resets, the direction, and the grid of an image."""
+"""The context of one call: the state, resets, the direction, and the grid of an image."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Gridded(NamedTuple):
 
 @dataclass(slots=True)
 class Grid:
-    """Rows and columns of the images that tokens were cut from. patch_embed sets them for the steps that follow.
+    """Rows and columns of the images from which tokens were cut. patch_embed sets them for later steps.
 
     sizes: those of inputs and of what steps cut, by value. context: the names of inputs that do not stream, by value.
     """
@@ -140,7 +140,7 @@ class Call:
         )  # fmt: skip
 
     def for_context(self) -> Call:
-        """Return the call for a step that depends on the context alone: resets and direction are the stream's."""
+        """Return the call for a step that depends only on the context, without resets and direction of the stream."""
         return Call(self.training, grid=self.grid, directed=self.directed, routed=self.routed)
 
     def set_grid(self, size: Size) -> None:

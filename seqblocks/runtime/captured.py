@@ -1,4 +1,4 @@
-"""A token of a stream as a CUDA graph: one launch in place of one for each kernel."""
+"""Capture one token of a stream as a CUDA graph: a single launch instead of one per kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WARM_UPS = 3  # kernels are compiled and checked, and libraries reserve memory, 
 
 
 class CapturedStep:
-    """Runs one step on fixed memory, so that what it launches can be recorded once and launched as a whole.
+    """Run one step on fixed memory, so that its kernel launches can be recorded once and replayed as a whole.
 
     `state` is overwritten at each run; other captured steps may share it.
     """
@@ -38,7 +38,7 @@ class CapturedStep:
         overwrite(self.state, state)
 
     def fits(self, x: Tensor, resets: Tensor | None) -> bool:
-        """Return whether it was recorded for such inputs."""
+        """Return whether it was recorded for inputs of this shape, dtype and device."""
         return all(_is_like(*each) for each in ((x, self._x), (resets, self._resets)))
 
     def run(self, x: Tensor, resets: Tensor | None) -> Any:
@@ -57,16 +57,16 @@ def _is_like(x: Tensor | None, recorded: Tensor | None) -> bool:
 
 
 def overwrite(state: States, by: States) -> None:
-    """Write one state over another, in place. Raises RunError where they are not of one shape."""
+    """Copy one state into another in place. Raises RunError if their shapes differ."""
     old, new = tree_leaves(state), tree_leaves(by)
     if [x.shape for x in old] != [x.shape for x in new]:
-        raise RunError("the state of a captured stream has other shapes than the one that it was captured with")
+        raise RunError("the shapes of the state differ from those with which the stream was captured")
     for target, source in zip(old, new, strict=True):
         target.copy_(source)
 
 
 def cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
-    """Record what a function launches on the current device, and return what launches it again."""
+    """Record the kernel launches of a function on the current device, and return a function that replays them."""
     apart = torch.cuda.Stream()
     apart.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(apart):

@@ -1,4 +1,4 @@
-"""The module of experts: the router's choice, the tokens of each expert, and the losses that balance them."""
+"""The module of `experts`: routing, the tokens of each expert, and load-balancing losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Routed(NamedTuple):
 
 @makes("experts")
 class Experts(StepModule):
-    """A router, and experts by number. Only the tokens that are sent to an expert are computed by it."""
+    """A router, and experts by number. Each expert computes only the tokens routed to it."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
@@ -124,10 +124,9 @@ def on_routed(
 
 
 def balance(routed: list[Routed]) -> Tensor:
-    """Return C sum_i f_i P_i over C experts: 1 where all are used alike, C where all tokens go to one.
+    """Return C sum_i f_i P_i over C experts: 1 if all are used equally, C if all tokens go to one expert.
 
-    f_i is the share of the choices that fell on expert i, P_i the mean of its scores, each as a share of its token's.
-    0 without tokens.
+    f_i is the fraction of choices of expert i, P_i the mean of its scores, normalised per token. 0 without tokens.
     Source: Switch Transformers (arXiv:2101.03961), eq. 4-6, for several experts a token.
     """
     scores = torch.cat([each.scores for each in routed])

@@ -1,9 +1,8 @@
-"""Steps in a row that one kernel computes together, found when a body is built.
+"""Find consecutive steps that one kernel can compute together, when a body is built.
 
-A rule names verbs. It applies to steps that follow each other where each reads, as its main input, what the step
-before it makes, and nothing else reads that. Modules, parameter names, states and results stay the same. The first of
-the steps may be a block that ends in such a step, as xLSTM's cell ends in the norm that its layer's skip and gate
-follow.
+A rule names verbs. It applies to consecutive steps if the main input of each is the output of the previous one, which
+nothing else reads. Modules, parameter names, states and results are unchanged. The first step may also be a block that
+ends in such a step; for example, the cell block of xLSTM ends in a norm, followed by the skip and gate of its layer.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _norm_skip_gate(parts: list[Part]) -> Tensor:
     return head_norm(x, **norm.kernel_arguments(p), **more)
 
 
-# The longest first: of two rules that apply, the first is taken.
+# Longest rules first, because the first matching rule applies.
 RULES: list[tuple[tuple[str, ...], Run]] = [
     (("head_norm", "learnable_skip", "gate"), _norm_skip_gate),
     (("head_norm", "learnable_skip"), _norm_skip_gate),
@@ -67,7 +66,7 @@ RULES: list[tuple[tuple[str, ...], Run]] = [
 
 LONGEST = max(len(verbs) for verbs, _ in RULES)
 
-# What all implementations of the kernel can compute.
+# Limits of all implementations of the kernel.
 ACTIVATIONS = ("none", "silu", "sigmoid")
 MAX_HEAD = 4096  # features
 

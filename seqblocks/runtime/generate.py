@@ -1,4 +1,4 @@
-"""Text, or whatever the tokens are, from a language model: the prompt in chunks, then a token at a time."""
+"""Generate tokens with a language model: read the prompt in chunks, then sample one token at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqblocks.graph import ModelSpec
 from seqblocks.runtime.model import SequenceModel
 from seqblocks.state import States, index_select
 
-CHUNK = 512  # tokens of a prompt that are read at a time: memory does not grow with the prompt
+CHUNK = 512  # tokens per chunk of a prompt, so that memory does not grow with its length
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -35,29 +35,28 @@ def generate(
     output: str | None = None,
     **inputs: Tensor,
 ) -> list[Tensor]:
-    """Return the new tokens of each prompt, int64, without those of the prompt.
+    """Generate tokens after each prompt. Returns only the new tokens, int64.
 
-    prompt: token numbers [batch, seq], or one sequence, or a list of sequences, which may differ in length. Each has a
-    token or more. state: what the prompt follows, of as many sequences (a cached prefix); it is not changed.
-    temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), of the
-    `top_k` likeliest ones, or of the fewest that together have the probability `top_p`. seed: of the draws; None takes
-    torch's own generator. stop: tokens that end a sequence; they are the last of it. on_token(sequence, token) is
-    called for each token as soon as it is known. output: the name of the logits among the model's `outputs:`.
-    inputs: those that do not stream, as `init_state` takes them.
+    prompt: token ids [batch, seq], one sequence, or a list of sequences of any length; at least one token each.
+    state: the state before the prompts (a cached prefix), for the same number of sequences; it is not modified.
+    temperature: 0 selects the most likely token; otherwise tokens are sampled from softmax(logits / temperature).
+    top_k: sample from the most likely tokens. top_p: sample from the smallest set of tokens with this probability.
+    seed: of the samples; None uses torch's default generator. stop: token ids that end a sequence, which includes them.
+    on_token(sequence, token): called for each new token. output: name of the logits, for a model with `outputs:`.
+    inputs: those that do not stream, as in `init_state`.
 
-    The model must read and score tokens, and stream. It is used as it is: call `model.eval()` first. Raises UsageError
-    and RunError.
+    The model must map tokens to logits, and stream. Call `model.eval()` first. Raises UsageError and RunError.
     """
     _check_model(model)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
     if on_token is not None and not callable(on_token):
-        raise UsageError(f"on_token is a function of a sequence's number and a token, not {on_token!r}")
+        raise UsageError(f"on_token must be a function (sequence, token), not {on_token!r}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is a whole number from 0 on, not {max_new_tokens!r}")
+        raise UsageError(f"max_new_tokens must be a whole number, at least 0, not {max_new_tokens!r}")
     x, resets = _padded(prompt, model._some_tensor().device)
     if state is not None and resets is not None:
-        raise UsageError("prompts that follow a state must be of one length: a shorter one would have to wait")
+        raise UsageError("prompts that continue a state must have equal lengths")
     made: list[list[int]] = [[] for _ in range(x.shape[0])]
     if max_new_tokens and made:
         if state is None:
@@ -116,18 +115,18 @@ def _logits(y: Any, output: str | None) -> Tensor:
 
 def _check_model(model: Any) -> None:
     if not isinstance(getattr(model, "spec", None), ModelSpec):  # a compiled model has it too
-        raise UsageError(f"generate takes what build made, not {type(model).__name__}")
+        raise UsageError(f"generate takes a model from build, not {type(model).__name__}")
     spec = model.spec
     if spec.input.kind != "tokens":
-        raise RunError(f"{spec.name} reads {spec.input}, no token numbers: there is nothing to generate")
+        raise RunError(f"{spec.name} reads {spec.input}, not token ids, so it cannot generate")
     if model.frame_size > 1:
-        raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, and tokens are generated one by one")
+        raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
 
 
 def _stops(stop: int | Iterable[int]) -> frozenset[int]:
     tokens = tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise UsageError(f"stop is a token number, or several, not {stop!r}")
+        raise UsageError(f"stop must be a token id or several, not {stop!r}")
     return frozenset(tokens)
 
 
@@ -176,26 +175,26 @@ def _is_whole(x: Any) -> bool:
 
 
 class _Sampler:
-    """Takes a token of each row of logits."""
+    """Sample a token from each row of logits."""
 
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, model: SequenceModel
     ) -> None:
         if not _is_number(temperature) or not 0 <= temperature < float("inf"):
-            raise UsageError(f"temperature is a number from 0 on, not {temperature!r}")
+            raise UsageError(f"temperature must be a number, at least 0, not {temperature!r}")
         if top_k is not None and (not _is_whole(top_k) or top_k < 1):
-            raise UsageError(f"top_k is a whole number from 1 on, not {top_k!r}")
+            raise UsageError(f"top_k must be a whole number, at least 1, not {top_k!r}")
         if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
-            raise UsageError(f"top_p is a probability above 0, not {top_p!r}")
+            raise UsageError(f"top_p must be a probability above 0, not {top_p!r}")
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._generator = None
         if seed is not None:
             if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
-                raise UsageError(f"a seed is an integer of 64 bits or None, not {seed!r}")
+                raise UsageError(f"a seed must be a 64-bit integer or None, not {seed!r}")
             self._generator = torch.Generator(model._some_tensor().device).manual_seed(int(seed))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return token numbers [batch] for logits [batch, vocabulary]."""
+        """Return token ids [batch] for logits [batch, vocabulary]."""
         if self._temperature == 0:
             return logits.argmax(-1)
         scores = logits.float() / self._temperature
@@ -208,7 +207,7 @@ class _Sampler:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Leave the likeliest tokens, as few as together have the probability `top_p` (arXiv:1904.09751)."""
+    """Keep the smallest set of most likely tokens with total probability `top_p` (arXiv:1904.09751)."""
     ordered, index = scores.sort(-1, descending=True)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability  # of the likelier tokens

@@ -1,4 +1,4 @@
-"""Whether a model is still as it was when something was prepared from it, in a time that a token can spare."""
+"""Detect changes of a model since something was prepared from it, fast enough to check at each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Guard:
-    """Notes modules and parameters, and then whether any of them was replaced, changed or hooked.
+    """Record modules and parameters, and check whether any of them was replaced, modified or hooked.
 
     The comparisons are one expression, written out and compiled: looping over tables takes twice as long. Tables of
     hooks are looked at only when a hook was registered somewhere since they were last found empty.
@@ -40,7 +40,7 @@ class Guard:
         ]  # fmt: skip
 
     def holds(self) -> bool:
-        """Return whether everything is as it was noted."""
+        """Return whether everything is unchanged."""
         if self._hooks_registered != RemovableHandle.next_id:
             if any(self._hooks) or nn.modules.module._has_any_global_hook():
                 return False

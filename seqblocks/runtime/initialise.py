@@ -1,4 +1,4 @@
-"""Drawing parameters, each by a generator that is seeded by its name: inserting a step changes no other weight."""
+"""Initialise parameters, each with a generator seeded by its name, so that inserting a step changes no other weight."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def draw_all(module: nn.Module, body: Graph, seed: int, parts: Parts | None = No
 
 
 def draw(target: Tensor, name: str, parameter: Parameter, seed: int, parts: Parts | None = None) -> None:
-    """Fill `target` in place, with numbers that are drawn in float32 on the CPU; a rank takes its part of them.
+    """Fill `target` in place with values drawn in float32 on the CPU; a rank takes its part of them.
 
-    The device and dtype of the target and torch's defaults change nothing. UsageError where float16 cannot hold them.
+    The result does not depend on the device of the target or on torch's defaults. Raises UsageError if a value exceeds
+    the range of float16.
     """
     if target.device.type == "meta":
         return

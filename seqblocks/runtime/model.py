@@ -31,13 +31,13 @@ from seqblocks.types import Wire
 
 
 class SequenceModel(Body):
-    """A built spec: an ordinary module whose parameters carry the names of the YAML.
+    """A model built from a spec: an ordinary module whose parameters have the names in the YAML.
 
-    Called with one input ([batch, seq, features], token numbers [batch, seq], images [batch, channels, height, width]
-    or vectors [batch, features], as the spec's `input:` says), it returns the output; with `return_state=True`,
-    (output, state). The inputs of `inputs:` are passed by name, and with `outputs:` the output is a dict by name.
-    `spec` is the analysed spec that it was built from, and `graph` its steps.
-    `frame_size`: how many tokens a stream takes at once, 1 unless the spec changes the rate of its tokens.
+    Called with one input ([batch, seq, features], token ids [batch, seq], images [batch, channels, height, width] or
+    vectors [batch, features], according to `input:` of the spec), it returns the output, or (output, state) with
+    `return_state=True`. If the spec has `inputs:`, they are passed by name; if it has `outputs:`, the output is a dict.
+    `spec` is the analysed spec, and `graph` its steps. `frame_size` is the number of tokens that a stream takes at
+    once: 1 unless the spec changes the rate of its tokens.
     """
 
     _parts: Parts | None = None  # of a model of which each rank computes a part (seqblocks.distributed.tensor_parallel)
@@ -86,12 +86,12 @@ class SequenceModel(Body):
     ) -> Any:
         """Run a whole sequence, or continue from `state`.
 
-        inputs: those of `inputs:` by name; the first, which streams, may also be `x`. With `state` it is the only one:
-        the state holds what depends on the others.
-        resets [batch, seq] (bool) is True where a token is the FIRST of a new sequence; cu_seqlens [n + 1] gives the
-        bounds of n sequences packed into a batch of one, 0 first and the number of tokens last. grid: rows and columns
-        of the tokens of an image, where the input is tokens and the spec's own grid does not fit. Raises RunError, also
-        where a step would mix the sequences that resets separate, such as a mean over all tokens.
+        inputs: those of `inputs:` by name. The first one streams and may also be passed as `x`. With `state`, pass only
+        the first one; the state contains everything that depends on the others.
+        resets [batch, seq] (bool): True where a token is the FIRST of a new sequence. cu_seqlens [n + 1]: the bounds of
+        n sequences packed into a batch of one, from 0 to the number of tokens. grid: rows and columns of the tokens of
+        an image, if the input is tokens and differs from the grid in the spec. Raises RunError for invalid arguments,
+        and if a step would mix sequences separated by resets, such as a mean over all tokens.
         """
         if inputs or x is None:
             x, inputs = arguments.named_input(self.spec.inputs, x, inputs)
@@ -127,7 +127,7 @@ class SequenceModel(Body):
         return self._run_explained({self.graph.input: x}, call)
 
     def _run_with_context(self, x: Tensor, inputs: dict[str, Tensor], call: Call) -> tuple[Any, States]:
-        """Run the steps of a model with several inputs; in a stream, those that depend on the context run first."""
+        """Run the steps of a model with several inputs; in a stream, first those that depend only on the context."""
         if call.state is None:
             arguments.check_context(self.spec.inputs, inputs, x.shape[0], next(iter(self.spec.inputs)))
         elif inputs:
@@ -144,7 +144,7 @@ class SequenceModel(Body):
         return {self.graph.ports[name]: x for name, x in inputs.items()}
 
     def _context_state(self, inputs: dict[str, Tensor]) -> States:
-        """Run the steps that depend on the context alone, and return what a stream keeps of them."""
+        """Run the steps that depend only on the context, and return the values that a stream keeps."""
         call = Call(self.training, grid=self._grid(), phase="context", routed=self._routed)
         _, states = self._run_explained(self._context_values(inputs), call)
         return states | ({"input": {name: inputs[name] for name in self.graph.kept}} if self.graph.kept else {})
@@ -202,13 +202,13 @@ class SequenceModel(Body):
     def step(
         self, x: Tensor, state: States | None = None, *, resets: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        """Run one token: x [batch, features] (or token numbers [batch]) -> (y [batch, features], state).
+        """Run one token: x [batch, features] (or token ids [batch]) -> (y [batch, features], state).
 
-        resets [batch] (bool) is True where the token is the first of a new sequence: an agent's new episode.
+        resets [batch] (bool): True where the token is the first of a new sequence, such as an agent's new episode.
 
-        A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or numbers [batch,
-        frame_size]) -> (y [batch, tokens, features], state), with as many tokens as the output has for a frame. It
-        takes no resets.
+        A model that changes the rate of its tokens takes a frame: x [batch, frame_size, features] (or token ids [batch,
+        frame_size]) -> (y [batch, tokens, features], state), with the output tokens of that frame. It does not take
+        resets.
         """
         if self._obstacle:
             raise RunError(self._obstacle)
@@ -281,9 +281,9 @@ class SequenceModel(Body):
     ) -> States:
         """Return the state before the first token of `batch_size` sequences: nested dicts of tensors, by step names.
 
-        By default on the model's device and in its dtype. inputs: those that do not stream, by name; the state holds
-        what the model computes of them. Raises RunError where the model cannot stream, UsageError and UnavailableError
-        for arguments.
+        device, dtype: by default those of the model. inputs: those that do not stream, by name; the state contains the
+        values computed from them. Raises RunError if the model cannot stream, UsageError or UnavailableError for
+        invalid arguments.
         """
         if self._obstacle:
             raise RunError(self._obstacle)
@@ -298,12 +298,12 @@ class SequenceModel(Body):
         return new_state(self._declared_state, count, device, kind, self._context_state(inputs))
 
     def stream(self, batch_size: int, device: Any = None, **inputs: Tensor) -> Stream:
-        """Return a stream of `batch_size` sequences that holds its own state; arguments as `init_state`."""
+        """Return a stream of `batch_size` sequences that manages its own state; arguments as in `init_state`."""
         with torch.inference_mode():
             return Stream(self, self.init_state(batch_size, device, None, **inputs))
 
     def parameter_groups(self, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-        """Return two groups for an optimiser: parameters that are customarily decayed, and the others.
+        """Return two parameter groups for an optimiser: those with weight decay, and the others.
 
         Raises UsageError.
         """
@@ -319,10 +319,10 @@ class SequenceModel(Body):
         ]
 
     def auxiliary_losses(self, kind: str = "balance") -> dict[str, Tensor]:
-        """Return a loss for each step `experts`, by its path, of the latest call, which was in training.
+        """Return a loss of the latest call for each `experts` step, by its path. The call must be in training mode.
 
-        kind: `balance` (1 where all experts are used alike, more where some are preferred), or `router_z` (the mean
-        square of the router's log-sum-exp). Raises RunError where no call in training came last, UsageError.
+        kind: `balance` (1 if all experts are used equally, more if some are preferred), or `router_z` (the mean square
+        of the router's log-sum-exp). Raises RunError if the latest call was not in training mode, and UsageError.
         """
         if kind not in LOSSES:
             raise UsageError(f"there is no auxiliary loss {kind!r}: it is one of {listing(LOSSES)}")
@@ -337,9 +337,9 @@ class SequenceModel(Body):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:
-        """Draw all parameters anew: the same seed gives the same weights on every device and in every dtype.
+        """Initialise all parameters again. Equal seeds give equal weights on every device and in every dtype.
 
-        None takes a seed from torch's own generator, so that torch.manual_seed governs.
+        None draws a seed from torch's default generator (see torch.manual_seed).
         """
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
@@ -347,8 +347,11 @@ class SequenceModel(Body):
         self.tie()
 
     def tie(self) -> None:
-        """Let tied names share one parameter again, after something that copies parameters one by one."""
-        tie(self, self.graph)
+        """Restore shared parameters of tied names, after they were copied one by one."""
+        for item in graph.parameters(self.graph):
+            if item.tied is not None:
+                holder, _, leaf = item.name.rpartition(".")
+                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
 
     def _some_tensor(self) -> Tensor:
         """A tensor on the model's device; where the spec has no parameters, also in the model's dtype."""

@@ -1,4 +1,4 @@
-"""Which implementation of which kernel each step would run, and why. No device is needed to find out."""
+"""Determine which kernel implementation each step would use, and why, for any device. The device is not needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Step:
         return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*rows, strict=True))
 
     def reasons(self) -> list[str]:
-        """Why the implementations that `auto` prefers do not run."""
+        """Why the implementations preferred by `auto` are not used."""
         preferred = takewhile(lambda verdict: verdict.implementation != self.implementation, self.verdicts)
         return [f"{verdict.implementation}: {verdict.reason}" for verdict in preferred if not verdict.can]
 
@@ -48,7 +48,7 @@ class Step:
 
 
 def plan(model: ModelSpec, device: str, dtype: torch.dtype, arch: str, backend: str | None = None) -> list[Step]:
-    """Return the steps of a model that use a kernel, in order, alike ones together. May raise BackendError."""
+    """Return the steps of a model that use a kernel, in order, with equal ones merged. May raise BackendError."""
     backend = dispatch.requested(backend)
     found: dict[Any, Step] = {}
     for path, node, fused in _walk(model.graph, model.types, ()):

@@ -19,7 +19,7 @@ from seqblocks.state import States
 
 @makes("repeat")
 class Repeat(StepModule):
-    """Layers in a row, by index as in an nn.ModuleList: `model.blocks[0]`."""
+    """Consecutive layers, indexed like an nn.ModuleList: `model.blocks[0]`."""
 
     _checkpointing: Callable[..., Any] | None = None  # by which layers are called while gradients are recorded
     _checkpoint_stride = 1
@@ -93,10 +93,10 @@ def _abridged(labels: list[str]) -> list[str]:
 
 
 def checkpoint_layers(model: nn.Module, function: Callable[..., Any] | None, stride: int = 1) -> int:
-    """Compute the activations of layers again in the backward pass. Returns how many repeats the model has.
+    """Recompute the activations of layers in the backward pass. Returns the number of outermost repeats.
 
-    function: such as torch.utils.checkpoint.checkpoint, which then calls each layer of the outermost repeats, or with a
-    stride of 2 each second one; None ends it. Names and copies of modules stay as they are.
+    function: such as torch.utils.checkpoint.checkpoint; it calls each layer of the outermost repeats, or every second
+    one with a stride of 2. None disables checkpointing. Names of modules and parameters do not change.
     """
     found = outer_repeats(model)
     for module in found:

@@ -18,7 +18,7 @@ from seqblocks.state import States
 
 @makes("residual")
 class Residual(Body):
-    """x + steps(x). With `drop_path`, a sample skips the steps at random while training."""
+    """Compute x + steps(x). With `drop_path`, random samples skip the steps in training."""
 
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__(node.bodies[""], place, node.verb)

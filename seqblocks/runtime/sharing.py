@@ -1,8 +1,7 @@
-"""Parameters that a step uses and another holds, as `tie:` and `share:` say.
+"""Modules of steps with `share:`, which use the parameters of another step.
 
-Names that are tied have one parameter of torch. The modules of a step that shares have no parameters. They keep a
-reference to the module that has them, which torch does not register, and read them when they are called: whatever
-replaces the parameters of the owner is used by all.
+Such modules have no parameters. They keep an unregistered reference to the module that owns them and read them in each
+call, so that a replaced parameter of the owner is used by all.
 """
 
 from __future__ import annotations

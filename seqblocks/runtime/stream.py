@@ -1,4 +1,4 @@
-"""A stream that holds its own state: what a server or an agent has one of."""
+"""A stream that manages its own state, for servers and agents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqblocks.state import States, index_select
 
 
 class Streams(Protocol):
-    """What a stream needs of a model."""
+    """The interface of a model that a stream uses."""
 
     def __call__(
         self, x: Tensor, *, state: States | None, return_state: bool, resets: Tensor | None = None
@@ -24,10 +24,10 @@ class Streams(Protocol):
 
 
 class Stream:
-    """Runs a model over `batch_size` sequences as their tokens arrive, without gradients.
+    """Run a model over `batch_size` sequences as their tokens arrive, without gradients.
 
-    `state` is that of the sequences now: it may be read, saved, and replaced by another of as many sequences. Outputs
-    and states are inference tensors, which autograd does not take.
+    `state` is the current state: it can be read, saved, and replaced by one for the same number of sequences. Outputs
+    and states are inference tensors, which cannot be used with autograd.
     """
 
     def __init__(self, model: Streams, state: States) -> None:
@@ -49,7 +49,7 @@ class Stream:
 
     @torch.inference_mode()
     def step(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
-        """Return the output for one token of each sequence; arguments as `model.step`."""
+        """Return the output for one token of each sequence; arguments as in `model.step`."""
         if self._record:
             return self._step_captured(x, resets, self._record)
         y, self._state = self._model.step(x, self._state, resets=resets)
@@ -65,26 +65,26 @@ class Stream:
 
     @torch.inference_mode()
     def read(self, x: Tensor, *, resets: Tensor | None = None) -> Any:
-        """Return the output for several tokens of each sequence, such as a prompt; arguments as the model's."""
+        """Return the output for several tokens of each sequence, such as a prompt; arguments as in the model's call."""
         y, self.state = self._model(x, state=self._state, return_state=True, resets=resets)
         return y
 
     @torch.inference_mode()
     def select(self, index: Tensor) -> None:
-        """Go on with the sequences `index` [n], in that order; one may be taken several times. Raises RunError."""
+        """Continue with the sequences `index` [n], in that order; duplicates are allowed. Raises RunError."""
         selected = index_select(self._state, index)
         self._captured.clear()
         self._state = selected
 
     def capture(self) -> None:
-        """Have `step` launched as a CUDA graph from the next token on: one launch in place of hundreds.
+        """Run `step` as a CUDA graph from the next token on: one launch instead of hundreds.
 
-        The graph is recorded at the first token, anew after `select`, and for `resets` by itself. It reads the
-        parameters where they are now: change them in place, or capture again. Raises UnavailableError where the model
-        is on no CUDA device; a step that cannot be recorded raises RunError at the first token.
+        The graph is recorded at the first token, again after `select`, and separately for `resets`. It reads the
+        parameters at their current addresses: modify them in place, or capture again. Raises UnavailableError if the
+        model is not on a CUDA device; a step that cannot be captured raises RunError at the first token.
         """
         kind = next(iter(tree_leaves(self._state)), torch.empty(0)).device.type
         if kind not in RECORDERS:
-            raise UnavailableError(f"a stream is captured in a CUDA graph, and this one is on {kind}")
+            raise UnavailableError(f"capture needs a CUDA device, but this stream is on {kind}")
         self._record = RECORDERS[kind]
         self._captured.clear()

@@ -80,8 +80,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("raise SystemExit(0)", "the module ends the program, and should only define primitives"),
-        ("raise SystemExit", "the module ends the program, and should only define primitives"),
+        ("raise SystemExit(0)", "the module exits the program; it should only define primitives"),
+        ("raise SystemExit", "the module exits the program; it should only define primitives"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt: no message"),
         ("raise GeneratorExit('stop')", "GeneratorExit: stop"),
         ("class Odd(BaseException): pass\nraise Odd('one\\ntwo\\x1b[2J')", "Odd: one"),
@@ -130,7 +130,7 @@ def test_an_interrupt_of_the_users_own_is_no_failed_plugin(monkeypatch: pytest.M
 
 def test_a_verb_can_be_taken_once() -> None:
     op.load_builtin()
-    with pytest.raises(ValueError, match="'silu' is taken by"):
+    with pytest.raises(ValueError, match="'silu' is already defined by"):
 
         @op.primitive("silu")
         class Other(op.Op):
@@ -165,9 +165,9 @@ def test_what_a_class_says_is_checked(body: dict[str, Any], told: str) -> None:
 
 
 def test_a_primitive_is_an_op_and_has_a_name() -> None:
-    with pytest.raises(TypeError, match=r"a primitive is a class derived from Op, and <class 'object'> is none"):
+    with pytest.raises(TypeError, match=r"a primitive must be a subclass of Op, not <class 'object'>"):
         op.primitive("mine")(object)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="the verb 'z-z' is not a name"):
+    with pytest.raises(ValueError, match="the verb 'z-z' is not a valid name"):
         op.primitive("z-z")(op.Op)
 
 
@@ -214,7 +214,7 @@ def test_every_verb_that_reads_specs_imports(run_cli: Run, folder: Path) -> None
         ("mine", "1 +\n", "failed at mine.py:8: SyntaxError: invalid syntax\nfix the error there"),
         ("mine", "x = [][1]\n", "failed at mine.py:8: IndexError: list index out of range\nfix the error there"),
         ("mine", "primitive('silu')(Op)\n", "failed at mine.py:8: ValueError: the verb 'silu' is built in"),
-        ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module ends the program"),
+        ("mine", "raise SystemExit(0)\n", "failed at mine.py:8: the module exits the program"),
         ("mine", "raise KeyboardInterrupt\n", "failed at mine.py:8: KeyboardInterrupt: no message\nfix the"),
         ("mine", "raise GeneratorExit\n", "failed at mine.py:8: GeneratorExit: no message\nfix the error there"),
         ("mine.py", "from . import x\n", "at mine.py:8: ImportError: attempted relative import with no known parent"),
@@ -250,10 +250,10 @@ def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> Non
     [
         ("def shape(self, x): return x.width", "error: a primitive failed at mine.py:11: AttributeError: 'Wire'"),
         ("def shape(self, x): pass", "mine.Scale.shape must give a Wire, for instance x or x.with_features(8)"),
-        ("def state(self, x): return []", "mine.Scale.state must give a dict of name: State(sizes), not []"),
+        ("def state(self, x): return []", "mine.Scale.state must return a dict of name: State(sizes), not []"),
         ("def state(self, x): return {'s': Parameter((1,), 0)}", "mine.Scale.state must give a dict of name: State"),
-        ("def macs(self, x): pass", "mine.Scale.macs must give a number, not None"),
-        ("def macs(self, x): exit(0)", "error: a primitive failed at mine.py:11: the module ends the program"),
+        ("def macs(self, x): pass", "mine.Scale.macs must return a number, not None"),
+        ("def macs(self, x): exit(0)", "error: a primitive failed at mine.py:11: the module exits the program"),
     ],
 )
 def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
         ("(x.features,)", "parameters must give a dict of name: Parameter(sizes, Init(…))"),
         ("Parameter((x.features / 2,), Init('ones'))", "parameters must give a dict of name: Parameter(sizes"),
         ("Parameter((x.features,), Init('constant', 2.0))", "must give Init('constant', (value,)) with numbers, "),
-        ("Parameter((x.features,), Init('normal', (0.0,)))", "must give Init('normal', (mean, std)) with numbers, not"),
+        ("Parameter((x.features,), Init('normal', (0.0,)))", "must return Init('normal', (mean, std)) with numbers"),
         ("Parameter((x.features,), Init('onse'))", "parameters must give Init with one of zeros, ones,"),
     ],
 )

@@ -168,21 +168,21 @@ def test_nothing_to_do() -> None:
         (torch.zeros(1, 3), {}, "has a token number or more, and this one is torch.float32"),
         (torch.tensor(3), {}, r"has a token number or more, and this one is torch.int64 \[\]"),
         ([["a"]], {}, "a prompt is token numbers, not list"),
-        ([1], {"temperature": -1}, "temperature is a number from 0 on, not -1"),
-        ([1], {"temperature": "x"}, "temperature is a number from 0 on, not 'x'"),
-        ([1], {"temperature": None}, "temperature is a number from 0 on, not None"),
-        ([1], {"top_k": "x"}, "top_k is a whole number from 1 on, not 'x'"),
-        ([1], {"top_k": 1.5}, "top_k is a whole number from 1 on, not 1.5"),
-        ([1], {"top_p": "x"}, "top_p is a probability above 0, not 'x'"),
-        ([1], {"stop": None}, "stop is a token number, or several, not None"),
-        ([1], {"stop": 1.5}, "stop is a token number, or several, not 1.5"),
-        ([1], {"seed": "x"}, "a seed is an integer of 64 bits or None, not 'x'"),
-        ([1], {"seed": 2**70}, "a seed is an integer of 64 bits or None"),
-        ([1], {"on_token": 3}, "on_token is a function of a sequence's number and a token, not 3"),
-        ([1], {"top_k": 0}, "top_k is a whole number from 1 on"),
-        ([1], {"top_p": 0.0}, "top_p is a probability above 0"),
-        ([1], {"stop": "x"}, "stop is a token number, or several"),
-        ([1], {"max_new_tokens": -1}, "max_new_tokens is a whole number from 0 on"),
+        ([1], {"temperature": -1}, "temperature must be a number, at least 0, not -1"),
+        ([1], {"temperature": "x"}, "temperature must be a number, at least 0, not 'x'"),
+        ([1], {"temperature": None}, "temperature must be a number, at least 0, not None"),
+        ([1], {"top_k": "x"}, "top_k must be a whole number, at least 1, not 'x'"),
+        ([1], {"top_k": 1.5}, "top_k must be a whole number, at least 1, not 1.5"),
+        ([1], {"top_p": "x"}, "top_p must be a probability above 0, not 'x'"),
+        ([1], {"stop": None}, "stop must be a token id or several, not None"),
+        ([1], {"stop": 1.5}, "stop must be a token id or several, not 1.5"),
+        ([1], {"seed": "x"}, "a seed must be a 64-bit integer or None, not 'x'"),
+        ([1], {"seed": 2**70}, "a seed must be a 64-bit integer or None"),
+        ([1], {"on_token": 3}, r"on_token must be a function \(sequence, token\), not 3"),
+        ([1], {"top_k": 0}, "top_k must be a whole number, at least 1"),
+        ([1], {"top_p": 0.0}, "top_p must be a probability above 0"),
+        ([1], {"stop": "x"}, "stop must be a token id or several"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens must be a whole number, at least 0"),
     ],
 )
 def test_wrong_arguments(given: Any, options: dict[str, Any], message: str) -> None:
@@ -192,11 +192,11 @@ def test_wrong_arguments(given: Any, options: dict[str, Any], message: str) -> N
 
 def test_models_that_do_not_generate() -> None:
     agent = seqblocks.build("memoroid_agent", set={"dim": 8, "observation": 5})
-    with pytest.raises(RunError, match="no token numbers"):
+    with pytest.raises(RunError, match="not token ids, so it cannot generate"):
         seqblocks.generate(agent, [1], 3)
     model = build("mlstm_small")
     with pytest.raises(RunError, match="outside the vocabulary of 13"):
         seqblocks.generate(model, [13], 3)
     state = model.init_state(2)
-    with pytest.raises(UsageError, match="prompts that follow a state must be of one length"):
+    with pytest.raises(UsageError, match="prompts that continue a state must have equal lengths"):
         seqblocks.generate(model, [[1, 2], [3]], 3, state=state)

@@ -223,7 +223,7 @@ def test_faults(small: Any) -> None:
         small.generate(x, past_key_values=transformers.DynamicCache(), **GREEDY)
     with pytest.raises(RunError, match="continuous batching distributes pages of keys and values"):
         small.generate_batch([[1, 2]])
-    with pytest.raises(UsageError, match="generate takes what build made, not SeqblocksForCausalLM"):
+    with pytest.raises(UsageError, match="generate takes a model from build, not SeqblocksForCausalLM"):
         seqblocks.generate(small, x, 3)
     with pytest.raises(ValueError, match="nonsense"):
         small.generate(x, nonsense=3, **GREEDY)

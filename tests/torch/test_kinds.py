@@ -160,9 +160,11 @@ def test_a_state_is_of_a_number_of_sequences(size: object) -> None:
 
 def test_what_does_not_fit_into_memory_is_an_error_of_ours() -> None:
     model = built(CARRIES)
-    with pytest.raises(seqblocks.RunError, match="cpu has no room for the state of 1,000,000,000,000,000 sequences"):
+    with pytest.raises(
+        seqblocks.RunError, match="cpu has not enough memory for the state of 1,000,000,000,000,000 sequences"
+    ):
         model.init_state(10**15)
-    with pytest.raises(seqblocks.RunError, match="has no room for the state"):
+    with pytest.raises(seqblocks.RunError, match="has not enough memory for the state"):
         model.init_state(10**30)
     with pytest.raises(seqblocks.UnavailableError, match="cpu has no room for the model's parameters"):
         built("{linear: {features: 10 ** 15}}")

@@ -37,7 +37,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small(dtype=torch.int64), "torch.int64 is not a supported dtype"),
         (lambda: small(set=["dim=32"]), "overrides must be a mapping"),
         (lambda: small(set={3: 4}), "overrides must be a mapping"),
-        (lambda: small(seed="a"), "a seed is an integer or None, not 'a'"),
+        (lambda: small(seed="a"), "a seed must be an integer or None, not 'a'"),
         (lambda: small(device=None), "a device is a name such as 'cpu' .*, not None"),
         (lambda: small(device=7.5), "a device is a name such as 'cpu' .*, not 7.5"),
         (lambda: small(device="gpu9"), "'gpu9' is not a device"),
@@ -45,7 +45,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build({"model": {}}), "expected a path or the name of a bundled spec, not dict"),
         (lambda: seqblocks.build(b"x.yaml"), "expected a path or the name of a bundled spec, not bytes"),
         (lambda: seqblocks.build_text({}), "expected the text of a spec as str, not dict"),
-        (lambda: seqblocks.build_model(seqblocks.load_spec("vil_tiny")), "build_model takes what load_model returns"),
+        (lambda: seqblocks.build_model(seqblocks.load_spec("vil_tiny")), "build_model takes the result of load_model"),
         (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
         (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save writes what build made, not Linear"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
@@ -72,7 +72,7 @@ def test_building(call: Callable[[], Any], message: str) -> None:
     ("call", "message"),
     [
         (lambda: small()([[1.0]]), "the model reads a tensor, not list"),
-        (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating numbers, not torch.uint8"),
+        (lambda: small()(torch.ones(1, 2, 4, dtype=torch.uint8)), "reads floating-point numbers, not torch.uint8"),
         (lambda: small()(torch.ones(1, 2, 4), resets=[[True, False]]), "resets is a tensor, not list"),
         (lambda: small().step(torch.ones(1, 4), resets=torch.ones(1, 1)), r"must be bool of shape \[1\], not torch"),
         (lambda: small().step([1.0]), "a step reads a tensor, not list"),
@@ -88,14 +88,17 @@ def test_building(call: Callable[[], Any], message: str) -> None:
         (lambda: small().step(torch.ones(1, 4).to("meta")), "the model is on cpu and the input on meta"),
         (lambda: small(device="meta")(torch.ones(1, 2, 4)), "the model is on meta and the input on cpu"),
         (lambda: small()(torch.ones(1, 2, 4), resets=FIRST.to("meta")), "resets is on meta and the input on cpu: m"),
-        (lambda: small()(torch.ones(1, 2, 4), cu_seqlens=BOUNDS.to("meta")), "cu_seqlens is on meta, where no numbers"),
+        (lambda: small()(torch.ones(1, 2, 4), cu_seqlens=BOUNDS.to("meta")), "cu_seqlens is on the meta device"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 8, 8), resets=FIRST), "it takes neither resets nor cu"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 8, 8), cu_seqlens=BOUNDS), "neither resets nor cu_seq"),
         (lambda: small()(torch.ones(1, 2, 4).cfloat()), r"not torch.complex64: its parts are torch.view_as_real\(x\)"),
-        (lambda: seqblocks.state.detach(None), "a state is a dict of tensors, as a call returns it, not NoneType"),
-        (lambda: seqblocks.state.index_select(small().init_state(2), [0]), r"by a tensor \[n\] of integers, not list"),
+        (lambda: seqblocks.state.detach(None), "a state is a dict of tensors, as returned by a call, not NoneType"),
+        (
+            lambda: seqblocks.state.index_select(small().init_state(2), [0]),
+            r"index must be a tensor \[n\] of integers, not list",
+        ),
         (lambda: seqblocks.state.index_select(small().init_state(2), torch.ones(2)), r"not torch.float32 \[2\]"),
-        (lambda: seqblocks.state.index_select(small().init_state(2), BOUNDS), r"holds no such sequences: \[0, 2\]"),
+        (lambda: seqblocks.state.index_select(small().init_state(2), BOUNDS), r"has no such sequences: \[0, 2\]"),
         (lambda: seqblocks.build("vim_tiny")(torch.ones(1, 3, 112, 112)), "places for 197 tokens of an image"),
     ],
 )
@@ -207,11 +210,11 @@ def test_a_summary_of_what_was_built() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cuts": (9,)}, "a sequence of 5 can be cut at 1 to 4, not at 9"),
+        ({"cuts": (9,)}, "a sequence of 5 can be split at 1 to 4, not at 9"),
         ({"cuts": (0,)}, "not at 0"),
         ({"resets": ((7, 2),)}, r"\(row, position\) in 2 rows of 5, and \(7, 2\) is not"),
         ({"resets": ((0, 99),)}, r"and \(0, 99\) is not"),
-        ({"seq": 0}, "a sequence has a token or more, not 0"),
+        ({"seq": 0}, "a sequence needs at least one token, not 0"),
     ],
 )
 def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], message: str) -> None:

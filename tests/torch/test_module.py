@@ -417,7 +417,7 @@ def test_clear_errors() -> None:
         model(torch.randn(3, 5, 8, dtype=torch.float64), state=state)
     with pytest.raises(seqblocks.RunError, match=r"is on meta and the input on cpu; move it with"):
         model(x, state=states.to(state, "meta"))
-    with pytest.raises(seqblocks.RunError, match=r"not of this model"):
+    with pytest.raises(seqblocks.RunError, match=r"does not belong to this model"):
         model(x, state={"first": {}})
     with pytest.raises(seqblocks.RunError, match=r"\[batch, seq, 8\], not \[2, 5, 7\]"):
         model(x[..., :7])

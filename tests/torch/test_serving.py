@@ -84,7 +84,7 @@ def test_a_state_of_other_dtypes_is_refused() -> None:
         wrong = states.map_state(lambda t, dtype=dtype: t.to(dtype), state)
         with pytest.raises(seqblocks.RunError, match=f"must be ({kind}), and is {str(dtype).removeprefix('torch.')}"):
             model.step(x[:, 0], wrong)
-    with pytest.raises(seqblocks.RunError, match="keeps its dtypes"):
+    with pytest.raises(seqblocks.RunError, match="its dtypes must stay"):
         states.to(state, torch.bfloat16)
 
 

@@ -83,7 +83,7 @@ def test_a_state_of_others_is_refused(recorded: None) -> None:
     stream = model.stream(3)
     stream.capture()
     stream.step(TOKENS[:, 0])
-    with pytest.raises(seqblocks.RunError, match="other shapes"):
+    with pytest.raises(seqblocks.RunError, match="shapes of the state differ"):
         stream.state = model.init_state(2)
     with pytest.raises(seqblocks.RunError, match="holds 3 sequences"):
         stream.step(TOKENS[:2, 1])

@@ -60,7 +60,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused_by_name():
     with pytest.raises(seqblocks.UsageError) as error:
         plan_of("- linear: {features: 54, as: [q, k, v]}\n- attention: {q: q, k: k, v: v, heads: 3}")
     assert "over 2 ranks: attention (" in str(error.value)
-    assert "heads 3 cannot be dealt out to 2 ranks" in str(error.value)
+    assert "heads 3 cannot be split evenly over 2 ranks" in str(error.value)
 
 
 
