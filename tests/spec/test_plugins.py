@@ -249,9 +249,9 @@ def test_a_module_without_primitives_is_noted(run_cli: Run, folder: Path) -> Non
     ("method", "told"),
     [
         ("def shape(self, x): return x.width", "error: a primitive failed at mine.py:11: AttributeError: 'Wire'"),
-        ("def shape(self, x): pass", "mine.Scale.shape must give a Wire, for instance x or x.with_features(8)"),
+        ("def shape(self, x): pass", "mine.Scale.shape must return a Wire, for instance x or x.with_features(8)"),
         ("def state(self, x): return []", "mine.Scale.state must return a dict of name: State(sizes), not []"),
-        ("def state(self, x): return {'s': Parameter((1,), 0)}", "mine.Scale.state must give a dict of name: State"),
+        ("def state(self, x): return {'s': Parameter((1,), 0)}", "mine.Scale.state must return a dict of name: State"),
         ("def macs(self, x): pass", "mine.Scale.macs must return a number, not None"),
         ("def macs(self, x): exit(0)", "error: a primitive failed at mine.py:11: the module exits the program"),
     ],
@@ -274,11 +274,11 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("(x.features,)", "parameters must give a dict of name: Parameter(sizes, Init(…))"),
-        ("Parameter((x.features / 2,), Init('ones'))", "parameters must give a dict of name: Parameter(sizes"),
-        ("Parameter((x.features,), Init('constant', 2.0))", "must give Init('constant', (value,)) with numbers, "),
+        ("(x.features,)", "parameters must return a dict of name: Parameter(sizes, Init(…))"),
+        ("Parameter((x.features / 2,), Init('ones'))", "parameters must return a dict of name: Parameter(sizes"),
+        ("Parameter((x.features,), Init('constant', 2.0))", "must return Init('constant', (value,)) with numbers, "),
         ("Parameter((x.features,), Init('normal', (0.0,)))", "must return Init('normal', (mean, std)) with numbers"),
-        ("Parameter((x.features,), Init('onse'))", "parameters must give Init with one of zeros, ones,"),
+        ("Parameter((x.features,), Init('onse'))", "parameters must return Init with one of zeros, ones,"),
     ],
 )
 def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: Path) -> None:

@@ -166,7 +166,7 @@ def test_what_does_not_fit_into_memory_is_an_error_of_ours() -> None:
         model.init_state(10**15)
     with pytest.raises(seqblocks.RunError, match="has not enough memory for the state"):
         model.init_state(10**30)
-    with pytest.raises(seqblocks.UnavailableError, match="cpu has no room for the model's parameters"):
+    with pytest.raises(seqblocks.UnavailableError, match="cpu has not enough memory for the parameters"):
         built("{linear: {features: 10 ** 15}}")
 
 

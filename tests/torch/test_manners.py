@@ -212,8 +212,8 @@ def test_a_summary_of_what_was_built() -> None:
     [
         ({"cuts": (9,)}, "a sequence of 5 can be split at 1 to 4, not at 9"),
         ({"cuts": (0,)}, "not at 0"),
-        ({"resets": ((7, 2),)}, r"\(row, position\) in 2 rows of 5, and \(7, 2\) is not"),
-        ({"resets": ((0, 99),)}, r"and \(0, 99\) is not"),
+        ({"resets": ((7, 2),)}, r"\(row, position\) in 2 rows of 5, not \(7, 2\)"),
+        ({"resets": ((0, 99),)}, r"not \(0, 99\)"),
         ({"seq": 0}, "a sequence needs at least one token, not 0"),
     ],
 )
