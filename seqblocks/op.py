@@ -337,8 +337,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(text.strip().splitlines() or ['no message'])[0][:200]}"
 
 
-def find_primitive(verb: str, plugins: bool = True) -> type[Op] | None:
-    """Return the op of a verb, or None. Plug-ins are loaded only if the verb is unknown and `plugins` is set."""
+def find_primitive(verb: str) -> type[Op] | None:
+    """Return the op of a verb, or None. Plug-ins are loaded only if the verb is unknown."""
     if verb not in PRIMITIVES:
         module = builtin_verbs().get(verb)
         if module:

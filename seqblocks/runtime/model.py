@@ -348,10 +348,7 @@ class SequenceModel(Body):
 
     def tie(self) -> None:
         """Restore shared parameters of tied names, after they were copied one by one."""
-        for item in graph.parameters(self.graph):
-            if item.tied is not None:
-                holder, _, leaf = item.name.rpartition(".")
-                self.get_submodule(holder).register_parameter(leaf, self.get_parameter(item.tied))
+        tie(self, self.graph)
 
     def _some_tensor(self) -> Tensor:
         """A tensor on the model's device; where the spec has no parameters, also in the model's dtype."""
