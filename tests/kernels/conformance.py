@@ -62,6 +62,14 @@ def reset_marks(batch: int, length: int, stride: int = 5) -> Tensor:
     return found
 
 
+def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
+    """Resets of two sequences at the given places (row, token)."""
+    resets = torch.zeros(2, seq, dtype=torch.bool)
+    for row, at in marks:
+        resets[row, at % seq] = True
+    return resets
+
+
 # ------------------------------------------------------------------------------------------------ layouts
 
 

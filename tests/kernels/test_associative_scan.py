@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from seqblocks.kernels import Memoroid, MLSTMState, associative_scan, mlstm, mlstm_memoroid
 from seqblocks.kernels.mlstm.memoroid import MLSTMElement, _scan, elements
 from seqblocks.kernels.mlstm.memoroid import combine as mlstm_combine
-from tests.kernels.conformance import draw
+from tests.kernels.conformance import draw, marked
 from tests.kernels.families import Pair, linear, logarithmic
 from tests.kernels.mlstm import mlstm_inputs
 
@@ -57,13 +57,6 @@ def algebras(S: int) -> dict[str, tuple[Any, Any, Any]]:
 def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=bar, atol=bar * max(1.0, y.abs().max().item()))
-
-
-def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
-    resets = torch.zeros(2, seq, dtype=torch.bool)
-    for row, at in marks:
-        resets[row, at % seq] = True
-    return resets
 
 
 @pytest.mark.parametrize("name", algebras(1))

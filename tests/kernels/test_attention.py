@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqblocks.kernels import attention, use_backend
 from seqblocks.kernels.positions import rotary
+from tests.kernels.conformance import marked
 from tests.kernels.family_of_attention import attention_inputs
 
 # float64: sums of up to 2,000 terms with weights that add to one, of values of order one
@@ -59,13 +60,6 @@ def near(a: Any, b: Any, bar: float = ROUNDING) -> None:
     for x, y in zip(a, b, strict=True):
         scale = max(1.0, y.abs().max().item()) if y.numel() else 1.0
         torch.testing.assert_close(x, y, rtol=bar, atol=bar * scale)
-
-
-def marked(seq: int, marks: list[tuple[int, int]]) -> Tensor:
-    resets = torch.zeros(2, seq, dtype=torch.bool)
-    for row, at in marks:
-        resets[row, at % seq] = True
-    return resets
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
