@@ -45,7 +45,7 @@ TOLERANCE = 1e-3  # of logits in float32, relative to the largest: 24 layers, wh
 
 
 class Candidate(NamedTuple):
-    """A language model: token numbers [batch, seq] -> logits. prefill does the same and returns a state as well.
+    """A language model: token ids [batch, seq] -> logits. prefill does the same and returns a state as well.
 
     generate(ids, count) returns the greedy tokens [count] after one prompt.
     """
@@ -77,7 +77,7 @@ def ours(model: seqblocks.SequenceModel) -> Candidate:
 
 
 def continued(step: Callable[[Tensor, Any], tuple[Tensor, Any]], state: Any) -> Callable[[Tensor, int], Tensor]:
-    """Return a `generate` of a step: token numbers [batch], state -> logits [batch, vocabulary], state."""
+    """Return a `generate` of a step: token ids [batch], state -> logits [batch, vocabulary], state."""
 
     def generate(ids: Tensor, count: int) -> Tensor:
         now, found = state(), []

@@ -156,7 +156,7 @@ LAYERS: dict[str, Layer] = {
 
 
 def by_hand(model: seqblocks.SequenceModel) -> Callable[[Tensor], Tensor]:
-    """Return a function with the model's parameters, token numbers [batch, seq] -> logits."""
+    """Return a function with the model's parameters, token ids [batch, seq] -> logits."""
     weights = dict(model.named_parameters())
     layers: list[tuple[Layer, Weights]] = []
     for index in range(len(model.layers)):  # type: ignore[arg-type]

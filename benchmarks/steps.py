@@ -258,7 +258,7 @@ LAYERS: dict[str, Callable[..., Layer]] = {
 
 
 def by_hand(model: seqblocks.SequenceModel, batch: int) -> tuple[Callable[[Tensor, list[Any]], Tensor], list[Any]]:
-    """Return the model's step, token numbers [batch] -> logits [batch, vocabulary], and its first state."""
+    """Return the model's step, token ids [batch] -> logits [batch, vocabulary], and its first state."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     state: list[Any] = []
     layers = [

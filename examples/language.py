@@ -120,7 +120,7 @@ def positive(text: str) -> int:
 
 
 def read(path: Path | None) -> Tensor:
-    """Return the bytes of the text as token numbers [n]."""
+    """Return the bytes of the text as token ids [n]."""
     if path is not None:
         raw = path.read_bytes()
     else:

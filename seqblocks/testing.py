@@ -330,7 +330,7 @@ def _pieces(model: SequenceModel, x: Tensor, context: Context, marks: Tensor) ->
 
 
 def _gradients(y: Output, leaves: list[Tensor]) -> list[Tensor]:
-    outputs = [each for each in _by_name(y).values() if each.requires_grad]  # token numbers do not
+    outputs = [each for each in _by_name(y).values() if each.requires_grad]  # token ids do not
     if not outputs:
         return []
     total = sum((each * _weights(each)).sum() for each in outputs)

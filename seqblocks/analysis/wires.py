@@ -211,7 +211,7 @@ def _other_length(step: Step, name: str, wire: Wire, first: str, like: Wire) -> 
 
 
 def _a(kind: str) -> str:
-    return {"image": "an image", "tokens": "token numbers", "sequence": "a sequence", "vector": "a vector"}[kind]
+    return {"image": "an image", "tokens": "token ids", "sequence": "a sequence", "vector": "a vector"}[kind]
 
 
 _KIND_HINTS = {

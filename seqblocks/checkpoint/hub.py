@@ -60,7 +60,7 @@ def causal_lm_obstacle(spec: ModelSpec) -> str | None:
     """Return why a spec is no causal language model, or None if it is one."""
     wire = logits(spec)
     if spec.input.kind != "tokens":
-        return f"it reads {spec.input}, and a language model reads token numbers (`input: {{tokens: …}}`)"
+        return f"it reads {spec.input}, and a language model reads token ids (`input: {{tokens: …}}`)"
     if wire is None or wire.kind != "sequence" or wire.features != spec.input.features:
         scores = f"[batch, seq, {spec.input.features}], a score of each token of the vocabulary"
         return f"its output is {wire}, and a language model has {scores} (`unembed`)"
@@ -121,5 +121,5 @@ def without_head(spec: ModelSpec) -> ModelSpec:
 
 
 def embedding(spec: ModelSpec) -> Node | None:
-    """Return the step that turns token numbers into features, if the input is read by one."""
+    """Return the step that turns token ids into features, if the input is read by one."""
     return next((node for node in spec.graph.nodes if node.verb == "embed" and node.reads == (spec.graph.input,)), None)

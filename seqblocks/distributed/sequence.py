@@ -68,7 +68,7 @@ class SequenceParallel:
     ) -> Any:
         """Return the output for this rank's tokens.
 
-        x [batch, tokens, features] (or token numbers [batch, tokens]): this rank's part, whose length may be another
+        x [batch, tokens, features] (or token ids [batch, tokens]): this rank's part, whose length may be another
         on each rank. resets [batch, tokens]: of this part. cu_seqlens: of the whole sequence. inputs: those that do
         not stream, whole. A vector for the whole sequence is that of the last rank, see `last`. Raises RunError.
         """

@@ -317,7 +317,7 @@ def _require_grads(module: nn.Module, inputs: Any, output: Any) -> None:
 def _reason(name: str) -> str:
     """Return why an argument of other models is refused."""
     reasons = {
-        "inputs_embeds": ": it reads token numbers, and its embedding is a step of the spec",
+        "inputs_embeds": ": it reads token ids, and its embedding is a step of the spec",
         "output_attentions": ": no step keeps the weights of its attention",
     }
     return reasons.get(name, "")
@@ -340,7 +340,7 @@ def _check_labels(labels: Any, y: Tensor) -> None:
     """Raise RunError unless there is a label for each token."""
     found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
     if not isinstance(labels, Tensor) or labels.shape != y.shape[:2] or labels.is_floating_point():
-        raise RunError(f"labels are token numbers {list(y.shape[:2])}, -100 where none counts, not {found}")
+        raise RunError(f"labels are token ids {list(y.shape[:2])}, -100 where none counts, not {found}")
 
 
 def _check_places(wanted: Any, y: Tensor) -> None:
@@ -360,7 +360,7 @@ def _last(y: Tensor, wanted: int | Tensor) -> Tensor:
 
 
 class SeqblocksForCausalLM(SeqblocksPreTrainedModel, GenerationMixin):
-    """A language model: token numbers to scores of the next token. `generate` carries its state."""
+    """A language model: token ids to scores of the next token. `generate` carries its state."""
 
     main_input_name = "input_ids"
     _is_stateful = False  # its cache goes back, by reading again what was accepted

@@ -14,7 +14,7 @@ from seqblocks.types import Wire
 class Embed(Op):
     """Look up a learned vector for each token id. Weight [V, D], without weight decay."""
 
-    ports = (Port("x", "token numbers", main=True, kinds=("tokens",)),)
+    ports = (Port("x", "token ids", main=True, kinds=("tokens",)),)
     features: int = argument(..., "width of a token, D", ge=1)
 
     def shape(self, x: Wire) -> Wire:

@@ -152,7 +152,7 @@ def _rows(prompt: Any) -> list[Any]:
     if isinstance(prompt, Tensor):
         return [prompt] if prompt.dim() < 2 else [*prompt]
     if not isinstance(prompt, list | tuple):
-        raise UsageError(f"a prompt is token numbers, in a tensor or in lists, not {type(prompt).__name__}")
+        raise UsageError(f"a prompt is token ids, in a tensor or in lists, not {type(prompt).__name__}")
     return [prompt] if prompt and isinstance(prompt[0], int) else [*prompt]
 
 
@@ -160,9 +160,9 @@ def _row(tokens: Any, device: torch.device) -> Tensor:
     try:
         row = torch.as_tensor(tokens, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"a prompt is token numbers, not {type(tokens).__name__}") from None
+        raise UsageError(f"a prompt is token ids, not {type(tokens).__name__}") from None
     if row.dim() != 1 or not row.numel() or row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
-        raise UsageError(f"a prompt has a token number or more, and this one is {row.dtype} {list(row.shape)}")
+        raise UsageError(f"a prompt has a token id or more, and this one is {row.dtype} {list(row.shape)}")
     return row.long()
 
 

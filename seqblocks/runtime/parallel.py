@@ -19,7 +19,7 @@ class Parallel(StepModule):
     def __init__(self, node: Node, place: Place) -> None:
         super().__init__()
         self._reads, self._merge = node.reads, node.arguments.merge
-        several = len(node.bodies) > 1  # token numbers, which have no features to join along, pass through one branch
+        several = len(node.bodies) > 1  # token ids, which have no features to join along, pass through one branch
         self._axis = node.type.feature_axis if several and node.type else -1
         self._captures = {label: body.captures for label, body in node.bodies.items()}
         for label, body in node.bodies.items():

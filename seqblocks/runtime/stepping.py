@@ -54,7 +54,7 @@ def stepper(model: Body, spec: ModelSpec, declared: States, kind: type[Stepper] 
 
 
 class Stepper:
-    """Runs one token, x [batch, features] or token numbers [batch], through a model.
+    """Runs one token, x [batch, features] or token ids [batch], through a model.
 
     run(state, x) returns (y, state), or None where the state is not as declared.
     """
@@ -308,7 +308,7 @@ def _is_sequence(wire: Wire | None) -> bool:
 
 
 def is_pointwise(op: Op) -> bool:
-    """Whether `forward` computes a token without an axis of time: it takes vectors too, or token numbers."""
+    """Whether `forward` computes a token without an axis of time: it takes vectors too, or token ids."""
     pointwise = all(any(kind in POINTWISE for kind in port.kinds) for port in op.ports)
     return pointwise and op.reads == "token" and type(op).state is Op.state
 

@@ -58,7 +58,7 @@ class Example:
         self.resets = self._marks() if marks and model._resets_obstacle is None else None
         model.zero_grad()
         self.y = _by_name(model(self.x, resets=self.resets, **self.context))
-        self.y = {name: y.double() for name, y in self.y.items()}  # token numbers too
+        self.y = {name: y.double() for name, y in self.y.items()}  # token ids too
         self.weights = {name: _weights(y) for name, y in self.y.items()}
         loss = torch.stack([(y * self.weights[name]).mean() for name, y in self.y.items()]).sum()
         if loss.requires_grad:

@@ -163,11 +163,11 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ("text", {}, "a prompt is token numbers, in a tensor or in lists, not str"),
-        ([[1, 2], []], {}, "has a token number or more"),
-        (torch.zeros(1, 3), {}, "has a token number or more, and this one is torch.float32"),
-        (torch.tensor(3), {}, r"has a token number or more, and this one is torch.int64 \[\]"),
-        ([["a"]], {}, "a prompt is token numbers, not list"),
+        ("text", {}, "a prompt is token ids, in a tensor or in lists, not str"),
+        ([[1, 2], []], {}, "has a token id or more"),
+        (torch.zeros(1, 3), {}, "has a token id or more, and this one is torch.float32"),
+        (torch.tensor(3), {}, r"has a token id or more, and this one is torch.int64 \[\]"),
+        ([["a"]], {}, "a prompt is token ids, not list"),
         ([1], {"temperature": -1}, "temperature must be a number, at least 0, not -1"),
         ([1], {"temperature": "x"}, "temperature must be a number, at least 0, not 'x'"),
         ([1], {"temperature": None}, "temperature must be a number, at least 0, not None"),

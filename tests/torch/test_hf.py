@@ -270,14 +270,14 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("input: {features: 4}\n  steps: [linear: 4]", "it reads .*, and a language model reads token numbers"),
+        ("input: {features: 4}\n  steps: [linear: 4]", "it reads .*, and a language model reads token ids"),
         ("input: {tokens: 9}\n  steps: [embed: 4]", r"its output is .*4\], and a language model has \[batch, seq, 9\]"),
         ("input: {tokens: 9}\n  steps: [embed: 4, scan: {order: reverse, steps: [causal_conv: {kernel: 2}]}, unembed]",
          "its output depends on later tokens"),
         ("input: {tokens: 9}\n  steps: [embed: 4, {downsample: {factor: 2}}, {upsample: {factor: 2}}, unembed]",
          "it takes 2 tokens at a time, and a language model one"),
         ("input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}, pool, {classifier: 3}]",
-         "it reads .*, and a language model reads token numbers"),
+         "it reads .*, and a language model reads token ids"),
     ],
 )  # fmt: skip
 def test_specs_that_are_no_language_models(steps: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a wire is decides what happens to it at run time: images, token numbers, sequences and vectors."""
+"""What a wire is decides what happens to it at run time: images, token ids, sequences and vectors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_positions_of_a_reverse_scan_count_from_its_end(steps: str) -> None:
     torch.testing.assert_close(model(x), y)
 
 
-# --- token numbers
+# --- token ids
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])

@@ -80,7 +80,7 @@ def test_building(call: Callable[[], Any], message: str) -> None:
         (lambda: small().step(torch.ones(1, 4), {}, resets=torch.ones(2).bool()), r"bool of shape \[1\], not .* \[2\]"),
         (lambda: small().step(torch.ones(())), r"a step reads \[batch, 4\], not \[\]"),
         (lambda: small().step(torch.ones(1, 2, 4)), r"a step reads \[batch, 4\], not \[1, 2, 4\]"),
-        (lambda: seqblocks.build_text(TOKENS).step(torch.ones(1)), r"a step reads token numbers \[batch\], not "),
+        (lambda: seqblocks.build_text(TOKENS).step(torch.ones(1)), r"a step reads token ids \[batch\], not "),
         (lambda: seqblocks.build("vil_digits").step(torch.ones(1, 1, 8, 8)), "cannot stream: it reads a whole image"),
         (lambda: seqblocks.build_text(TOKENS)(torch.tensor([[7]])), "a token id is outside the vocabulary of 7"),
         (lambda: seqblocks.build("vil_digits")(torch.ones(1, 1, 9, 9)), "do not cover an image of 9 x 9"),

@@ -39,7 +39,7 @@ def spec(width: int, *steps: str, use: str = "xlstm") -> str:
 
 
 def same(model: SequenceModel, w: Weights, truth: Callable[[Weights, Tensor], Tensor], x: Tensor) -> None:
-    """The model and the truth: values, and gradients of every parameter and of x where that is no token number."""
+    """The model and the truth: values, and gradients of every parameter and of x where that is no token id."""
     leaves = [x.requires_grad_(), *w.values()] if x.is_floating_point() else [*w.values()]
     found, expected = model(x), truth(w, x)
     assert found.shape == expected.shape

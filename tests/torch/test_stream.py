@@ -100,7 +100,7 @@ def test_marks_of_other_shapes_are_refused(recorded: None) -> None:
 
 
 def test_without_a_cuda_device_it_is_refused(model: SequenceModel) -> None:
-    with pytest.raises(seqblocks.UnavailableError, match="CUDA graph, and this one is on cpu"):
+    with pytest.raises(seqblocks.UnavailableError, match="but this stream is on cpu"):
         model.stream(1).capture()
 
 
