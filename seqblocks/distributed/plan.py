@@ -144,6 +144,9 @@ class _Planner:
             self.whole |= {body.result for body in node.bodies.values()}
         if apart:
             self._need_whole(*node.reads)
+        if not node.bodies:  # a repeat without layers
+            self._note_outputs(node, False, frozenset())
+            return node
         for body in node.bodies.values():
             outer = (node.reads[0], *body.captures) if apart else node.reads
             for value, inner in zip(outer, body.reads, strict=True):

@@ -50,8 +50,7 @@ def generate(
     _check_model(model)
     sampler = _Sampler(temperature, top_k, top_p, seed, model)
     stops = _stops(stop)
-    if on_token is not None and not callable(on_token):
-        raise UsageError(f"on_token must be a function (sequence, token), not {on_token!r}")
+    _check_function(on_token)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise UsageError(f"max_new_tokens must be a whole number, at least 0, not {max_new_tokens!r}")
     x, resets = _padded(prompt, model._some_tensor().device)
@@ -121,6 +120,11 @@ def _check_model(model: Any) -> None:
         raise RunError(f"{spec.name} reads {spec.input}, not token ids, so it cannot generate")
     if model.frame_size > 1:
         raise RunError(f"{spec.name} takes {model.frame_size} tokens at a time, but tokens are generated one by one")
+
+
+def _check_function(on_token: Any) -> None:
+    if on_token is not None and not callable(on_token):
+        raise UsageError(f"on_token must be a function (sequence, token), not {on_token!r}")
 
 
 def _stops(stop: int | Iterable[int]) -> frozenset[int]:

@@ -69,6 +69,13 @@ def test_a_step_that_mixes_features_gathers_them():
     assert not [path for path, _ in plan.steps if path in ("a", "layer_norm", "last")]
 
 
+@pytest.mark.parametrize("first", ["", "- linear: {features: 16, name: a}\n"])
+def test_a_repeat_without_layers_is_passed_through(first):
+    empty = "- repeat: {times: 0, steps: [{swiglu: {hidden: 8}}]}"
+    plan = plan_of(f"{first}{empty}\n- swiglu: {{hidden: 8, name: b}}")
+    assert [path for path, _ in plan.steps] == ["b"]
+
+
 def test_parameters_of_a_shared_step_are_cut_alike():
     steps = """
 - swiglu: {hidden: 8, name: first}
