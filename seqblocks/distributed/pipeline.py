@@ -109,7 +109,7 @@ def stage_graphs(spec: ModelSpec, stages: int) -> tuple[list[Graph], dict[int, A
 
 def _segments(body: Graph) -> Iterator[Segment]:
     for node in body.nodes:
-        if node.kind == "repeat":
+        if node.kind == "repeat" and node.bodies:
             for label, layer in node.bodies.items():
                 yield Segment(node, label, _work(layer.nodes))
         else:
@@ -140,7 +140,7 @@ def _nodes(segments: list[Segment]) -> Iterator[Node]:
         node = segments[at].node
         labels = [segment.label for segment in segments[at:] if segment.node is node]
         at += len(labels)
-        whole = node.kind != "repeat" or len(labels) == len(node.bodies)
+        whole = node.kind != "repeat" or not node.bodies or len(labels) == len(node.bodies)
         yield node if whole else node._replace(bodies={label: node.bodies[label] for label in labels})
 
 

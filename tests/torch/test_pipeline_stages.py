@@ -52,6 +52,14 @@ def test_tokens_of_images_keep_their_grid():
     torch.testing.assert_close(in_stages(model, 2, x)[0], model(x))
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_repeat_without_layers_is_a_step(stages):
+    steps = "[{repeat: {times: 0, steps: [{linear: 4}]}}, {linear: {features: 4, name: last}}]"
+    model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}")
+    x = torch.randn(1, 3, 4)
+    torch.testing.assert_close(in_stages(model, stages, x)[0], model(x))
+
+
 def test_stages_compute_about_as_much():
     model = seqblocks.build("gla_1_3b", set={"dim": 64, "depth": 4, "vocabulary": 64}, device="meta")
     layers = [len(pipeline_stage(model, at, 2).layers) for at in (0, 1)]
