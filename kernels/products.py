@@ -54,7 +54,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+        return _Linear.apply(x, weight, bias)
     return _by_onednn(x, weight, bias)
 
 
@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
         return _by_onednn(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         grad = grad.contiguous()
