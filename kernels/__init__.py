@@ -1,6 +1,6 @@
-"""Kernels: plain functions on tensors, usable without any YAML.
+"""Kernels: plain functions on tensors, usable without YAML.
 
-Each has up to three implementations with one signature (reference, torch, Triton); `dispatch` chooses and says why.
+Each has up to three implementations with one signature (reference, torch, Triton); `dispatch` selects one of them.
 """
 
 from seqblocks.kernels.associative_scan import Memoroid, associative_scan

@@ -1,4 +1,4 @@
-"""Softmax attention over what went before, with an optional window, rotary positions and a cache of keys and values."""
+"""Causal softmax attention, with an optional window, rotary positions and a cache of keys and values."""
 
 from seqblocks.kernels.attention.interface import AttentionState, attention, attention_state
 

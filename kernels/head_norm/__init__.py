@@ -1,4 +1,4 @@
-"""Layer norm of each head by itself, with the skip and the gate that follow it in blocks."""
+"""Layer norm within each head, fused with the skip and the gate that follow it."""
 
 from seqblocks.kernels.head_norm.interface import head_norm
 

@@ -1,4 +1,4 @@
-"""Block-diagonal linear map: each block of channels has a small matrix of its own."""
+"""Block-diagonal linear map: each block of channels has its own matrix."""
 
 from seqblocks.kernels.headwise_linear.interface import headwise_linear
 

@@ -1,4 +1,4 @@
-"""Normalisation of each token's features, with the residual that is added before it."""
+"""Normalisation of each token's features, fused with the residual addition before it."""
 
 from seqblocks.kernels.residual_norm.interface import residual_norm
 

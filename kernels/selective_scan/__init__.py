@@ -1,4 +1,4 @@
-"""The selective scan: a diagonal state space whose step, input and output depend on the token (Mamba)."""
+"""The selective scan: a diagonal state space with data-dependent step, input and output matrices (Mamba)."""
 
 from seqblocks.kernels.selective_scan.interface import selective_scan
 

@@ -1,4 +1,4 @@
-"""Saving and loading models, and reading official weights through a spec's own `checkpoint:` map."""
+"""Save and load models, and read official weights through the `checkpoint:` map of a spec."""
 
 from seqblocks.analysis.translation import official_name
 from seqblocks.checkpoint.convert import convert

@@ -1,4 +1,4 @@
-"""Writing weights in the layouts of others: the recipes of a `checkpoint:` map, backwards."""
+"""Convert weights to other layouts, by applying the recipes of a `checkpoint:` map in reverse."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def convert(
     set: Mapping[str, Any] | None = None,
     shard_size: int | str = "5GB",
 ) -> Weights:
-    """Write the weights of a folder or file in another layout, into a new folder. Returns what was written.
+    """Convert the weights in a folder or file to another layout, in a new folder. Returns a summary of the files.
 
-    path: what `save` wrote, or weights of others (see `from_pretrained`, also for `spec` and `set`); a `config.json`
-    that others wrote goes along, in a folder of ours as an entry of its own. to: a layout of the spec, such as official
-    or hub, or seqblocks for a folder that `load` reads. Values and dtypes stay, bit for bit. A tied parameter is
-    written once. One shard and one parameter are in memory.
+    path: a folder written by `save`, or weights in another layout (see `from_pretrained`, also for `spec` and `set`);
+    an existing `config.json` is copied, or stored as an entry of ours. to: a layout of the spec, such as official or
+    hub, or seqblocks for a folder that `load` reads. Values and dtypes are preserved exactly. A tied parameter is
+    written once. At most one shard and one parameter are in memory.
 
-    RunError where weights do not fit the spec, or a recipe cannot be written: it does not say the shape of an official
-    tensor, or parameters leave gaps in one. UsageError where the arguments are at fault. OSError where the disk is.
+    Raises RunError if the weights do not fit the spec, or if a recipe cannot be reversed because it does not determine
+    the shape of an official tensor or leaves gaps in one; UsageError for invalid arguments; OSError for disk errors.
     """
     place, limit = as_path(path), checked_size(shard_size)
     safetensors()

@@ -1,4 +1,4 @@
-"""A model in a folder: its weights in safetensors, its spec, and a record of all that the spec uses."""
+"""Save and load a model as a folder: weights in safetensors, the spec, and a record of the files that it uses."""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int | str = "5GB") -> None:
-    """Write a model to a folder, so that `load(path)` needs nothing else.
+    """Save a model to a self-contained folder for `load(path)`.
 
-    The folder holds `spec.yaml` as it was written, `model.safetensors` (or shards of at most `shard_size` bytes with
-    the index of the Hub; a larger tensor has a shard of its own), `seqblocks.json` (overrides, the files in use, ties,
-    and checksums) and `config.json`, by which transformers reads the folder after `import seqblocks.hf`. A tied
-    parameter is written once. The folder appears when it is complete; until then an earlier one stays as it was. Links
-    are followed; an earlier folder's mode is kept. Of a sharded model (`seqblocks.distributed`) all ranks must call it:
-    weights are gathered one by one, and the first rank writes.
+    The folder contains `spec.yaml` verbatim, `model.safetensors` (or shards of at most `shard_size` bytes with an index
+    as on the Hub; a larger tensor gets its own shard), `seqblocks.json` (overrides, used files, ties and checksums) and
+    `config.json`, so that transformers can read the folder after `import seqblocks.hf`. A tied parameter is written
+    once. The folder appears when it is complete; until then an earlier one is unchanged. Links are followed, and its mode
+    is kept. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights are gathered one by one, and
+    the first rank writes them.
 
-    RunError where the weights are no longer what the spec says (replaced or parametrized steps, broken ties), or are
-    on meta; UsageError where the arguments are at fault; UnavailableError without safetensors. OSError where the disk
-    is.
+    Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
+    the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"save writes what build made, not {type(model).__name__}")
@@ -168,13 +167,12 @@ def load(
     device: Any = "cpu",
     dtype: torch.dtype | str | None = None,
 ) -> SequenceModel:
-    """Return the model that `save` wrote: each parameter in the dtype it had, or all in `dtype`.
+    """Load a model saved by `save`, with each parameter in its saved dtype, or all in `dtype`.
 
-    `set` overrides values of its spec, over those it was built with: anything without parameters, such as dropout,
-    drop_path or the window of attention. RunError where the weights do not fit the spec, UsageError where the folder is
-    at fault: not written by `save`, cut short, or changed since (checksums are compared). Names and shapes are compared
-    before anything of the model is allocated, and tensors are read one at a time: what is in memory is the model and
-    one tensor.
+    `set` overrides values of the spec that do not affect parameters, such as dropout, drop_path or the window of
+    attention. Names and shapes are compared before the model is allocated, and tensors are read one at a time, so that
+    only the model and one tensor are in memory. Raises RunError if the weights do not fit the spec, and UsageError if
+    the folder was not written by `save`, is truncated, or has changed since (checksums are compared).
     """
     device = checked_device(device)
     target = Path(os.path.realpath(as_path(path)))

@@ -1,4 +1,4 @@
-"""What transformers needs to know of a model: which of its classes fit a spec, and the config.json that says so."""
+"""Describe a model for transformers: the class that fits a spec, and its config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of others, through the `checkpoint:` maps of a spec: which layout they have, and reading them as ours."""
+"""Load weights in other layouts through the `checkpoint:` maps of a spec, and detect their layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pairs = list[tuple[Named, Recipe]]
 
 
 class LeftOut(NamedTuple):
-    """What did not fit where weights are loaded with `partial=True`."""
+    """The weights that did not fit when loading with `partial=True`."""
 
     missing: dict[str, str]  # parameters that keep their initial values, and why
     left_over: list[str]  # official tensors that were not read
@@ -42,12 +42,12 @@ class LeftOut(NamedTuple):
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
     """Load an official state dict through the spec's `checkpoint:` maps; its layout is found by its names.
 
-    All of its tensors must be used. With `partial`, what does not fit is left out: parameters keep the values that they
-    have, and positions of an image are interpolated to its grid. Returns what was left out.
+    All tensors must be used. With `partial`, tensors that do not fit are skipped: parameters keep their current values,
+    and position embeddings of an image are interpolated to its grid. Returns what was skipped.
 
-    Raises RunError naming all that is missing, left over, of another shape or of another kind (integers, 8-bit floats,
-    sparse, quantised), and then nothing is loaded; also where the model is on meta, in pieces, or no longer what its
-    spec says. UsageError where the arguments are at fault.
+    Raises RunError with all tensors that are missing, unused, of another shape or of an unsupported kind (integers,
+    8-bit floats, sparse, quantised), without loading anything; also if the model is on the meta device, split, or no
+    longer matches its spec. Raises UsageError for invalid arguments.
     """
     if not isinstance(model, SequenceModel):
         raise UsageError(f"load_official fills what build made, not {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""Models on several devices, by torch's own engines: sharded parameters, and the work of one model shared out."""
+"""Run models on several devices with torch's own engines: sharding, tensor, sequence and pipeline parallelism."""
 
 from seqblocks.distributed.checkpoint import clip_gradients, load_weights, pieces
 from seqblocks.distributed.fsdp import shard

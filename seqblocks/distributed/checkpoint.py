@@ -1,4 +1,4 @@
-"""State dicts of split models for torch.distributed.checkpoint, and the norm of gradients over all ranks."""
+"""State dicts of split models for torch.distributed.checkpoint, and gradient clipping over all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from seqblocks.runtime.shards import Cut, Parts, is_sharded, local
 
 
 class Piece(NamedTuple):
-    """A part of a rank's tensor, and where it begins in the whole one."""
+    """A part of a rank's tensor, and its offset in the whole tensor."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
 
 
 class Pieces(Tensor):
-    """A whole tensor of which a rank has some pieces: what torch.distributed.checkpoint writes and fills in place."""
+    """A tensor of which each rank has some pieces, in the form that torch.distributed.checkpoint saves and loads."""
 
     _pieces: list[Piece]
 
@@ -145,7 +145,7 @@ def _check_norm(norm: Any) -> None:
 
 @torch.no_grad()
 def clip_gradients(model: SequenceModel, max_norm: float) -> float:
-    """Scale the gradients of a model on several ranks so that their norm over all parameters is at most `max_norm`.
+    """Clip the gradients of a model on several ranks to a total norm of at most `max_norm`.
 
     Returns the norm before that, the same on all ranks; all must call it.
     """

@@ -1,4 +1,4 @@
-"""Sharding a model's parameters over ranks by torch's FSDP2: a group for each layer, the rest with the model.
+"""Shard the parameters of a model over ranks with torch's FSDP2: one group per layer, the rest with the model.
 
 docs/decisions/0038-sharded-by-layer.md
 """

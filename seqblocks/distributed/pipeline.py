@@ -1,4 +1,4 @@
-"""Stages of a pipeline: parts of a model that run one after the other, each on ranks of its own."""
+"""Pipeline stages: consecutive parts of a model, each on its own ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from seqblocks.runtime.step import Place
 
 
 class Stage(Body):
-    """Some steps of a model, and some layers of its repeats, under the names that they have in the model.
+    """A stage: some steps of a model and some layers of its repeats, with their names in the model.
 
     Called with the tensors that the stage before returns (the first: with the model's inputs, in order), it returns
     those that the next one is called with, as `torch.distributed.pipelining.PipelineStage` wants it; the last returns
@@ -44,12 +44,12 @@ class Stage(Body):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw all parameters: those that the model has with this seed."""
+        """Initialise all parameters to those of the whole model with this seed."""
         draw_all(self, self.graph, seed)
         self.tie()
 
     def tie(self) -> None:
-        """Let tied names share one parameter again."""
+        """Restore shared parameters of tied names."""
         tie(self, self.graph)
 
 

@@ -1,4 +1,4 @@
-"""A plan of tensor parallelism, derived from the graph: which steps are split over ranks, and what these exchange.
+"""Derive a tensor-parallel plan from the graph: which steps are split over ranks, and what the ranks exchange.
 
 docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
 """
@@ -19,7 +19,7 @@ from seqblocks.types import Wire
 
 
 class Exchange(NamedTuple):
-    """What ranks exchange around an op.
+    """The communication between ranks before and after an op.
 
     enter: for each value that it reads, what is done with it: `slice`, `gather`, `copy` (whose gradients are added).
     leave: what is done with the output: `sum`, `gather` or nothing. copied: parameters that each rank has and whose
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What each of `ranks` computes: the spec of its part, how parameters are cut, and what is exchanged, by op."""
+    """The part of each of `ranks`: its spec, how parameters are split, and the communication, by op."""
 
     ranks: int
     whole: ModelSpec
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
 
 def tensor_plan(spec: ModelSpec, ranks: int) -> Plan:
-    """Return how the steps of a model are split over so many ranks.
+    """Return how the steps of a model are split over a number of ranks.
 
     A step is split as its op declares (`Op.splits`); what declares nothing is computed whole on each rank, and so is
     what would only be gathered again. Raises UsageError that names the mixers whose heads or groups cannot be dealt out

@@ -1,4 +1,4 @@
-"""States handed on along a sequence whose parts are on several ranks, and their gradients handed back."""
+"""Pass states between ranks that hold consecutive parts of a sequence, and pass their gradients back."""
 
 from __future__ import annotations
 

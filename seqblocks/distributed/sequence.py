@@ -1,4 +1,4 @@
-"""Sequence parallelism: each rank of a process group has its part of a long sequence."""
+"""Sequence parallelism: each rank of a process group processes one part of a long sequence."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class SequenceParallel:
         return x.narrow(dim, first, last - first)
 
     def mean(self, losses: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean of all ranks' losses: one number, the same on all ranks.
+        """Return the mean of the losses of all ranks, the same on each rank.
 
         losses: of this rank's tokens, any shape. weights: of the losses, the same shape; 0 where one does not count.
         Its gradient is that of this rank's losses; `sum_gradients` adds those of all ranks.

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model of which each rank computes a part of the heads, channels and hidden features.
+"""Tensor parallelism: each rank computes a part of the heads, channels and hidden features of a model.
 
 docs/decisions/0039-tensor-parallelism-is-a-rewritten-graph.md
 """
@@ -69,7 +69,7 @@ def _take_weights(local: SequenceModel, model: SequenceModel) -> None:
 
 
 class Exchanging(Primitive):
-    """A step of which each rank computes a part, with what is exchanged before and after it."""
+    """A step of which each rank computes a part, with the communication before and after it."""
 
     _exchange: Exchange
     _group: Any
@@ -101,7 +101,7 @@ class Exchanging(Primitive):
 
 
 class _Copy(torch.autograd.Function):
-    """The tensor itself, which each rank reads for its part of the work; gradients are added."""
+    """Identity in the forward pass; sums gradients over the ranks in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -114,7 +114,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what the ranks have."""
+    """Sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -126,7 +126,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks, one after the other."""
+    """Concatenate the parts of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, axis: int) -> Tensor:
@@ -139,7 +139,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """The rank's part of what all have."""
+    """Take the rank's part of a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, axis: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plug-in for torchtitan (0.3): its `ModelSpec` of a spec, so that its trainer trains what the spec says."""
+"""A plug-in for torchtitan (0.3): create its `ModelSpec` from a spec, to train the model with its trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSUPPORTED = {
 
 
 def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = None, seed: int = 0) -> Any:
-    """Return torchtitan's `ModelSpec` of a spec given by path or bundled name: pass it to `Trainer.Config`.
+    """Return torchtitan's `ModelSpec` for a spec given by path or bundled name, to pass to `Trainer.Config`.
 
     set: overrides, as `build` takes them. seed: of the weights, which are the same on any number of ranks. The trainer
     may shard parameters and checkpoint activations per layer; UsageError for its other parallelisms. Raises SpecError
@@ -47,7 +47,7 @@ def model_spec(spec: str | os.PathLike[str], *, set: Mapping[str, Any] | None = 
 
 @cache
 def _model_class() -> Any:
-    """Return the class of models that torchtitan builds. It is made when torchtitan is there."""
+    """Return the class of models that torchtitan builds. It is defined on first use, as it requires torchtitan."""
     from torchtitan.protocols.model import BaseModel
 
     class Model(SequenceModel, BaseModel):

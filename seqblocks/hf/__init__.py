@@ -1,4 +1,4 @@
-"""Models of specs in transformers: importing this registers them with AutoConfig, AutoModel and its kin.
+"""Models of specs in transformers. Importing this module registers them with AutoConfig, AutoModel etc.
 
 A folder that `seqblocks.save` wrote is then what `AutoModelForCausalLM.from_pretrained` reads, and `seqblocks.load`
 reads what `save_pretrained` wrote. Needs the extra `hub`.

@@ -1,4 +1,4 @@
-"""The state of a model as the cache that `generate` of transformers carries from call to call."""
+"""The state of a model as a cache for `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqblocks.state import States
 
 
 class Recorded:
-    """What was read since a state, so that the state after a part of it can be computed again."""
+    """The tokens read since a state, from which the state after a part of them can be recomputed."""
 
     def __init__(self, state: States | None, tokens: Tensor, resets: Tensor | None) -> None:
         self.state, self.tokens, self.resets = state, tokens, resets
@@ -32,7 +32,7 @@ class Recorded:
 
 
 class StateCache:
-    """The state after `seen` tokens of each sequence, padding included. A call returns a new one.
+    """The state after `seen` tokens of each sequence, including padding. Each call returns a new one.
 
     It implements what `generate` asks of a cache. Its size does not grow with the tokens, except for attention.
     """
@@ -46,7 +46,7 @@ class StateCache:
         self.recording = recorded is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens were read."""
+        """Return the number of tokens read."""
         return self.seen
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -58,7 +58,7 @@ class StateCache:
         self.recording = True
 
     def crop(self, length: Any) -> None:
-        """Keep the first `length` tokens, or with a number below 1 leave out as many of the last ones.
+        """Keep the first `length` tokens; a number below 1 instead removes that many tokens from the end.
 
         RunError for tokens from before the latest `crop`, or the prompt of a call that returns its last logits alone.
         """
@@ -77,7 +77,7 @@ class StateCache:
         self.seen -= count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with the sequences `beam_idx` [n], in that order: for beam search."""
+        """Continue with the sequences `beam_idx` [n], in that order, for beam search."""
         if self.state is not None:
             self.state = states.index_select(self.state, beam_idx)
         if self.recorded is not None:
@@ -86,7 +86,7 @@ class StateCache:
             self.recorded = Recorded(state, own.tokens[beam_idx], None if own.resets is None else own.resets[beam_idx])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with the sequences `indices` [n]."""
+        """Continue with the sequences `indices` [n]."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: Any) -> None:

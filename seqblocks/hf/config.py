@@ -1,4 +1,4 @@
-"""The config of a model in transformers: the spec with all files it uses, so that config.json is all it is built of."""
+"""The config of a model in transformers. It contains the spec with all files it uses, so config.json is sufficient."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SeqblocksConfig(transformers.PreTrainedConfig):
             self._derive(self.analysed())
 
     def _derive(self, model: ModelSpec) -> None:
-        """Set what transformers reads of a spec's sizes."""
+        """Set the attributes of the config that transformers reads, from the sizes in the spec."""
         for name, size in sizes(model).items():
             setattr(self, name, size)
 

@@ -1,4 +1,4 @@
-"""Weights in folders of transformers: one format with `seqblocks.save`, and errors instead of drawn parameters.
+"""Weights in folders of transformers: the same format as `seqblocks.save`, and errors for missing parameters.
 
 In memory parameters are below `model.`; in files they have the names of the spec, as `seqblocks.save` writes them.
 """

@@ -1,4 +1,4 @@
-"""Features between the layers of a model, for those who ask for `output_hidden_states`."""
+"""Record the features between the layers of a model, for `output_hidden_states`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seqblocks.runtime.repeat import outer_repeats
 
 @contextlib.contextmanager
 def noted_layers(model: SequenceModel) -> Iterator[dict[int, Tensor]]:
-    """Yield what the latest call inside notes: at 0 what enters the first layer, then what each layer returns.
+    """Yield the features of the latest call inside: the input of the first layer, then the output of each layer.
 
     The layers are those of the outermost repeats. RunError where there are none.
     """

@@ -1,4 +1,4 @@
-"""transformers, or a message that names the extra where it is absent."""
+"""Import transformers, or raise an error that names the extra to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers says about the tokens of a batch (padding, positions) as resets: where a sequence begins."""
+"""Convert attention masks and position ids of transformers to resets, which mark where sequences begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of specs as models of transformers: causal language models, classifiers of images, and features."""
+"""Models of specs as models of transformers: causal language models, image classifiers, and feature extractors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OF_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 
 
 class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
-    """What the classes have in common. `model` is the built model, an ordinary `seqblocks.build(…)`.
+    """Base of the model classes. `model` is the built model, as returned by `seqblocks.build(…)`.
 
     set: overrides of the config's spec. A model is drawn as `build_model` draws it, by torch's own generator.
     """
@@ -84,7 +84,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
 
     @classmethod
     def check_fit(cls, spec: ModelSpec, config: SeqblocksConfig) -> None:
-        """Raise UsageError where this class cannot run a spec."""
+        """Raise UsageError if this class cannot run a spec."""
 
     @classmethod
     def part(cls, spec: ModelSpec) -> ModelSpec:
@@ -163,7 +163,7 @@ class SeqblocksPreTrainedModel(transformers.PreTrainedModel):
         self._replace(hub.embedding(self.model.spec), value)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the step that scores the tokens or classes, or None."""
+        """Return the step that computes the logits, or None."""
         node = hub.head(self.model.spec)
         return None if node is None else self.model.get_submodule(node.name)
 
@@ -543,7 +543,7 @@ CLASSES = {each.__name__: each for each in (SeqblocksForCausalLM, SeqblocksForIm
 
 
 def wrap(model: SequenceModel, **config: Any) -> Any:
-    """Return a built model as a model of transformers, by the class that fits it. Both share their parameters.
+    """Wrap a built model as a model of transformers, with the class that fits it. Both share their parameters.
 
     config: what a config takes, such as eos_token_id. Raises UsageError.
     """

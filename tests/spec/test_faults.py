@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "faults"
 CASES = sorted(path.stem for path in FAULTS.glob("*.yaml"))
 
 
-def told(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
+def errors_of(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
     """Return the errors of a spec, or its warnings where it has no errors."""
     monkeypatch.chdir(FAULTS)
     try:
@@ -30,7 +30,7 @@ def told(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_message(name: str, monkeypatch: pytest.MonkeyPatch, update_golden: bool) -> None:
-    text = str(told(name, monkeypatch)) + "\n"
+    text = str(errors_of(name, monkeypatch)) + "\n"
     golden = GOLDEN / f"{name}.txt"
     if update_golden:
         golden.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def test_the_message(name: str, monkeypatch: pytest.MonkeyPatch, update_golden: 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_place_is_in_the_file_and_the_record_is_json(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for diagnostic in told(name, monkeypatch).diagnostics:
+    for diagnostic in errors_of(name, monkeypatch).diagnostics:
         assert re.fullmatch(r"[EW]\d\d\d", diagnostic.code)
         json.dumps(diagnostic.as_data())
         span = diagnostic.span
@@ -55,7 +55,7 @@ def test_no_snapshot_is_orphaned() -> None:
 
 
 def codes(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return [d.code for d in told(name, monkeypatch).diagnostics]
+    return [d.code for d in errors_of(name, monkeypatch).diagnostics]
 
 
 def test_independent_faults_come_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.Monkey
 
 def test_what_hangs_on_a_fault_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong argument of a block, or one wrong value handed to several, is one fault; what is independent stays."""
-    found = told("one_argument_of_bundled_blocks", monkeypatch).diagnostics
+    found = errors_of("one_argument_of_bundled_blocks", monkeypatch).diagnostics
     assert [d.span and d.span.line for d in found] == [6, 7, 8, 9, 10]  # one for each step of the file
     assert codes("one_value_for_several_blocks", monkeypatch) == ["E401", "E404"]
     assert codes("one_expression_twice", monkeypatch) == ["E401", "E401", "E404", "E401", "E401", "E401"]
@@ -173,8 +173,8 @@ def test_a_source_is_what_it_is_whatever_its_name(name: str) -> None:
 
 
 def test_the_text_stays_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = told("more_than_twenty", monkeypatch)
+    error = errors_of("more_than_twenty", monkeypatch)
     assert len(error.diagnostics) == MAX_DIAGNOSTICS
     assert error.dropped == 5
     assert "25 errors (the first 20 shown)" in str(error)
-    assert max(map(len, str(told("yaml_long_line", monkeypatch)).splitlines())) < 160
+    assert max(map(len, str(errors_of("yaml_long_line", monkeypatch)).splitlines())) < 160
