@@ -48,9 +48,9 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     The folder contains `spec.yaml` verbatim, `model.safetensors` (or shards of at most `shard_size` bytes with an index
     as on the Hub; a larger tensor gets its own shard), `seqblocks.json` (overrides, used files, ties and checksums) and
     `config.json`, so that transformers can read the folder after `import seqblocks.hf`. A tied parameter is written
-    once. The folder appears when it is complete; until then an earlier one is unchanged. Links are followed, and its mode
-    is kept. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights are gathered one by one, and
-    the first rank writes them.
+    once. The folder appears when it is complete; until then an earlier one is unchanged. Links are followed, and
+    its mode is kept. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights are gathered
+    one by one, and the first rank writes them.
 
     Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
     the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
