@@ -1,8 +1,7 @@
-"""The typed graph: what a spec means once every number, name and shape is settled.
+"""The typed graph of a model, with all numbers, names and shapes resolved.
 
-A graph is a list of nodes in the order they run. Values are numbered through the whole model; a node that holds bodies
-(a block, a combinator) may read values from outside: its captures. Every table here can be printed and counted
-without torch.
+A graph is a list of nodes in execution order. Values are numbered across the whole model; a node with bodies (a block,
+a combinator) may read outer values, its captures. Graphs can be printed and counted without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from seqblocks.types import Wire
 
 
 class Entry(NamedTuple):
-    """One entry of a `checkpoint:` map: our name, and the alternatives for it."""
+    """One entry of a `checkpoint:` map: our name, and its official alternatives."""
 
     ours: str
     span: Span
@@ -36,7 +35,7 @@ DIRECTION_NAMES = {"forward": "fwd", "reverse": "rev"}
 
 
 def direction_name(order: str) -> str:
-    """Return the namespace of what one order of a scan owns."""
+    """Return the namespace of the parameters owned by one order of a scan."""
     return DIRECTION_NAMES.get(order, order)
 
 
@@ -45,7 +44,7 @@ Source = tuple[int, str]
 
 
 def owner_of(own: str, source: Source) -> str:
-    """Return a parameter's name, from that of the step's own. It begins with ^ where it is outside of both."""
+    """Return the name of a shared parameter from that of the step's own. It begins with ^ if it is outside both."""
     up, name = source
     parts = own.split(".")
     outside = "^" * max(0, up - len(parts))
@@ -59,8 +58,8 @@ NodeKind = Literal["op", "block", "residual", "scan", "parallel", "repeat", "exp
 class Node(Record):
     """One step.
 
-    inputs: port -> value numbers (several where a port joins); outputs: value numbers, several where the result is
-    split into `split` widths along the features. `type` is None where a fault hides it.
+    inputs: port -> value numbers (several if a port joins wires). outputs: value numbers, several if the result is
+    split into `split` widths along the features. `type` is None if it is unknown after a fault.
     """
 
     kind: NodeKind
@@ -76,36 +75,38 @@ class Node(Record):
     parameters: dict[str, Parameter] = field(default_factory=dict)
     state: dict[str, State] = field(default_factory=dict)
     wires: tuple[Wire | None, ...] = ()  # op: the types of what its ports read
-    vectors: tuple[int, ...] = ()  # op: those of its inputs that are vectors and meet each token of the others
+    vectors: tuple[int, ...] = ()  # op: vector inputs that are broadcast to the tokens of the others
     kept: bool = False  # whether a stream computes it once and reads its output at each token
     macs: int = 0  # per token of its output, at a length that may be open
-    calls: tuple[str, dict[str, Any]] | None = None  # the kernel an op uses, and what decides its form
+    calls: tuple[str, dict[str, Any]] | None = (
+        None  # the kernel of an op, and the options that determine its implementation
+    )
     ties: dict[str, str] = field(default_factory=dict)  # parameter -> full name of the one it is
     shared: dict[str, Source] = field(default_factory=dict)  # parameters (relative names) that are another step's
     owner: Node | None = None  # the step whose parameters it shares, or a step around them
     owner_name: str = ""  # of that step or layer, as `share:` names it
     bodies: dict[str, Graph] = field(default_factory=dict)  # by namespace; "" adds none
     checkpoint: tuple[Entry, ...] = ()  # block: its own names -> official ones
-    owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order has for itself
+    owned: frozenset[str] = frozenset()  # scan: parameters (relative names) that each order owns
     starts: dict[str, Init] = field(default_factory=dict)  # scan: initialisers of owned ones, by `order.name`
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """The namespaces of the orders of a scan that has several; empty for all other nodes."""
+        """The namespaces of the orders of a scan with several orders; empty for all other nodes."""
         if self.kind != "scan" or len(self.arguments.orders) < 2:
             return ()
         return tuple(map(direction_name, self.arguments.orders))
 
     @property
     def active(self) -> dict[str, Graph]:
-        """The bodies that compute one token: of experts, the router and as many as a token is sent to."""
+        """The bodies that compute one token: for experts, the router and the number of experts per token."""
         if self.kind != "experts":
             return self.bodies
         return dict(list(self.bodies.items())[: 1 + self.arguments.top])
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The values that the node is computed from: those of its ports in order, then what its bodies capture."""
+        """The values that the node reads: those of its ports in order, then the captures of its bodies."""
         at_ports = tuple([value for values in self.inputs.values() for value in values])
         if not self.bodies:
             return at_ports
@@ -127,7 +128,7 @@ class Node(Record):
 
 
 class Graph(Record):
-    """A body: its input value, its nodes, the value it returns, and what it reads from outside."""
+    """A body: its input value, its nodes, its result, and its captures."""
 
     input: int
     nodes: list[Node]
@@ -141,17 +142,17 @@ class Graph(Record):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The values that the body is called with, its input first. Those of a block have numbers of its own."""
+        """The values passed to the body, its input first. The body of a block numbers them separately."""
         return (self.input, *self.ports.values(), *self.captures)
 
     @property
     def results(self) -> tuple[int, ...]:
-        """The values that the body returns: one, but for a model that names its outputs."""
+        """The values that the body returns: one, except for a model with `outputs:`."""
         return tuple(self.outputs.values()) or (self.result,)
 
 
 class SpecSource(NamedTuple):
-    """The text that a model was read from, its overrides and the files it uses: `save` writes them with the weights."""
+    """The text of a spec, its overrides and the files it uses, which `save` stores with the weights."""
 
     name: str
     text: str
@@ -160,11 +161,11 @@ class SpecSource(NamedTuple):
 
 
 class ModelSpec(Record):
-    """A spec after the analysis: what `load_model` returns, `build_model` builds and a built model has as `model.spec`.
+    """An analysed spec, as returned by `load_model`, passed to `build_model`, and stored in a model as `model.spec`.
 
-    input, output: the types of the model's wires; graph: its steps; types, labels: of every value, by number;
-    source: the text that it was read from. inputs, outputs: all of them by name, where the spec names them; `input`
-    and `output` are the first.
+    input, output: the types of the model's wires. graph: its steps. types, labels: of each value, by number. source:
+    the text of the spec. inputs, outputs: all of them by name, if the spec has `inputs:` or `outputs:`; `input` and
+    `output` are then the first ones.
     """
 
     name: str
@@ -199,9 +200,9 @@ class ModelSpec(Record):
 
 
 class Named(NamedTuple):
-    """A parameter under its full name. `tied` is the name under which it is counted, if it is another's.
+    """A parameter with its full name. `tied`: the name of the parameter that it is tied to or shared with, if any.
 
-    shared: whether it is read from there, and state_dict has no entry of this name.
+    shared: whether it is read from that parameter, so that state_dict has no entry with this name.
     """
 
     name: str
@@ -212,7 +213,7 @@ class Named(NamedTuple):
 
 
 def join(*parts: str) -> str:
-    """Return a dotted name of the parts that are not empty."""
+    """Join the non-empty parts of a dotted name."""
     return ".".join(p for p in parts if p)
 
 
@@ -298,9 +299,9 @@ def _within(prefix: str, name: str) -> str:
 
 
 def count(graph: Graph, known: dict[int, int] | None = None, active: bool = False) -> int:
-    """Return the number of parameters of a graph, tied and shared ones once.
+    """Return the number of parameters of a graph, counting tied and shared ones once.
 
-    known: counts of bodies that serve many layers. active: of experts only as many as a token is sent to.
+    known: cached counts of bodies used by several layers. active: count only the experts selected per token.
     """
     known = {} if known is None else known
     if id(graph) not in known:
@@ -309,7 +310,7 @@ def count(graph: Graph, known: dict[int, int] | None = None, active: bool = Fals
 
 
 def count_node(node: Node, known: dict[int, int] | None = None, active: bool = False) -> int:
-    """Return the number of parameters of a node, tied and shared ones once."""
+    """Return the number of parameters of a node, counting tied and shared ones once."""
     if node.owned or node.shared:
         return sum(item.parameter.numel for item in node_parameters(node, "", active=active) if item.tied is None)
     known = {} if known is None else known
@@ -326,12 +327,12 @@ def walk(graph: Graph) -> Iterator[Node]:
 
 
 def is_context(node: Node) -> bool:
-    """Return whether a step depends on no input that streams: a stream runs it once."""
+    """Return whether a step depends on no streaming input, so that a stream runs it once."""
     return node.type is not None and node.type.context
 
 
 def streamed(graph: Graph) -> Iterator[Node]:
-    """Yield each node that depends on an input that streams, outer before inner."""
+    """Yield each node that depends on a streaming input, outer before inner."""
     for node in graph.nodes:
         if not is_context(node):
             yield node
@@ -340,7 +341,7 @@ def streamed(graph: Graph) -> Iterator[Node]:
 
 
 def stream_obstacle(model: ModelSpec, orders: Container[str] = ("forward",)) -> tuple[str, str] | None:
-    """Return the name and place of a step that cannot run token by token, and why; None if the model can stream.
+    """Return the name and span of a step that cannot stream, and why, or None if the model can stream.
 
     orders: those that a scan may have.
     """
@@ -383,7 +384,7 @@ def _reads_whole(node: Node, model: ModelSpec) -> str | None:
 
 
 def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
-    """Return the name and place of a step that mixes sequences that resets separate, and why; None if none does."""
+    """Return the name and span of a step that mixes sequences separated by resets, and why, or None."""
     for node in streamed(model.graph):
         why = (node.op.ignores_resets(*node.wires) if node.op else None) or _reads_whole(node, model)
         if node.kind == "scan" and (by_columns := [order for order in node.arguments.orders if "columns" in order]):
@@ -394,17 +395,17 @@ def resets_obstacle(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def is_exact(body: Graph) -> bool:
-    """Whether some steps return float32 where the model has 16 bits."""
+    """Return whether some steps return float32 in a 16-bit model."""
     return any(node.op and node.op.exact for node in walk(body))
 
 
 def frame_size(graph: Graph) -> int:
-    """Return how many tokens of the input a stream takes at once: the least common multiple of all rates."""
+    """Return the number of input tokens per call of a stream: the least common multiple of all rates."""
     return math.lcm(*(node.type.rate for node in streamed(graph) if node.type))
 
 
 def verify(model: ModelSpec) -> None:
-    """Check what holds of any graph. Raises AssertionError: a fault here is one of seqblocks, not of the user."""
+    """Check the invariants of a graph. Raises AssertionError, which indicates a bug in seqblocks."""
     found = list(parameters(model.graph, shared=True))
     stored = {item.name for item in found if not item.shared}
     for item in found:

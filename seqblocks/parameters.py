@@ -1,6 +1,6 @@
 """Declarations of parameters and states, and initialisers.
 
-The analysis counts these tables and the builder allocates from them, so the two counts agree.
+The analysis counts these declarations and the builder allocates from them, so both counts agree.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from seqblocks.errors import Fault, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH, UNKNOWN, parse, syntax_tree
 from seqblocks.language.vocabulary import did_you_mean
 
-SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that draws are finite in float32
+SMALLEST, LARGEST = 1e-18, 1e18  # limits of an initialiser's numbers, so that values are finite in float32
 
 
 class Init(NamedTuple):
-    """An initialiser by name with its numbers, for instance `normal(0, 0.1)`."""
+    """An initialiser: its name and numbers, for instance `normal(0, 0.1)`."""
 
     name: str
     values: tuple[float, ...] = ()
@@ -31,8 +31,8 @@ class Init(NamedTuple):
 class Parameter(NamedTuple):
     """One learned tensor of an op.
 
-    fan_in: for the initialisers that scale with it (default: the product of all axes but the first). decay: whether
-    weight decay is customary. full_precision: whether it is float32 in a half-precision model.
+    fan_in: for initialisers that depend on it (default: the product of all axes except the first). decay: whether
+    weight decay applies by default. full_precision: whether it is float32 in a half-precision model.
     """
 
     shape: tuple[int, ...]
@@ -47,12 +47,12 @@ class Parameter(NamedTuple):
 
 
 class State(NamedTuple):
-    """One tensor that an op carries along the sequence; the shape is without the batch axis.
+    """One state tensor of an op; the shape excludes the batch axis.
 
-    dtype: "model" is the model's; "float32" does not follow it (stabilisers, accumulators), except to float64.
-    context: it is kept of a stream's context, and stays as it is. length: of a sequence among these, the name of its
-    axis, whose size a call decides; the shape has 0 there where the spec leaves it open.
-    per_token: its first axis has a place for each earlier token, and its size is the most that a stream may have.
+    dtype: "model" is the dtype of the model; "float32" is float32 (for stabilisers, accumulators), or float64 in
+    float64 models. context: it is a constant value of a stream's context. length: for sequences of it, the name
+    of the axis whose size is determined by a call; the shape has 0 there if the spec does not fix it.
+    per_token: its first axis has one position per earlier token, and its size is the maximum length of a stream.
     """
 
     shape: tuple[int, ...]
@@ -68,9 +68,9 @@ class State(NamedTuple):
 
 
 class Initialiser(NamedTuple):
-    """What `init:` may name. arguments: names with defaults, None where there is none; about: a line for the docs.
+    """An initialiser of `init:`. arguments: names with defaults (None if required). about: a line for the docs.
 
-    holds: what must be true of the numbers, as expressions over their names.
+    holds: conditions on the numbers, as expressions over their names.
     """
 
     arguments: tuple[tuple[str, float | None], ...]
@@ -129,7 +129,7 @@ INITIALISERS: dict[str, Initialiser] = {
 
 
 def read_init(text: str, names: Mapping[str, Any]) -> Init | None:
-    """Return `normal(0, 0.1)` or `normal(std=0.1)` as an Init; numbers may be expressions. None if one is UNKNOWN.
+    """Parse `normal(0, 0.1)` or `normal(std=0.1)`; numbers may be expressions. Return None if one is UNKNOWN.
 
     Raises Fault (E408, E209, and what expressions raise).
     """

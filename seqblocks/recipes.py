@@ -1,9 +1,9 @@
-"""How a parameter is made of the tensors of an official release: the right-hand sides of a `checkpoint:` map.
+"""Recipes compute a parameter from official tensors; they are the right-hand sides of a `checkpoint:` map.
 
-A name is a tensor as it is; the other recipes join, cut or rearrange tensors. Each kind is a class that checks itself
-against the shape of a parameter, makes the parameter, and writes it back. `seqblocks/analysis/maps.py` reads them from
-a spec, and the checkpoint room follows them. torch is imported when a recipe is followed: graphs hold recipes, so this
-file belongs to the declarations, and the checkpoint room, which needs the runtime, comes after the graphs.
+A plain name stands for one unchanged tensor; other recipes join, split or rearrange tensors. Each kind is a class that
+checks itself against the shape of a parameter, computes the parameter, and converts it back.
+`seqblocks/analysis/maps.py` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is imported only
+when a recipe is applied, because graphs contain recipes and must not need torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Extent(NamedTuple):
 
 
 class Recipe(ABC):
-    """Base of all recipes."""
+    """Base class of recipes."""
 
     kind: ClassVar[str] = ""
     """Its key in a map, which holds the official name or names; empty for a name alone."""
@@ -65,15 +65,15 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The official tensors that it needs."""
+        """The names of the official tensors that it reads."""
 
     @abstractmethod
     def renamed(self, change: Callable[[str], str]) -> Recipe:
-        """Return the same recipe for other official tensors."""
+        """Return the same recipe with other official names."""
 
     @abstractmethod
     def make(self, name: str, shape: Shape, *tensors: Tensor) -> Tensor:
-        """Return our parameter `name` [shape] from the official tensors. Raise RunError where they do not fit."""
+        """Compute our parameter `name` [shape] from the official tensors. Raises RunError if they do not fit."""
 
     @abstractmethod
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
