@@ -132,8 +132,8 @@ def _slstm_backward(
                 if t != order[0]:
                     before = t + 1 if reverse else t - 1
                     carry = [x.add_(more[before]) for x, more in zip(carry, given_after, strict=True)]
-        before = _before(ys.permute(1, 2, 0, 3), y_start, slice(0, S), reverse, marks)
-        d_recurrent = torch.einsum("shbd,shbg->hdg", before, grads).reshape(recurrent.shape)
+        y_before = _before(ys.permute(1, 2, 0, 3), y_start, slice(0, S), reverse, marks)
+        d_recurrent = torch.einsum("shbd,shbg->hdg", y_before, grads).reshape(recurrent.shape)
         d_bias = grads.sum((0, 2)).view(H, 4, D).transpose(0, 1).contiguous()
         d_gates = grads.view(S, H, B, 4, D).permute(2, 0, 3, 1, 4).contiguous()
     return d_gates, d_recurrent, d_bias, *(g.transpose(0, 1).contiguous() for g in carry)  # type: ignore[return-value]
