@@ -96,7 +96,7 @@ def _read(
     for start in range(0, x.shape[1], CHUNK):
         span = slice(start, start + CHUNK)
         part = None if resets is None else resets[:, span]
-        if isinstance(model, SequenceModel):
+        if type(model) is SequenceModel:
             y, state = model._read(x[:, span], state, part)
         else:  # compiled
             y, state = model(x[:, span], state=state, return_state=True, resets=part)

@@ -115,7 +115,7 @@ class SequenceModel(Body):
     def _read(self, x: Tensor, state: States, resets: Tensor | None) -> tuple[Any, States]:
         """Return the state after these tokens, and the output of the last one or of more: a head runs on that alone."""
         if self.training or is_hooked(self) or type(self) is not SequenceModel or self._relay:
-            return self(x, state=state, return_state=True, resets=resets)  # type: ignore[no-any-return]
+            return self(x, state=state, return_state=True, resets=resets)
         self._check_call(x, "the model", ["batch", "seq"], resets)
         self._check_stream(x, state)
         self._routed = None
