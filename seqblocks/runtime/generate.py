@@ -89,7 +89,7 @@ def _continue(
 
 
 def _read(
-    model: SequenceModel, x: Tensor, resets: Tensor | None, state: States, output: str | None
+    model: Any, x: Tensor, resets: Tensor | None, state: States, output: str | None
 ) -> tuple[Tensor, States]:
     """Return the logits after a prompt, and the state."""
     y: Any = None
