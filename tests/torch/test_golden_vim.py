@@ -13,7 +13,7 @@ import torch
 import seqblocks
 from seqblocks.checkpoint import load_official, official_name
 from tests.torch import golden
-from tests.torch.test_golden_mamba import bars, close, read
+from tests.torch.test_golden_mamba import bars, close
 
 CASES = sorted(p.stem for p in (golden.FOLDER / "mamba").glob("vim_*"))
 
@@ -51,7 +51,7 @@ def spec(cfg: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_models(case: str) -> None:
-    data, cfg = read(case)
+    data, cfg = golden.read(f"mamba/{case}", "cfg")
     for dtype in (torch.float64, torch.float32):
         model = seqblocks.build_text(spec(cfg), dtype=dtype).eval()
         load_official(model, {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data if k.startswith("w/")})
