@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -46,3 +47,15 @@ def watched() -> bool:
         or torch._C._get_tracing_state() is not None
         or transformed()
     )
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within this context autograd records operations, also in the function of an op, which runs without it."""
+    keys = torch._C.DispatchKey
+    within = (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView)
+    with contextlib.ExitStack() as guards:
+        for key in within:
+            guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        guards.enter_context(torch.enable_grad())
+        yield

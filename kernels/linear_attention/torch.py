@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seqblocks.kernels.dispatch import always, register
-from seqblocks.kernels.dispatch.compiled import unknown
-from seqblocks.kernels.dispatch.custom_op import custom_op, is_seen
+from seqblocks.kernels.dispatch.compiled import recording, unknown
+from seqblocks.kernels.dispatch.custom_op import custom_op
 from seqblocks.kernels.linear_attention import reference, separate
 from seqblocks.kernels.linear_attention.decays import Decays, Operand, of_quarters
 from seqblocks.kernels.linear_attention.reference import KINDS
@@ -396,16 +396,6 @@ def _op_backward(
     bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> list[Tensor]:
     """Gradients of the tensors that are given, in their order."""
-    options = resets, starts, reverse, scale, chunk_size, span
-    return _gradients(dy, dlast, (q, k, v, decay, beta, a, b, bonus, state), *options, pulled_back=_transformed)
-
-
-def _gradients(
-    dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
-    chunk_size: int, span: int, pulled_back: Callable[..., tuple[tuple[Tensor, Tensor], list[Maybe]]],
-) -> list[Tensor]:
-    """As `_op_backward`."""
-    q, k, v, decay, beta, a, b, bonus, state = tensors
     sequences = (q, k, v, decay, beta, a, b, state)
     undefined = separate.without_gradient(dy, dlast, sequences, resets, reverse)
     if undefined is not None:
@@ -414,10 +404,10 @@ def _gradients(
             dy, dlast = found.clean_outputs(dy, dlast)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     with without_autocast(q.device.type):
-        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span, pulled_back)
+        grads = _by_spans(dy, dlast, tensors, resets, starts, reverse, scale, chunk_size, span)
         if grads is None:
             tokens = partial(reference.scan, resets=resets, reverse=reverse, scale=scale)
-            grads = pulled_back(tokens, tensors, (dy, dlast))[1]
+            grads = _pulled_back(tokens, tensors, (dy, dlast))[1]
     if undefined is not None:
         lines, others = ([x for x in part if x is not None] for part in (grads[:3], grads[3:7]))
         undefined.fill(lines, others, grads[8], grads[7])
@@ -426,7 +416,7 @@ def _gradients(
 
 def _by_spans(
     dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
-    chunk_size: int, span: int, pulled_back: Callable[..., tuple[tuple[Tensor, Tensor], list[Maybe]]],
+    chunk_size: int, span: int,
 ) -> list[Maybe] | None:
     """Gradients, None for absent tensors, from the last span to the first; None if chunks may not be used."""
     grads = [None if x is None else torch.zeros_like(x) if x is tensors[7] else torch.empty_like(x) for x in tensors]
@@ -441,7 +431,7 @@ def _by_spans(
                 chunk_size=chunk_size, tracked=True,
             )  # fmt: skip
             here = (*_of_tokens(parts, tokens), start[group.batch, group.values])
-            out, found = pulled_back(chunks, here, (dy[group.batch, tokens, group.values], dstate))
+            out, found = _pulled_back(chunks, here, (dy[group.batch, tokens, group.values], dstate))
             if resets is not None and not _usable(*out):
                 return None
             for into, x in zip(_of_tokens(of_parts, tokens)[:7], found[:7], strict=True):
@@ -455,32 +445,17 @@ def _by_spans(
     return grads
 
 
-def _transformed(
+def _pulled_back(
     function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
     given: tuple[Tensor, Maybe],
 ) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
-    """The function's values, and the gradients of the tensors, None for absent ones; for an op, without autograd."""
-
-    def present(*found: Tensor) -> tuple[Tensor, Tensor]:
-        rest = iter(found)
-        return function(tuple(None if x is None else next(rest) for x in tensors))
-
-    out, pullback, *_ = torch.func.vjp(present, *(x for x in tensors if x is not None))
-    grads = iter(pullback(given))
-    return out, [None if x is None else next(grads) for x in tensors]
-
-
-def _recorded(
-    function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
-    given: tuple[Tensor, Maybe],
-) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
-    """The same by autograd, which takes four fifths of the time."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    with torch.enable_grad():
+    """The function's values, and the gradients of the tensors, None for absent ones."""
+    with recording():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         out = function(tuple(leaves))
-    found = torch.autograd.grad(
-        out, [x for x in leaves if x is not None], given, allow_unused=True, materialize_grads=True
-    )
+        found = torch.autograd.grad(
+            out, [x for x in leaves if x is not None], given, allow_unused=True, materialize_grads=True
+        )
     grads = iter(found)
     return (out[0].detach(), out[1].detach()), [None if x is None else next(grads) for x in tensors]
 
@@ -500,11 +475,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, resets, starts = ctx.saved_tensors
-    options = resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span
-    if not torch.is_grad_enabled() and not is_seen((dy, dlast, *tensors)):
-        grads = iter(_gradients(dy, dlast, tuple(tensors), *options, pulled_back=_recorded))
-    else:
-        grads = iter(_op_backward(dy, dlast, *tensors, *options))
+    grads = iter(_op_backward(dy, dlast, *tensors, resets, starts, ctx.reverse, ctx.scale, ctx.chunk_size, ctx.span))
     return *(None if x is None else next(grads) for x in tensors), None, None, None, None, None
 
 

@@ -43,6 +43,7 @@ def a_gated_recurrence() -> tuple[Callable[..., Tensor], list[Tensor]]:
 
 KERNELS = {
     "mlstm": an_mlstm, "selective_scan": a_scan, "slstm": an_slstm, "gated_recurrence": a_gated_recurrence,
+    "linear_attention": a_delta_rule,
 }
 
 
@@ -104,7 +105,7 @@ def test_a_graph_may_be_kept_and_checkpointed(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("make", [*KERNELS.values(), a_delta_rule])
+@pytest.mark.parametrize("make", KERNELS.values())
 def test_tensors_without_numbers_have_shapes_and_gradients(make: Callable[[], Any]) -> None:
     run, tensors = make()
     x = [each.detach().to("meta").requires_grad_() for each in tensors]
