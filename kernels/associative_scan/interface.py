@@ -1,20 +1,20 @@
 """A scan over any associative operator, and the memoroid built on it (arXiv:2402.09900).
 
 B batch, S sequence. Given one element per token and an operator `combine(earlier, later)` with
-combine(combine(a, b), c) = combine(a, combine(b, c)), the state after token t is the combination of the initial carry
-and of the elements up to t. A memoroid is four things: what makes the elements, the operator, the initial carry, and
-the read-out. Nothing more has to be said for it to run in parallel, to stream, and to restart within a batch.
+combine(combine(a, b), c) = combine(a, combine(b, c)), the state after token t combines the initial carry and the
+elements up to t. A memoroid has four parts: a function that computes the elements, the operator, the initial carry, and
+the read-out. These are enough to run it in parallel, to stream it, and to restart sequences within a batch.
 
 A reset is part of the operator: with r[t] true where token t is the first of a new sequence,
 
     (a, ra) + (b, rb) = (b if rb else combine(a, b), ra or rb)
 
-which is associative whatever combine is, and needs no identity element.
+which is associative if combine is, and needs no identity element.
 
-Memory: all S states are made. Measured on an mLSTM of 4 heads of width 64, 2,048 tokens in float32, whose elements take
-4 H (D^2 + D + 2) bytes a token, 130 MB: 5.6 times that going forward and 7.9 times with gradients, where the chunkwise
-`mlstm` takes 10 and 23 MB. Use it to define an algebra, to test one, and for small states; train on long
-sequences with a chunkwise kernel where there is one.
+Memory: all S states are stored. Measured on an mLSTM with 4 heads of width 64 and 2,048 tokens in float32, whose
+elements take 4 H (D^2 + D + 2) bytes a token, 130 MB in total: the forward pass takes 5.6 times that, and 7.9 times
+with gradients, while the chunkwise `mlstm` takes 10 and 23 MB. Use the associative scan to define or test an algebra,
+and for small states; train on long sequences with a chunkwise kernel where one exists.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Combine = Callable[[Tree, Tree], Tree]
 
 dispatch.load_implementations("associative_scan")
 
-# Operators whose scan, of leaves and resets, is one op of torch's as well: compiled code then knows no length.
+# Operators whose scan, of leaves and resets, is also registered as a torch op, so that compiled code fits any length.
 as_an_op: dict[Combine, Callable[[list[Tensor], Tensor | None], list[Tensor]]] = {}
 
 
 class Memoroid(NamedTuple):
-    """A recurrent cell as an algebra. Call it like one.
+    """A recurrent cell defined by an associative operator. Call it like any recurrent cell.
 
     elements(x) -> tree of [B, S, ...]; combine(earlier, later) -> tree; read(states, x) -> y [B, S, ...];
-    initial(B) -> tree of [B, ...], the carry before the first token, or None for none at all.
+    initial(B) -> tree of [B, ...], the carry before the first token, or None for no carry.
     """
 
     elements: Callable[[Any], Tree]
@@ -57,9 +57,9 @@ class Memoroid(NamedTuple):
         self, x: Any, *, state: Tree | None = None, return_state: bool = False, resets: Tensor | None = None,
         reverse: bool = False, backend: str | None = None,
     ) -> Any:
-        """y, and with return_state the carry after the last token: a tree of [B, ...] that `state` takes.
+        """Return y, and with return_state the carry after the last token: a tree of [B, ...] to pass as `state`.
 
-        x: what `elements` and `read` expect. A carry is dropped at a reset, the initial one too.
+        x: the input of `elements` and `read`. Resets drop the carry, including the initial one.
         """
         y, last = gated(
             lambda gate: self._run(x, state, resets, reverse, backend, gate),
@@ -87,16 +87,17 @@ def associative_scan(
     reverse: bool = False,
     backend: str | None = None,
 ) -> tuple[Tree, Tree]:
-    """All states and the last one.
+    """Scan elements with an associative operator.
 
-    elements: a tree (tensor, tuple, named tuple, list, dict) of tensors [B, S, ...], S >= 1. combine takes and gives
-    such trees with the same trailing axes and any S. initial: a tree of [B, ...], combined before the first element.
-    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan: what came before,
-    the initial carry too, is dropped there. reverse: scan from right to left.
+    elements: a tree (tensor, tuple, named tuple, list, dict) of tensors [B, S, ...], S >= 1. combine takes and returns
+    such trees, with the same trailing axes and any S. initial: a tree of [B, ...], combined before the first element.
+    resets [B, S] bool: true where a token is the first of a new sequence, in scan order; everything before it,
+    including the initial carry, is dropped. reverse: scan from right to left.
 
-    Returns the states, like `elements`, and the state after the last token, like `initial`. Derivatives of any order
-    that `combine` has. Raises ValueError for shapes that do not fit, BackendError (see dispatch). Compiled code is made
-    again for each S, except with the mLSTM's operator (mlstm/memoroid.py), whose scan then has first derivatives only.
+    Returns all states, a tree like `elements`, and the state after the last token, a tree like `initial`. Derivatives
+    exist to the order that `combine` supports. Raises ValueError for shapes that do not fit, BackendError (see
+    dispatch). torch.compile recompiles for each S, except with the mLSTM's operator (mlstm/memoroid.py), whose compiled
+    scan has first derivatives only.
     """
     leaves, spec = pytree.tree_flatten(elements)
     _check(leaves, spec, initial, resets)
@@ -119,7 +120,7 @@ def _scanned(
     run: Callable[..., list[Tensor]], combine: Combine, spec: Any, leaves: list[Tensor], initial: list[Tensor],
     resets: Tensor | None, reverse: bool, differentiated: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The leaves of all states, and of the last."""
+    """Return the leaves of all states and of the last state."""
     order: Callable[[Tensor], Tensor] = (lambda t: t.flip(1)) if reverse else (lambda t: t)
     leaves = [order(leaf) for leaf in leaves]
     marks = None if resets is None else order(resets.bool())
@@ -142,9 +143,9 @@ def _scanned(
 def _lifted(
     combine: Combine, spec: Any, differentiated: bool = False
 ) -> Callable[[list[Tensor], list[Tensor]], list[Tensor]]:
-    """The operator on lists of leaves, the marks of resets last if there are any.
+    """Return the operator on lists of leaves, whose last leaf marks the resets if there are any.
 
-    differentiated: what a reset drops does not meet the operator, whose derivative there might be NaN.
+    differentiated: values that a reset drops are not passed to the operator, whose derivative there might be NaN.
     """
 
     def lifted(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
@@ -155,7 +156,7 @@ def _lifted(
         out, given = pytree.tree_flatten(both)
         if given != spec or not all(isinstance(leaf, Tensor) for leaf in out):
             raise ValueError(
-                f"associative_scan wants combine to give a tree like the elements, {_shapes(a[:count], spec)}; "
+                f"associative_scan wants combine to return a tree like the elements, {_shapes(a[:count], spec)}; "
                 f"got {_shapes(out, given)}"
             )
         if len(a) == count:
@@ -168,7 +169,7 @@ def _lifted(
 
 
 def _shapes(leaves: list[Any], spec: Any) -> Any:
-    """A tree as a message shows it: shapes for its tensors."""
+    """Return a tree with shapes in place of tensors, for messages."""
     return pytree.tree_unflatten([list(x.shape) if isinstance(x, Tensor) else x for x in leaves], spec)
 
 

@@ -1,4 +1,4 @@
-"""The associative scan as defined: one element after the other."""
+"""Reference implementation of the associative scan: one element after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqblocks.kernels.dispatch import always, register
 
 
 def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
-    """leaves, each [B, S, ...] -> the states after each element."""
+    """Return the states after each element, given leaves [B, S, ...]."""
     first = [leaf[:, :1] for leaf in leaves]
     if torch.compiler.is_exporting():
         return _as_one_node(combine, first, leaves)
@@ -24,7 +24,7 @@ def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: l
 def _as_one_node(
     combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], first: list[Tensor], leaves: list[Tensor]
 ) -> list[Tensor]:
-    """`run` as one node of an exported program, which serves any length."""
+    """Run `run` as one node of an exported program, which then supports any length."""
     from torch._higher_order_ops.scan import scan
 
     def one(state: list[Tensor], token: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

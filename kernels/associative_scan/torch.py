@@ -1,7 +1,7 @@
 """The associative scan in 2 log2(S) calls of the operator (Brent & Kung 1982): S combinations in halving batches.
 
-Neighbours are combined; the sequence of half the length is scanned, which yields each second state; one more call
-yields those in between.
+Neighbours are combined, and the resulting sequence of half the length is scanned, which yields every second state. One
+more call yields the states in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seqblocks.kernels.dispatch import always, register
 
 
 def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
-    """leaves, each [B, S, ...] -> the states after each element."""
+    """Return the states after each element, given leaves [B, S, ...]."""
     S = leaves[0].shape[1]
     if S == 1:
         return leaves
@@ -27,9 +27,9 @@ def run(combine: Callable[[list[Tensor], list[Tensor]], list[Tensor]], leaves: l
 
 
 def _woven(elements: Tensor, even: Tensor, odd: Tensor) -> Tensor:
-    """The first element, and then odd and even states in turn."""
+    """Interleave odd and even states after the first element."""
     both = torch.stack([odd[:, : even.shape[1]], even], 2).flatten(1, 2)
-    rest = odd[:, even.shape[1] :]  # of an even number of elements the last state is an odd one
+    rest = odd[:, even.shape[1] :]  # with an even number of elements, the last state is an odd one
     return torch.cat([elements[:, :1], both, rest], 1)
 
 

@@ -1,11 +1,12 @@
-"""Softmax attention over what went before, with an optional window, rotary positions and a cache of keys and values.
+"""Softmax attention, causal or not, with an optional window, rotary positions and a cache of keys and values.
 
-B batch, S sequence, H heads, G heads of keys and values (each serves H / G), D head width, DV that of the values,
-K tokens kept.
+B batch, S sequence, H query heads, G heads of keys and values (each shared by H / G query heads), D head width,
+DV width of the values, K cached tokens.
 
-    y[t] = sum_s p[t, s] v[s]      p[t, :] = softmax over the s that t sees of scale q[t] . k[s]
+    y[t] = sum_s p[t, s] v[s]      p[t, :] = softmax of scale q[t] . k[s] over the s visible to t
 
-A token sees itself and, causally, those before it: of its own sequence (resets), and within the window if there is one.
+With a causal mask, a token sees itself and earlier tokens. It sees its own sequence only (resets), and only tokens
+within the window if there is one.
 
 Implementations: `reference.py` (all pairs, explicitly), `torch.py` (torch's fused attention, windows block by block).
 """
@@ -31,7 +32,10 @@ dispatch.load_implementations("attention")
 
 
 class AttentionState(NamedTuple):
-    """k [B, K, G, D] (turned), v [B, K, G, DV], the newest last; length [B] int64: tokens of the sequence so far."""
+    """Cache of keys and values.
+
+    k [B, K, G, D] (rotated), v [B, K, G, DV], newest token last; length [B] int64: tokens of the sequence so far.
+    """
 
     k: Tensor
     v: Tensor
@@ -52,15 +56,15 @@ def attention(
 ) -> Tensor | tuple[Tensor, AttentionState]:
     """Attend over a sequence.
 
-    q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: how many tokens are seen, oneself
-    included (not causal: that many to either side). rotary: base of the rotary positions, which count from the last
-    reset. scale: 1/sqrt(D) if not given. state: what a call before returned. keep: tokens that the returned state
-    holds (default: those of the given state; with a window one less than it, without one all of them).
-    resets [B, S] bool: true where a token is the first of a new sequence; nothing is seen across it.
-    Not causal, without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
+    q [B, S, H, D], k [B, S, G, D], v [B, S, G, DV], G a divisor of H. window: number of visible tokens, the current
+    one included (not causal: that many to either side). rotary: base of the rotary positions, which count from the last
+    reset. scale: 1/sqrt(D) if not given. state: the state that the previous call returned. keep: number of tokens in
+    the returned state (default: window - 1 with a window, else as many as in the given state, else all tokens).
+    resets [B, S] bool: true where a token is the first of a new sequence, which earlier tokens are invisible to.
+    If not causal and without window, rotary and resets, k and v may be a memory [B, T, G, D] of another length.
 
-    Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. A state that no longer holds what a
-    token must see is the caller's affair: without a window, keep as many as there will be.
+    Returns y [B, S, H, DV] in v's dtype, and with return_state the next state. Tokens dropped from the state are no
+    longer visible: without a window, the caller must set `keep` to the final length of the sequence.
     The torch implementation has first derivatives only.
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
     """
@@ -69,7 +73,7 @@ def attention(
     before = state[2] if state is not None else None
     index, length = running_positions(B, S, before, resets, q.device)
     if rotary is not None:
-        place = index[:1] if before is None and resets is None else index  # one row of angles serves the whole batch
+        place = index[:1] if before is None and resets is None else index  # one row of angles for the whole batch
         q, k = turned(q, place, rotary), turned(k, place, rotary)
     past = 0
     keys, values = k, v
@@ -109,7 +113,7 @@ def attention_state(
     k: Tensor, v: Tensor, *, state: AttentionState, keep: int, rotary: float | None = None,
     resets: Tensor | None = None,
 ) -> AttentionState:
-    """Return the state that `attention` returns after the tokens k [B, S, G, D], v [B, S, G, DV], and nothing else."""
+    """Return the state that `attention` would return after k [B, S, G, D], v [B, S, G, DV], without computing y."""
     B, S = k.shape[:2]
     index, length = running_positions(B, S, state.length, resets, k.device)
     k = k if rotary is None else turned(k, index, rotary)
@@ -128,7 +132,7 @@ def _apart(
 ) -> Tensor:
     """Call `run` with zeros for NaN and inf, which masked products would carry into other sequences as 0 * NaN.
 
-    The result is NaN where a token sees one that is not finite, or is one.
+    The result is NaN for tokens that are nonfinite or see a nonfinite one.
     """
     if finite(q, k, v):
         return run(q, k, v, sequence, causal, window, scale)
@@ -144,10 +148,10 @@ def _apart(
 
 
 def _visible(sequence: Tensor, past: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """The first and the last key that each query sees, both [B, S]."""
+    """Return the first and the last key that each query sees, both [B, S]."""
     B, T = sequence.shape
     place = torch.arange(T, device=sequence.device).expand(B, T)
-    # rolled rather than cut: an exporter would add a guard on the rest's length
+    # rolled rather than sliced, since an exporter would add a guard on the length of the slice
     first = torch.where(sequence != sequence.roll(1, 1), place, 0).cummax(1).values[:, past:]
     here = place[:, past:]
     last = here
@@ -162,7 +166,7 @@ def _visible(sequence: Tensor, past: int, causal: bool, window: int | None) -> t
 def _sequences(
     before: Tensor | None, past: int, resets: Tensor | None, B: int, S: int, device: torch.device
 ) -> Tensor | None:
-    """To which sequence each key belongs [B, past + S], -1 for empty places; None if all are of one."""
+    """Return the sequence index of each key [B, past + S], -1 for unused slots; None if there is one sequence."""
     if before is None and resets is None:
         return None
     now = torch.zeros(B, S, dtype=torch.long, device=device) if resets is None else resets.long().cumsum(1)
@@ -173,7 +177,7 @@ def _sequences(
 
 
 def _newest(x: Tensor, keep: int) -> Tensor:
-    """The last `keep` of x [B, T, ...], zeros before them where there are fewer."""
+    """Return the last `keep` tokens of x [B, T, ...], padded in front with zeros."""
     missing = keep - x.shape[1]
     if missing > 0:
         return torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], 1)
@@ -184,7 +188,7 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, rotary: float | None,
     state: AttentionState | tuple[Tensor, Tensor, Tensor] | None, return_state: bool, resets: Tensor | None,
 ) -> None:
-    memory = not causal and window is None and rotary is None and resets is None  # may have a length of its own
+    memory = not causal and window is None and rotary is None and resets is None  # k and v may differ in length from q
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
     fits = fits and (memory or q.shape[1] == k.shape[1])
     if not fits or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
@@ -193,9 +197,9 @@ def _check(
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if window is not None and window < 1:
-        raise ValueError(f"attention: a window has at least one token, not {window}")
+        raise ValueError(f"attention: window must be at least 1; got {window}")
     if rotary is not None and q.shape[3] % 2:
-        raise ValueError(f"attention: rotary positions need an even head width, not {q.shape[3]}")
+        raise ValueError(f"attention: rotary positions need an even head width; got {q.shape[3]}")
     if not causal and (state is not None or return_state):
         raise ValueError("attention: a state needs causal=True")
     if resets is not None and (resets.shape != q.shape[:2] or resets.dtype != torch.bool):

@@ -1,6 +1,6 @@
-"""Attention as defined: all pairs, the softmax written out.
+"""Reference implementation of attention: all pairs, with an explicit softmax.
 
-B batch, S queries, T = past + S keys, H heads, G heads of keys and values, D head width, DV that of the values.
+B batch, S queries, T = past + S keys, H heads, G heads of keys and values, D head width, DV width of the values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from seqblocks.kernels.numerics import without_autocast
 def sees(
     query: Tensor, key: Tensor, sequence: Tensor | None, causal: bool, window: int | None
 ) -> Tensor:
-    """Which of the keys each query sees: [B or 1, queries, keys], from their places [queries], [keys].
+    """Return which keys each query sees, [B or 1, queries, keys], from their positions [queries] and [keys].
 
-    sequence [B, T]: to which sequence each key belongs.
+    sequence [B, T]: sequence index of each key.
     """
     ahead = key - query.unsqueeze(-1)
     seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
@@ -32,7 +32,7 @@ def sees(
 def run(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Tensor:
-    """q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV], sequence [B, T] -> y [B, S, H, DV]."""
+    """Return y [B, S, H, DV], given q [B, S, H, D], k [B, T, G, D], v [B, T, G, DV] and sequence [B, T]."""
     S, T = q.shape[1], k.shape[1]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     place = torch.arange(T, device=q.device)
@@ -40,7 +40,7 @@ def run(
         wide = (x.to(exact).repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
         keys, values = wide
         scores = scale * torch.einsum("bshd,bthd->bhst", q.to(exact), keys)
-        query = torch.arange(T - S, T, device=q.device)  # of a memory (not causal) there may be fewer keys than queries
+        query = torch.arange(T - S, T, device=q.device)  # a memory (not causal) may have fewer keys than queries
         seen = sees(query, place, sequence, causal, window).unsqueeze(1)
         p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         return torch.einsum("bhst,bthd->bshd", p, values).to(v.dtype)

@@ -1,6 +1,6 @@
 """Attention of one token over a cache of keys and values, without gradients.
 
-B batch, H heads, G heads of keys and values, D head width, DV that of the values, K tokens of the cache.
+B batch, H heads, G heads of keys and values, D head width, DV width of the values, K cached tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def prepare(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(keys [B, K, G * D], values [B, K, G * DV], length [B], q [B, H * D], k [B, G * D], v [B, G * DV]).
 
-    It returns y [B, H * DV] and the next keys, values and length: the same numbers as `attention` for one token that
-    sees itself and, with `window`, the whole cache. Otherwise the cache has room for all tokens, its own included.
+    f returns y [B, H * DV] and the next keys, values and length, with the same values as `attention` for one token.
+    With `window`, the token sees itself and the whole cache. Otherwise the cache has room for all tokens, including
+    the current one.
     """
-    made: dict[tuple[int, int], tuple[Callable[..., Tensor] | None, Tensor]] = {}  # by D and the keys that are seen
+    made: dict[tuple[int, int], tuple[Callable[..., Tensor] | None, Tensor]] = {}  # by D and the number of visible keys
 
     def constants(D: int, seen: int, device: torch.device) -> tuple[Callable[..., Tensor] | None, Tensor]:
         if (D, seen) not in made:
@@ -54,6 +55,6 @@ def prepare(
 
 
 def _and_last(before: Tensor, x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of a cache [B, K, D], and a token with D features [B, …]."""
+    """Join the last `count` tokens of a cache [B, K, D] and a token with D features [B, …]."""
     B, K, D = before.shape
     return torch.cat([before.narrow(1, K - count, count), x.reshape(B, 1, D)], 1)

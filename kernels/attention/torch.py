@@ -1,7 +1,7 @@
 """Attention by torch's fused kernel, whose memory does not grow with the square of the length.
 
-With a window the sequence is cut into blocks of its length, and a block sees itself and its neighbours. Where sequences
-are packed without a window, queries go in blocks whose mask is made again for the backward pass.
+With a window, the sequence is cut into blocks of the window's length, and a block sees itself and its neighbours. For
+packed sequences without a window, queries run in blocks whose masks are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 512
 def run(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Tensor:
-    """As `attention_reference.run`."""
+    """Attend, with the arguments of `attention_reference.run`."""
     S, T = q.shape[1], k.shape[1]
     if S == 0 or q.shape[0] == 0:
         return nothing(v.new_zeros(*q.shape[:3], v.shape[3]), q, k, v)
@@ -48,9 +48,9 @@ def run(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """mask [B or 1, S, T]."""
+    """Call torch's fused attention; mask [B or 1, S, T]."""
     D, DV = q.shape[-1], v.shape[-1]
-    if D != DV:  # torch would write down all pairs; zeros change neither scores nor values
+    if D != DV:  # torch would compute all pairs explicitly; padding with zeros changes neither scores nor values
         q, k, v = (pad(x, [0, max(D, DV) - x.shape[-1]]) for x in (q, k, v))
     y = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=scale,
@@ -62,10 +62,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None, causal: bool, window: int, scale: float
 ) -> Tensor:
-    """Blocks of `window` queries, each with the keys from a window before it to its end (not causal: a window on).
+    """Attend in blocks of `window` queries, each with the keys from one window before the block to its end.
 
-    An exporter must ask nothing about the length: axes are cut by `unfold` then, which is slower backward, and two long
-    or more.
+    If not causal, the keys extend to one window after the block. Exported programs must not depend on the length: for
+    these, axes are cut by `unfold`, whose backward pass is slower. Blocks have at least two tokens.
     """
     B, S, H, _ = q.shape
     past = k.shape[1] - S
@@ -78,7 +78,7 @@ def _windowed(
     device = q.device
 
     def cut(x: Tensor, fill: float = 0) -> Tensor:
-        """Keys: [B, blocks, span, ...], a block before the first query to what the last block may see."""
+        """Cut keys into [B, blocks, span, ...], from one block before the first query to the last visible key."""
         have = min(past, block)
         x = x[:, past - have :]
         rest = [0, 0] * (x.dim() - 2)
@@ -86,7 +86,7 @@ def _windowed(
         return x.unfold(1, span, block).movedim(-1, 2)
 
     def queries(x: Tensor, fill: float = 0) -> Tensor:
-        """[B, blocks, block, ...]."""
+        """Cut queries into blocks [B, blocks, block, ...]."""
         x = pad(x, [*[0, 0] * (x.dim() - 2), 0, after], value=fill)
         return x.unfold(1, block, block).movedim(-1, 2) if any_length else x.unflatten(1, (blocks, block))
 
@@ -96,7 +96,7 @@ def _windowed(
     place = torch.arange(span, device=device)
     near = sees(place[block : 2 * block], place, None, causal, window)
     seen = near & (queries_of.unsqueeze(-1) == keys_of.unsqueeze(-2))
-    # a place that pads the last block sees those that pad it: no row of the mask is empty
+    # Padding of the last block sees padding, so that no row of the mask is empty.
     y = _fused(
         queries(q).flatten(0, 1),
         cut(k).flatten(0, 1),

@@ -4,16 +4,16 @@ B batch, S sequence, H features in, G features out, N state channels, M sub-stat
 
     u[n] = sum_i B[n, i] x[i]      s'[n, m] = p[n, m] s[n, m] + dt[n] u[n]      y[o] = sum_n C[o, n] sum_m E[n, m] Re s'
 
-which as a convolution has the kernel K[n, l] = sum_m E[n, m] Re p[n, m]^l, with the present token at l = 0. What joins
-the channels to the features is the mode:
+As a convolution, the layer has the kernel K[n, l] = sum_m E[n, m] Re p[n, m]^l, where l = 0 is the current token. The
+mode determines how channels are connected to features:
 
     neck       B [N, H], C [G, N] dense
     pointwise  each sub-state is a channel of its own: B [N M, H], C [G, N M] dense, no E (S5-like)
-    dws        channel n takes feature n and gives feature n: B [H], C [H] (S4D-like)
-    full       channel n takes feature n mod H and gives feature n div H: B [G H], C [G H]
+    dws        channel n reads feature n and writes feature n: B [H], C [H] (S4D-like)
+    full       channel n reads feature n mod H and writes feature n div H: B [G H], C [G H]
 
-Implementations: `reference.py` (token by token), `torch.py` (chunks or FFT, whichever is counted cheaper),
-`triton.py` (token by token in registers, segments of the sequence at once).
+Implementations: `reference.py` (token by token), `torch.py` (chunks or FFT, whichever needs fewer operations),
+`triton.py` (token by token in registers, with several segments of the sequence in parallel).
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def centaurus(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the layer over a sequence.
 
-    x [B, S, H]; A_real, A_imag [N, M] (the layer forgets only where A_real < 0); dt [N] > 0; B, C as the mode says;
-    E [N, M], none in mode pointwise. hold: how a token enters the state: "euler" by dt, "zoh" by (exp(dt A) - 1) / A,
-    the exact answer to an input that holds for dt. state [B, N, M, 2] (pointwise: [B, N M, 1, 2]), real and imaginary
-    part, of which "zoh" leaves that factor to the reading: zeros if not given. resets [B, S] bool: true where a token
-    is the first of a new sequence, in the order of the scan. reverse: scan from right to left.
+    x [B, S, H]; A_real, A_imag [N, M] (states decay only where A_real < 0); dt [N] > 0; B, C shaped by the mode;
+    E [N, M], None in mode pointwise. hold: how the input is discretised: "euler" multiplies it by dt, "zoh"
+    (zero-order hold) by (exp(dt A) - 1) / A, which is exact for an input that is constant over dt.
+    state [B, N, M, 2] (pointwise: [B, N M, 1, 2]): real and imaginary parts, zeros if not given; with "zoh" the state
+    is stored without the factor (exp(dt A) - 1) / A, which is applied when it is read. resets [B, S] bool: true where
+    a token is the first of a new sequence, in scan order. reverse: scan from right to left.
     plan: "chunks", "project" or "fold" instead of the cheapest that fits (see torch.py).
 
     Returns y [B, S, G] in x's dtype and, with return_state, the state after the last token. Computes in float32,
@@ -83,7 +84,7 @@ def centaurus(
 def _bank(
     A_real: Tensor, A_imag: Tensor, dt: Tensor, B: Tensor, C: Tensor, E: Tensor | None, mode: str, hold: str
 ) -> Bank:
-    """The layer per token: exponents of the decay, and with what weight a token enters and a state is read."""
+    """Return the layer in discrete time: exponents of the decay, input weights and read-out weights."""
     step = dt.unsqueeze(-1)
     decay, turn = step * A_real, step * A_imag
     read, across = torch.ones_like(decay) if E is None else E, torch.zeros_like(decay)
@@ -99,7 +100,8 @@ def _bank(
 
 
 def _zoh(A_real: Tensor, A_imag: Tensor, step: Tensor, decay: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp(dt A) - 1) / A as real and imaginary part; dt where A is 0. Without cancellation for small dt A."""
+    """Return the real and imaginary parts of (exp(dt A) - 1) / A, or dt where A is 0, without cancellation for small
+    dt A."""
     grown = torch.exp(decay)
     re = torch.expm1(decay) - 2 * grown * torch.sin(turn / 2) ** 2
     im = grown * torch.sin(turn)

@@ -1,4 +1,4 @@
-"""Centaurus as defined: one token after the other.
+"""Reference implementation of Centaurus: one token after the other.
 
 B batch, S sequence, H features in, G features out, N state channels, M sub-states of a channel.
 """
@@ -22,7 +22,8 @@ MODES = ("neck", "pointwise", "dws", "full")
 class Bank(NamedTuple):
     """A layer in discrete time. s' = exp(decay + i turn) s + u, and v = sum_m Re((read + i across) s').
 
-    decay, turn, read, across [N, M]; B and C as the mode says (centaurus/interface.py), the token's weight inside B.
+    decay, turn, read, across [N, M]; B and C are shaped by the mode (centaurus/interface.py), and B includes the weight
+    of the input.
     """
 
     mode: str
@@ -34,28 +35,28 @@ class Bank(NamedTuple):
     C: Tensor
 
     def enter(self, x: Tensor) -> Tensor:
-        """[.., H] -> [.., N]: what each channel takes from the features."""
+        """Map features [.., H] to channel inputs [.., N]."""
         if self.mode == "full":
             return x.repeat(*(1,) * (x.dim() - 1), self.B.shape[0] // x.shape[-1]) * self.B
         return x * self.B if self.mode == "dws" else x @ self.B.t()
 
     def leave(self, v: Tensor, H: int) -> Tensor:
-        """[.., N] -> [.., G]: what each channel gives to the features."""
+        """Map channel outputs [.., N] to features [.., G]."""
         if self.mode == "full":
             return (v * self.C).unflatten(-1, (-1, H)).sum(-1)
         return v * self.C if self.mode == "dws" else v @ self.C.t()
 
     def fresh(self, x: Tensor) -> Tensor:
-        """The state before the first token, [B, N, M, 2]."""
+        """Return the state before the first token, [B, N, M, 2]."""
         return x.new_zeros(x.shape[0], *self.decay.shape, 2)
 
     def nothing(self, x: Tensor) -> Tensor:
-        """y of an x that is empty."""
+        """Return the output y for an empty x."""
         return nothing(self.leave(self.enter(x), x.shape[-1]), self.decay, self.turn, self.read, self.across)
 
 
 def within_sequences(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` whose gradients know of no sequence that is over, see `contained`."""
+    """Wrap `run` so that gradients do not cross resets, see `contained`."""
 
     def contained_run(
         bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *more: Any
@@ -77,7 +78,7 @@ def within_sequences(run: Callable[..., Any]) -> Callable[..., Any]:
 def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and the last state."""
+    """Return y [B, S, G] and the last state, given x [B, S, H] and state [B, N, M, 2]."""
     x = x.to(bank.decay.dtype)
     state = bank.fresh(x) if state is None else state
     size = torch.exp(bank.decay)

@@ -1,13 +1,13 @@
-"""Centaurus for whole sequences, by the plan that is counted cheapest.
+"""Centaurus for whole sequences, by the plan with the fewest operations.
 
-chunks   features -> channels, then per channel a matrix [T, T] within chunks of T tokens and the states between them,
-         then -> features. Exact like the recurrence, linear in the length, and the only plan that carries a state or
-         knows resets.
+chunks   project features to channels, apply a matrix [T, T] per channel within chunks of T tokens, carry the state
+         between chunks, and project back to features. As exact as the recurrence, linear in the length, and the only
+         plan that supports states and resets.
 project  the same projections around one convolution per channel, by FFT over the whole length.
 fold     projections folded into one kernel per pair of features, G[o, i] = sum_n C[o, n] K[n] B[n, i], applied by
-         FFT: cheaper where there are few features and many channels, as in mode full.
+         FFT: cheaper with few features and many channels, as in mode full.
 
-An FFT mixes all tokens, so its rounding (2^-24 of the largest value in float32) reaches the past too.
+An FFT mixes all tokens, so its rounding error (2^-24 of the largest value in float32) also affects earlier tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, finite, where_true
 
 CHUNK = 64
-CHUNK_WITH_RESETS = 16  # a product per pair of tokens and sequence replaces a matrix product
+CHUNK_WITH_RESETS = 16  # one product per pair of tokens and sequence replaces a matrix product
 WORKING_SET = 1 << 22  # elements of one such product
 
-# A multiply-accumulate in an FFT costs this many of those in a matrix product (measured on two CPU cores).
+# Cost of a multiply-accumulate in an FFT, relative to one in a matrix product (measured on two CPU cores).
 FFT_WEIGHT = 4.0
 
 
@@ -43,7 +43,7 @@ def run(
     return_state: bool,
     plan: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [B, S, H], state [B, N, M, 2] -> y [B, S, G] and, from the chunks plan, the last state.
+    """Return y [B, S, G] and, from the plan chunks, the last state, given x [B, S, H] and state [B, N, M, 2].
 
     Raises ValueError for a plan that does not fit the call.
     """
@@ -57,12 +57,12 @@ def run(
     if plan not in ("project", "fold") or (plan == "fold" and bank.mode == "dws"):
         raise ValueError(f"centaurus, mode {bank.mode}, has no plan {plan!r}")
     if not whole:
-        raise ValueError(f"plan {plan!r} carries no state and knows no resets; use 'chunks'")
+        raise ValueError(f"plan {plan!r} supports neither states nor resets; use 'chunks'")
     return (_project if plan == "project" else _fold)(bank, x, reverse), None
 
 
 def counts(bank: Bank, x: Tensor) -> dict[str, float]:
-    """Multiply-accumulates of each plan that fits, those of FFTs and pointwise products weighted."""
+    """Count the multiply-accumulates of each plan that fits; those of FFTs and pointwise products are weighted."""
     (batch, S, H), (N, M) = x.shape, bank.decay.shape
     G = bank.C.shape[0] if bank.C.dim() == 2 else N // H if bank.mode == "full" else H
     around = batch * S * N * (H + G if bank.C.dim() == 2 else 2)
@@ -80,7 +80,7 @@ def counts(bank: Bank, x: Tensor) -> dict[str, float]:
 
 
 def cheapest(bank: Bank, x: Tensor) -> str:
-    """The plan with the least weighted count; compiled code takes chunks, which are real and of one size."""
+    """Return the plan with the lowest weighted count. Compiled code uses chunks, which are real and of one size."""
     if torch.compiler.is_compiling():
         return "chunks"
     found = counts(bank, x)
@@ -88,7 +88,7 @@ def cheapest(bank: Bank, x: Tensor) -> str:
 
 
 def fast_length(n: int) -> int:
-    """The least even number from n on whose only prime factors are 2, 3 and 5."""
+    """Return the least even number that is at least n and has no prime factors but 2, 3 and 5."""
     size = max(2, n + n % 2)
     while True:
         rest = size
@@ -101,14 +101,14 @@ def fast_length(n: int) -> int:
 
 
 def _powers(bank: Bank, lags: Tensor) -> tuple[Tensor, Tensor]:
-    """exp((decay + i turn) l): real and imaginary part [N, M, lags]."""
+    """Return the real and imaginary parts of exp((decay + i turn) l) [N, M, lags]."""
     size = torch.exp(bank.decay.unsqueeze(-1) * lags)
     angle = bank.turn.unsqueeze(-1) * lags
     return size * torch.cos(angle), size * torch.sin(angle)
 
 
 def _kernel(bank: Bank, S: int) -> Tensor:
-    """K [N, S], one sub-state after the other: [N, M, S] is never held."""
+    """Return K [N, S]. Sub-states are added one after the other, so that [N, M, S] is never stored."""
     lags = torch.arange(S, device=bank.decay.device, dtype=bank.decay.dtype)
     total: Tensor | float = 0.0
     for m in range(bank.decay.shape[1]):
@@ -120,7 +120,7 @@ def _kernel(bank: Bank, S: int) -> Tensor:
 
 
 def _enter(bank: Bank, x: Tensor) -> Tensor:
-    """[B, S, H] -> [N, B, S], which a matrix product writes at once and a transposition of two axes nearly so."""
+    """Map features [B, S, H] to channels [N, B, S], the layout that a matrix product writes directly."""
     rows = x.reshape(-1, x.shape[2])
     if bank.B.dim() == 2:
         u = bank.B @ rows.t()
@@ -130,7 +130,7 @@ def _enter(bank: Bank, x: Tensor) -> Tensor:
 
 
 def _leave(bank: Bank, v: Tensor, H: int) -> Tensor:
-    """[N, B, S] -> [B, S, G]."""
+    """Map channels [N, B, S] to features [B, S, G]."""
     rows = v.flatten(1)
     if bank.C.dim() == 2:
         y = rows.t() @ bank.C.t()
@@ -165,28 +165,28 @@ def _fold(bank: Bank, x: Tensor, reverse: bool) -> Tensor:
 
 
 class Chunk(NamedTuple):
-    """What a chunk of T tokens does, in each channel; tokens as they lie in memory, a complex number as two reals."""
+    """Matrices of a chunk of T tokens, per channel. Tokens are in memory order; complex numbers are two reals."""
 
     within: Tensor  # [N, T, T]: token -> token
-    into: Tensor  # [N, T, 2 M]: token -> state after
-    out_of: Tensor  # [N, 2 M, T]: state before -> token
-    through: Tensor  # [N, 2, M]: what the state before is multiplied by
+    into: Tensor  # [N, T, 2 M]: token -> state after the chunk
+    out_of: Tensor  # [N, 2 M, T]: state before the chunk -> token
+    through: Tensor  # [N, 2, M]: factor from the state before the chunk to the state after it
 
 
 def _chunks(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     S, H = x.shape[1:]
-    if S == 1:  # one token is no scan
+    if S == 1:  # one token needs no scan
         return centaurus_reference.run(bank, x, state, resets, reverse)
     state = bank.fresh(x) if state is None else state
     T = CHUNK if resets is None else CHUNK_WITH_RESETS
     if resets is not None:
         state = state.masked_fill(along(resets[:, -1 if reverse else 0], state), 0.0)
-    if torch.compiler.is_compiling():  # the length may be unknown
+    if torch.compiler.is_compiling():  # the length may be symbolic
         v, state = _scan(_enter(bank, x), state, *_chunk(bank, T, reverse), resets, reverse)
     else:
-        T = -(-S // -(-S // T))  # of equal length, if that can be: 65 tokens are 33 + 32, not 64 + 1
+        T = -(-S // -(-S // T))  # chunks of about equal length: 65 tokens are 33 + 32, not 64 + 1
         v, state = _walked(_enter(bank, x), state, _chunk(bank, T, reverse), resets, reverse)
     return _leave(bank, v, H), state
 
@@ -207,7 +207,7 @@ def _chunk(bank: Bank, T: int, reverse: bool) -> Chunk:
 
 
 def _shorter(chunk: Chunk, T: int, reverse: bool) -> Chunk:
-    """That of a chunk of T tokens, in views."""
+    """Return the matrices of a chunk of T tokens, as views of a longer one's."""
     longest = chunk.within.shape[1]
     if longest == T:
         return chunk
@@ -220,14 +220,14 @@ def _shorter(chunk: Chunk, T: int, reverse: bool) -> Chunk:
 
 
 def _toeplitz(kernel: Tensor, reverse: bool) -> Tensor:
-    """[N, s, t] = K[t - s] where s comes no later than t in the scan, else 0."""
+    """Return [N, s, t] = K[t - s], or 0 where s comes after t in scan order."""
     T = kernel.shape[-1]
     windows = torch.nn.functional.pad(kernel, (T - 1, 0)).unfold(-1, T, 1).flip(-1)  # [N, t, s]
     return windows if reverse else windows.transpose(1, 2)
 
 
 def _spans(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
-    """(first, end, chunk): the whole chunks, and what is left, in the order of the scan."""
+    """Return (first, end, chunk) of the full chunks and of the remainder, in scan order."""
     full = S // T * T
     spans = [(a, b, min(T, b - a)) for a, b in ((0, full), (full, S)) if a < b]
     return spans[::-1] if reverse else spans
@@ -236,10 +236,10 @@ def _spans(S: int, T: int, reverse: bool) -> list[tuple[int, int, int]]:
 def _walked(
     u: Tensor, state: Tensor, chunk: Chunk, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """u [N, B, S], state [B, N, M, 2] -> v [N, B, S] and the last state."""
+    """Return v [N, B, S] and the last state, given u [N, B, S] and state [B, N, M, 2]."""
     now = state.permute(1, 0, 3, 2)  # [N, B, 2, M]
     parts: list[Tensor] = []
-    bad = None  # tokens that are not finite: a matrix product would spread them over all tokens of a chunk
+    bad = None  # nonfinite tokens: a matrix product would spread them over all tokens of a chunk
     if resets is not None and not finite(u):
         bad = ~u.isfinite()
         u = u.masked_fill(bad, 0.0)
@@ -255,7 +255,7 @@ def _walked(
             reaches_state = nonfinite.where_kept(nonfinite.tokens).any(-1).view(*given.shape[:3], 1, 1)
             given = given.masked_fill(reaches_state, torch.nan)
         before, now = _between(given, now, one.through, span.stays, reverse)
-        if span.piece is None:  # added in place: for a long sequence fresh memory costs as much as the sum
+        if span.piece is None:  # added in place: for a long sequence, allocating memory costs as much as the sum
             v = torch.baddbmm(span.tokens @ one.within, span.flat(before), one.out_of)
             parts.append(v.view(*u.shape[:2], b - a))
             continue
@@ -272,12 +272,12 @@ def _walked(
 
 
 class Span(NamedTuple):
-    """Some chunks of equal length; R = B chunks."""
+    """Consecutive chunks of equal length; R = B chunks."""
 
     tokens: Tensor  # [N, R, T]
     shape: tuple[int, int, int]  # N, B, chunks
-    piece: Tensor | None  # [R, T]: resets met so far in the chunk
-    last: Tensor | None  # [R, 1]: those met in all of it
+    piece: Tensor | None  # [R, T]: number of resets in the chunk up to each token
+    last: Tensor | None  # [R, 1]: number of resets in the whole chunk
 
     @classmethod
     def of(cls, u: Tensor, resets: Tensor | None, T: int, reverse: bool) -> Span:
@@ -291,35 +291,35 @@ class Span(NamedTuple):
 
     @property
     def stays(self) -> Tensor | None:
-        """[B, chunks]: no reset lies between the state before and the state after."""
+        """Return whether a chunk has no reset, so that the state before it reaches the state after it: [B, chunks]."""
         return None if self.last is None else (self.last == 0).view(self.shape[1:])
 
     def given(self, chunk: Chunk) -> Tensor:
-        """[N, B, chunks, 2, M]: what each chunk leaves in the state."""
+        """Return the contribution of each chunk to the state after it: [N, B, chunks, 2, M]."""
         return (self.where_kept(self.tokens) @ chunk.into).view(*self.shape, 2, -1)
 
     def flat(self, states: Tensor) -> Tensor:
-        """[N, B, chunks, 2, M] to [N, R, 2 M]."""
+        """Flatten states [N, B, chunks, 2, M] to [N, R, 2 M]."""
         return states.reshape(*self.tokens.shape[:2], -1)
 
     def where_kept(self, x: Tensor) -> Tensor:
-        """x [N, R, T], finite, but 0 where a reset comes after the token."""
+        """Return x [N, R, T], which is finite, with 0 for tokens that a reset in the chunk follows."""
         return x if self.piece is None else x * (self.piece == self.last)
 
     def where_seen(self, x: Tensor, known: bool = False) -> Tensor:
-        """x [N, R, T], but 0 where a reset came before the token. known: that x is finite."""
+        """Return x [N, R, T] with 0 for tokens after a reset in the chunk. known: x is known to be finite."""
         return x if self.piece is None else where_true(self.piece == 0, x, known)
 
 
 def _between(
     given: Tensor, now: Tensor, through: Tensor, stays: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """given [N, B, chunks, 2, M], now [N, B, 2, M] -> the states before each chunk, and the last."""
+    """Return the states before each chunk and the last, from given [N, B, chunks, 2, M] and now [N, B, 2, M]."""
     re, im = through.unsqueeze(1).split(1, 2)
     turned = torch.cat([-im, im], 2)  # i (a + i b) = -b + i a
     befores: list[Tensor] = []
     chunks = given.shape[2]
-    parts = given.unbind(2)  # not one by one: each would have a gradient as large as all of them
+    parts = given.unbind(2)  # indexing one by one would allocate a full-sized gradient for each
     for c in reversed(range(chunks)) if reverse else range(chunks):
         befores.append(now)
         if stays is not None:
@@ -330,7 +330,7 @@ def _between(
 
 
 def _pairs(W: Tensor, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, end, [end - first, T, T]): where piece is the same for both tokens, for some chunks after the other."""
+    """Yield (first, end, mask) for groups of chunks; mask [end - first, T, T] is 1 for two tokens of one sequence."""
     rows = max(1, WORKING_SET // max(1, W.numel()))
     for a in range(0, piece.shape[0], rows):
         some = piece[a : a + rows]
@@ -338,13 +338,13 @@ def _pairs(W: Tensor, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _within(u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
-    """v[n, k, t] = sum_s u[n, k, s] W[n, s, t] where piece[k, s] == piece[k, t]."""
+    """Return v[n, k, t] = sum_s u[n, k, s] W[n, s, t] over the s with piece[k, s] == piece[k, t]."""
     parts = [(u[:, a:b].unsqueeze(2) @ (W.unsqueeze(1) * same)).squeeze(2) for a, b, same in _pairs(W, piece)]
     return torch.cat(parts, 1)
 
 
 def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, piece: Tensor) -> Tensor:
-    """Of W."""
+    """Return the gradient of W."""
     total = torch.zeros_like(W)
     for a, b, same in _pairs(W, piece):
         total = total + (u[:, a:b].unsqueeze(-1) * dv[:, a:b].unsqueeze(-2) * same).sum(1)
@@ -352,7 +352,7 @@ def _within_gradient(u: Tensor, dv: Tensor, W: Tensor, piece: Tensor) -> Tensor:
 
 
 class _Within(torch.autograd.Function):
-    """`_within`; the triple product is never kept."""
+    """`_within`, without storing the triple product for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, W: Tensor, piece: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ class _Within(torch.autograd.Function):
         return _Within.apply(dv, W.transpose(1, 2), piece), _within_gradient(u, dv, W, piece), None
 
 
-# The same for compiled code, which must not see how many chunks there are; its derivative written out, the first alone.
+# The same as one op, so that compiled code does not depend on the number of chunks. It has first derivatives only.
 
 
 @custom_op("seqblocks::centaurus")
@@ -374,7 +374,7 @@ def _scan(
     u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `_walked`."""
+    """Run `_walked` as one op."""
     with without_autocast(u.device.type):
         v, last = _walked(u, state, Chunk(within, into, out_of, through), resets, reverse)
     return v, last.contiguous()
@@ -390,7 +390,7 @@ def _scan_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, state: Tensor, within: Tensor, into: Tensor, out_of: Tensor, through: Tensor,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, of the initial state, and of what a chunk does."""
+    """Return the gradients of u, of the initial state and of the matrices of a chunk."""
     chunk = Chunk(within, into, out_of, through)
     du, total = u.new_empty(u.shape), Chunk(*(x.new_zeros(x.shape) for x in chunk))
     if resets is not None:

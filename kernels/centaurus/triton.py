@@ -1,17 +1,18 @@
-"""Centaurus in Triton: a bank of complex diagonal states, walked in segments of the sequence at once.
+"""Centaurus in Triton: a bank of complex diagonal states, with the segments of a sequence in parallel.
 
-A program owns BN channels with their M sub-states of one sequence, in registers, and walks along the tokens; nothing is
-complex, and no exponential is taken on the way. Few sequences would leave a device idle, so their tokens are cut into
-segments: one launch finds what each segment leaves to the next when it starts from nothing, one carries that across
-(over T tokens a state turns by p^T), one walks all segments at once. Enough sequences go in one launch.
+A program holds BN channels of one sequence with their M sub-states in registers and iterates over the tokens. Complex
+numbers are pairs of reals, and the loop computes no exponentials. A small batch would leave a device idle, so its
+sequences are cut into segments: the first launch computes the state after each segment from a zero initial state, the
+second carries states from segment to segment (over T tokens a state is multiplied by p^T), and the third runs all
+segments in parallel. A batch large enough to fill the device needs a single launch.
 
-Backward. A state's gradient flows as the state does, the other way: the same kernels, entered by what a token reads and
-read by what it enters. The gradient of p needs no state twice: ds/dp = w follows w' = p w + s, so one walk forward sums
-dv r w and dv s over a segment, and the gradient that enters the segment from its end times w there.
+Backward: gradients of states follow the same recurrence in the opposite direction, so the same kernels run, with input
+and read-out weights exchanged. The gradient of p does not need the states twice: w = ds/dp follows w' = p w + s, so one
+forward pass accumulates dv r w and dv s over a segment, plus the gradient that enters at the segment's end times w.
 
-Projections around it (modes neck and pointwise) are matrix products of the dtype at hand; B and C of dws and full are
-folded into the reading, but for calls that carry a state, which B belongs to. What goes into one output of mode full a
-program adds up before it writes; backward, with outputs and features in each other's place, what goes into one feature.
+The projections of the modes neck and pointwise are matrix products in the input's dtype. B and C of dws and full are
+folded into the read-out weights, except in calls with a state, since the state includes B. In mode full, a program sums
+the channels of one output before it writes; in the backward pass, the channels of one feature.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from seqblocks.kernels.dispatch.self_check import few_of, launch_size, normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
-SUBSTATES = 64  # of a channel, at most
-SEGMENT = 128  # tokens, at least about
-CELLS = 128  # of a program that carries states from segment to segment: one a thread
-WARPS = 4 * 132  # one for every scheduler of an H100 or H200: with as many there is nothing to cut
+SUBSTATES = 64  # maximum per channel
+SEGMENT = 128  # minimum number of tokens, approximately
+CELLS = 128  # per program of `_carry`: one per thread
+WARPS = 4 * 132  # one per warp scheduler of an H100 or H200; a launch with this many needs no segments
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: u [B, S, F] by strides over batch and tokens, channel n reads feature n mod F; v [B, S, N], or
-# of each `fan` channels the sum, in parts of one program each: [B, S, N / fan, parts];
-# bank [4, M, N] of p_re, p_im, r_re, r_im; states [B, 2, M, N], or [B, K, 2, M, N] of segments; passes [B, K].
-# Segments have T tokens, of which the last may lack some, in the order of the scan; ADJOINT: from its end.
-# A thread owns whole channels where it can. In tiles [M, N] the compiler gives neighbours along N, which it knows to be
-# contiguous, to neighbouring threads; and one each, since it does not know that `none`, which is 0, is aligned.
+# Kernels.   Layouts: u [B, S, F] with strides over batch and tokens, where channel n reads feature n mod F;
+# v [B, S, N], or sums of `fan` channels in parts of one program each, [B, S, N / fan, parts];
+# bank [4, M, N] of p_re, p_im, r_re, r_im; states [B, 2, M, N], or [B, K, 2, M, N] for segments; passes [B, K].
+# Segments have T tokens in scan order; the last may be shorter. ADJOINT: iterate from the end.
+# A thread should own whole channels. In tiles [M, N] the compiler assigns neighbours along N, which it knows to be
+# contiguous, to neighbouring threads, one each: adding the argument `none`, which is 0, hides the alignment from it.
 
 
 @jit
 @no_type_check
 def _span(S, K, T, BACK: tl.constexpr, REVERSE: tl.constexpr):
-    """Of this program: the sequence, the segment, its length, and the place of the token where the walk begins."""
+    """Return this program's sequence, segment, segment length, and index of its first token."""
     k = tl.program_id(0) % K
     first = k * T
     length = min(T, S - first)
@@ -58,8 +59,8 @@ def _span(S, K, T, BACK: tl.constexpr, REVERSE: tl.constexpr):
 @jit
 @no_type_check
 def _cells(N, M, fan, none, BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr):
-    """Of this program: the channels, BF of each output's `fan`, and what they are below if they are there; the cells it
-    owns, and where they are in [M, N]."""
+    """Return this program's channels (BF of each output's `fan`), their exclusive bound (0 for invalid ones), the mask
+    of its cells, and the offsets of the cells in [M, N]."""
     parts = tl.cdiv(fan, BF)
     at = tl.arange(0, BN)
     within = tl.program_id(1) % parts * BF + at % BF
@@ -86,14 +87,14 @@ def _put(re_to, im_to, at, own, re, im):
 @jit
 @no_type_check
 def _added(re, im, a_re, a_im, b_re, b_im):
-    """The number given plus a b: four instructions, in this order."""
+    """Return re + i im plus the complex product a b, in four instructions in this order."""
     return (re + a_re * b_re) - a_im * b_im, (im + a_re * b_im) + a_im * b_re
 
 
 @jit
 @no_type_check
 def _power(p_re, p_im, n, bits):
-    """p^n, n < 2^bits, by squaring: as exact as n products one after the other."""
+    """Return p^n, n < 2^bits, by repeated squaring, which is as exact as n successive products."""
     re = p_re * 0.0 + 1.0
     im = p_re * 0.0
     for bit in range(bits):
@@ -108,7 +109,7 @@ def _power(p_re, p_im, n, bits):
 @jit
 @no_type_check
 def _tokens(x, step, i, live, COUNT: tl.constexpr):
-    """COUNT tokens from the ith on: all loads before the first use, so that their latencies overlap."""
+    """Load COUNT tokens from the ith on. All loads come before the first use, so that their latencies overlap."""
     out = ()
     for j in tl.static_range(COUNT):
         out = out + (tl.load(x + (i + j) * step, live, 0),)
@@ -131,7 +132,7 @@ def _go(
     re, im, whole, turn_re, turn_im, to_re, to_im, xs, fresh, v, vs, there, i,
     COUNT: tl.constexpr, ENDS: tl.constexpr, ADJOINT: tl.constexpr, MARKS: tl.constexpr, BF: tl.constexpr,
 ):
-    """COUNT tokens of `_walk`."""
+    """Run COUNT tokens of `_walk`."""
     for j in tl.static_range(COUNT):
         x = xs[j].to(tl.float32)[None, :]
         if ADJOINT:
@@ -161,9 +162,9 @@ def _walk(
     ENDS: tl.constexpr, ADJOINT: tl.constexpr, REVERSE: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """v of every token and the state at the end; or, if ENDS, each segment's end when it starts from nothing, to last.
+    """Write v and the last state; with ENDS, write to `last` the state after each segment from a zero initial state.
 
-    ADJOINT: states are gradients, which turn the other way.
+    ADJOINT: states are gradients, which are multiplied by the conjugate of p.
     """
     WAY: tl.constexpr = -1 if ADJOINT != REVERSE else 1
     b, k, length, t = _span(S, K, T, ADJOINT, REVERSE)
@@ -197,7 +198,7 @@ def _walk(
     step = tl.cast(us, tl.int64) * WAY
     wide = tl.cast(width, tl.int64) * WAY
     full = length // STEPS * STEPS
-    xs = _tokens(u, step, 0, n < tl.where(full > 0, bound, 0), STEPS)  # a group ahead of the one at work
+    xs = _tokens(u, step, 0, n < tl.where(full > 0, bound, 0), STEPS)  # loaded one group ahead of its use
     fresh = _marks(resets, WAY, 0, full > 0, STEPS)
     for i in range(0, full, STEPS):
         next_xs = _tokens(u, step, i + STEPS, n < tl.where(i + STEPS < full, bound, 0), STEPS)
@@ -232,7 +233,7 @@ def _carry(
     bank, given, ends, passes, starts, S, K, T, bits, N, M,
     ADJOINT: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """What enters each segment, given the first of them, or the last."""
+    """Write the state that enters each segment, given the one that enters the first (ADJOINT: the last)."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)  # in [M, N]
     own = c < N * M
@@ -242,7 +243,7 @@ def _carry(
     all_re, all_im = _power(turn_re, turn_im, T, bits)
     given += b * N * M * 2
     re, im = _pair(given, given + N * M, c, own)
-    if ADJOINT:  # of the last segment's length alone this way hangs: the other ends there
+    if ADJOINT:  # the last segment may be shorter, and in this direction it comes first
         rest_re, rest_im = _power(turn_re, turn_im, S - (K - 1) * T, bits)
     for i in range(0, K, STEPS):
         ends_re, ends_im, stays = (), (), ()
@@ -274,7 +275,7 @@ def _add(
     re, im, w_re, w_im, sum_re, sum_im, read_re, read_im, turn_re, turn_im, xs, grads, fresh,
     COUNT: tl.constexpr, MARKS: tl.constexpr,
 ):
-    """COUNT tokens of `_sums`."""
+    """Run COUNT tokens of `_sums`."""
     for j in tl.static_range(COUNT):
         x = xs[j].to(tl.float32)[None, :]
         g = grads[j].to(tl.float32)[None, :]
@@ -299,8 +300,10 @@ def _sums(
     S, K, T, F, N, M, none, ub, us, fan, gb, gs,
     REVERSE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """parts [B K, 4, M, N]: gradients of the bank, for dv [B, S, N / fan]. afters: what enters each segment
-    from its end."""
+    """Write the gradients of the bank to parts [B K, 4, M, N], for dv [B, S, N / fan].
+
+    afters: the gradient that enters each segment at its end.
+    """
     WAY: tl.constexpr = -1 if REVERSE else 1
     b, _, length, t = _span(S, K, T, False, REVERSE)
     n, bound, own, cell = _cells(N, M, 1, none, BN, BM, 1)
@@ -310,7 +313,7 @@ def _sums(
     re, im = _pair(starts + mine, starts + mine + N * M, cell, own)
     w_re = tl.zeros((BM, BN), tl.float32)
     w_im = tl.zeros((BM, BN), tl.float32)
-    sum_re = tl.zeros((BM, BN), tl.float32)  # of dv w, and of dv s
+    sum_re = tl.zeros((BM, BN), tl.float32)  # sums of dv w; read_re and read_im: of dv s
     sum_im = tl.zeros((BM, BN), tl.float32)
     read_re = tl.zeros((BM, BN), tl.float32)
     read_im = tl.zeros((BM, BN), tl.float32)
@@ -359,16 +362,22 @@ def _sums(
 
 
 def tiles(channels: int, substates: int, arch: str) -> dict[str, int]:
-    """Channels and sub-states of a program, tokens loaded ahead, and warps: one, with at most eight states a thread, so
-    that sums over sub-states wait for no other."""
+    """Return channels and sub-states per program, tokens loaded ahead, and warps.
+
+    A program has one warp with at most eight states per thread, so that sums over sub-states need no synchronisation
+    between warps.
+    """
     BM = common.power_of_two(substates)
     BN = min(common.power_of_two(channels), max(4, min(32, 256 // BM)))
     return {"BN": BN, "BM": BM, "STEPS": 8, "num_warps": common.warps(BN * BM, 8, common.lanes(arch))}
 
 
 def segments(rows: int, S: int, tile: dict[str, int], channels: int) -> int:
-    """Into how many the tokens of each of `rows` sequences are cut: one where that fills a device, else into as many as
-    have SEGMENT tokens, but no more than give each scheduler eight warps: all starts are stored."""
+    """Return the number of segments for each of `rows` sequences of S tokens.
+
+    It is one where that fills a device. Otherwise segments have about SEGMENT tokens, limited to eight warps per
+    scheduler, since the state before each segment is stored.
+    """
     rows, S = launch_size("batch", rows), launch_size("length", S)
     warps = rows * ceil_div(launch_size("channels", channels), tile["BN"]) * tile["num_warps"]
     if warps >= WARPS or S <= 2 * SEGMENT:
@@ -391,7 +400,7 @@ class _Plan:
     def starts(
         self, u: Tensor, bank: Tensor, state: Tensor, resets: Tensor | None, adjoint: bool
     ) -> Tensor:
-        """What enters each segment, [B, K, 2, M, N], or the state itself if there is but one."""
+        """Return the state that enters each segment, [B, K, 2, M, N]; with one segment, the given state itself."""
         if self.K == 1:
             return state
         starts, ends = (state.new_empty(self.B, self.K, 2, self.M, self.N) for _ in range(2))
@@ -410,7 +419,7 @@ class _Plan:
     def walk(
         self, u: Tensor, bank: Tensor, starts: Tensor, resets: Tensor | None, last: Tensor, fan: int, adjoint: bool
     ) -> Tensor:
-        """v, of which each `fan` neighbouring channels are one sum; last is written."""
+        """Return v, summed over groups of `fan` neighbouring channels, and write the last state to `last`."""
         BF = min(self.tile["BN"], common.power_of_two(fan))
         outputs, parts = self.N // fan, ceil_div(fan, BF)
         v = u.new_empty(self.B, self.S, outputs, parts, dtype=u.dtype if parts == 1 else torch.float32)
@@ -423,9 +432,9 @@ class _Plan:
     def sums(
         self, u: Tensor, dv: Tensor, bank: Tensor, starts: Tensor, afters: Tensor, resets: Tensor | None, fan: int
     ) -> Tensor:
-        """[4, M, N], see `_sums`."""
+        """Return the gradients of the bank [4, M, N], see `_sums`."""
         parts = starts.new_empty(self.B * self.K, 4, self.M, self.N)
-        tile = {**self.tile, "STEPS": self.tile["STEPS"] // 2}  # which are of two tensors
+        tile = {**self.tile, "STEPS": self.tile["STEPS"] // 2}  # half as many, since tokens of two tensors are loaded
         _sums[self.B * self.K, ceil_div(self.N, tile["BN"])](
             u, dv, bank, starts, afters, resets, parts, *self.sizes(u), fan, *dv.stride()[:2],
             REVERSE=self.reverse, **tile,
@@ -434,17 +443,17 @@ class _Plan:
 
 
 def _together(*parts: Tensor) -> Tensor:
-    """As the kernels take them."""
+    """Stack bank parts into the layout of the kernels."""
     return torch.stack([x.t() for x in parts])
 
 
 def _turned(state: Tensor) -> Tensor:
-    """[B, N, M, 2] from [B, 2, M, N], where neighbouring threads have neighbouring channels, and back."""
+    """Convert states between [B, N, M, 2] and the kernels' layout [B, 2, M, N]."""
     return state.permute(0, 3, 2, 1)
 
 
 def _across(x: Tensor, fan: int) -> Tensor:
-    """The last axis, of groups of `fan`, in groups of which each has one of every former group."""
+    """Transpose the last axis, seen as groups of `fan`: each new group has one element of every old group."""
     return x if fan in (1, x.shape[-1]) else x.unflatten(-1, (-1, fan)).transpose(-1, -2).flatten(-2)
 
 
@@ -453,7 +462,7 @@ def _op(
     u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor, resets: Tensor | None,
     reverse: bool, fan: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """v [B, S, N / fan] in u's dtype, and the last state."""
+    """Return v [B, S, N / fan] in u's dtype, and the last state."""
     u, marks = last_contiguous(u), common.marks(resets)
     last = torch.empty_like(_turned(state), memory_format=torch.contiguous_format)
     plan = _Plan(u, p_re, reverse)
@@ -474,9 +483,10 @@ def _op_backward(
     dv: Tensor, dlast: Tensor, u: Tensor, p_re: Tensor, p_im: Tensor, r_re: Tensor, r_im: Tensor, state: Tensor,
     resets: Tensor | None, reverse: bool, fan: int = 1,
 ) -> list[Tensor]:
-    """Gradients of u, p_re, p_im, r_re, r_im and the initial state.
+    """Return the gradients of u, p_re, p_im, r_re, r_im and the initial state.
 
-    Where all outputs read all features (fan = F) the two change places: channels of one feature are neighbours then.
+    Where all outputs read all features (fan = F), outputs and features are transposed, so that the channels of one
+    feature are neighbours.
     """
     dv, u, marks = last_contiguous(dv), last_contiguous(u), common.marks(resets)
     plan = _Plan(u, p_re, reverse)
@@ -488,7 +498,7 @@ def _op_backward(
         afters = plan.starts(dv, swapped, after, marks, True)
         du = plan.walk(dv, swapped, afters, marks, before, back, True)
         afters, before = (_across(x, back).contiguous() for x in (afters, before))
-        starts = plan.starts(u, bank, _turned(state).contiguous(), marks, False)  # again, rather than kept
+        starts = plan.starts(u, bank, _turned(state).contiguous(), marks, False)  # recomputed rather than stored
         sums = plan.sums(u, dv, bank, starts, afters, marks, fan)
     return [du, *(x.t().clone(memory_format=torch.contiguous_format) for x in sums), _turned(before)]
 
@@ -522,7 +532,7 @@ def run(
     bank: Bank, x: Tensor, state: Tensor | None, resets: Tensor | None, reverse: bool, return_state: bool,
     plan: str | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `centaurus_torch.run`, with x as it is given; a plan by name is the torch implementation's."""
+    """Run the layer, with the arguments of `centaurus_torch.run` and x in its own dtype; a given plan uses torch."""
     if plan is not None or x.numel() == 0:
         return centaurus_torch.run(bank, x, state, resets, reverse, return_state, plan)
     H = x.shape[2]
@@ -551,7 +561,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     if facts.get("substates", 1) > SUBSTATES:
-        return f"{facts['substates']} sub-states of a channel; at most {SUBSTATES}"
+        return f"{facts['substates']} sub-states per channel; the maximum is {SUBSTATES}"
     return ""
 
 
@@ -572,15 +582,15 @@ def _example(
 
     N = G = H = few_of(channels, 32)
     M, S = substates, 2 * SEGMENT + 10
-    if mode == "full":  # as many channels for each feature, but at most two
+    if mode == "full":  # equally many channels per feature, and at most two
         H = few_of(features, 32)
         N = H * max(1, min(2, channels // features))
     tensors = {"x": normal(2, S, H), "A_real": -normal(N, M, seed=1).abs() - 0.1, "A_imag": normal(N, M, seed=2)}
     into, out_of = ((N, H), (G, N)) if mode in ("neck", "pointwise") else ((N,), (N,))
     tensors |= {"dt": normal(N, seed=3).abs() * 0.3 + 0.01, "B": normal(*into, seed=4), "C": normal(*out_of, seed=5)}
-    if mode != "pointwise":  # which counts each sub-state as a channel, so that there is one of each
+    if mode != "pointwise":  # mode pointwise counts each sub-state as a channel and has no E
         tensors["E"] = normal(N, M, seed=6)
-    # a call with a state hands each channel of mode full a feature of its own, others do not
+    # in mode full, calls with a state read one input per channel; others share features between channels
     options: dict[str, Any] = {"reverse": reverse, "mode": mode, "return_state": keeps}
     if resets:
         options["resets"] = (normal(2, S) > 1.5).to(facts["device"])

@@ -5,7 +5,7 @@ B batch, S sequence, E channels. With g the log decay of a token and h [E] the s
     h' = e^g h + x          y = h'
 
 HGRN (arXiv:2311.04823), RG-LRU (arXiv:2402.19427), minGRU and minLSTM (arXiv:2410.01201) are this recurrence; they
-differ in how decay and input are made.
+differ in how they compute the decay and the input.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def gated_recurrence(
     """Run the recurrence over a sequence.
 
     x, decay [B, S, E]; decay: the log decay, at most 0. state [B, E]: zeros if not given. resets [B, S] bool: true
-    where a token is the first of a new sequence, in the order of the scan: the state is zero before it. reverse: scan
-    from right to left.
+    where a token is the first of a new sequence, in scan order; the state before it is zero. reverse: scan from right
+    to left.
 
     Returns y [B, S, E] in x's dtype, and with return_state the state after the last token. The state is float32,
     float64 if any input is. The torch implementation has first derivatives only.

@@ -1,4 +1,4 @@
-"""The gated recurrence as defined: one token after the other."""
+"""Reference implementation of the gated recurrence: one token after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqblocks.kernels.resets import STATE, TOKENS, contained
 
 
 def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """x, decay [B, S, E], state [B, E], resets [B, S]. Returns y [B, S, E] and the last state."""
+    """Return y [B, S, E] and the last state, given x, decay [B, S, E], state [B, E] and resets [B, S]."""
 
     def whole(x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return scan(x, decay, state, resets, reverse)
@@ -21,7 +21,7 @@ def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse:
 
 
 def scan(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The bare recurrence. `run` also keeps what is not finite out of gradients that a reset separates from it."""
+    """Run the recurrence alone. `run` also keeps nonfinite values out of gradients across a reset."""
     if x.shape[1] == 0:
         return nothing(x, x, decay), state
 

@@ -1,10 +1,10 @@
 """The gated recurrence in about 2 sqrt(S) calls, with its derivative written out.
 
-The sequence is cut into blocks of about sqrt(S) tokens. All blocks run from zero at once, token by token, together with
-the products of their decays; then the state goes from block to block. Where a token alone is work enough for a CPU,
-there is one block.
+The sequence is cut into blocks of about sqrt(S) tokens. All blocks run in parallel from a zero state, token by token,
+together with the products of their decays; then the state is carried from block to block. Where a single token is
+enough work for a CPU, there is one block.
 
-With d_t the gradient of h_t, which runs the other way by the same recurrence:
+With d_t the gradient of h_t, which follows the same recurrence in the opposite direction:
 
     d_t = dy_t + e^(g_(t+1)) d_(t+1)          dx_t = d_t          dg_t = e^(g_t) h_(t-1) d_t
 """
@@ -23,8 +23,8 @@ from seqblocks.kernels.gated_recurrence import reference
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, dead_tokens, reset_times
 
-NUMBERS = 1 << 19  # computed at a time on a CPU
-WIDE = 2048  # numbers of a token, in all sequences, that keep a CPU busy for longer than a call takes
+NUMBERS = 1 << 19  # elements computed at a time on a CPU
+WIDE = 2048  # elements per token, over the batch, whose computation takes longer than the overhead of a call
 
 
 def _block_length(x: Tensor) -> int:
@@ -33,7 +33,7 @@ def _block_length(x: Tensor) -> int:
 
 
 def _spans(x: Tensor, reverse: bool) -> list[slice]:
-    """Tokens that are computed at a time, in the order of the scan: on a CPU as many as stay in its cache."""
+    """Return slices of tokens that are computed at a time, in scan order: on a CPU, as many as fit into its cache."""
     B, S, E = x.shape
     span = S if x.device.type != "cpu" else max(1, NUMBERS // (B * E))
     spans = [slice(at, min(at + span, S)) for at in range(0, S, span)]
@@ -41,7 +41,7 @@ def _spans(x: Tensor, reverse: bool) -> list[slice]:
 
 
 def _scan(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
-    """Write h_t = factor_t h_(t-1) + x_t [B, S, E] to y, and return the last. A factor is 0 where `resets` is true."""
+    """Write h_t = factor_t h_(t-1) + x_t [B, S, E] to y and return the last state. Factors are 0 at resets."""
     S, L = y.shape[1], _block_length(y)
     N = S // L
     rest = S - N * L
@@ -63,7 +63,7 @@ def _scan(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None
 
 
 def _one_by_one(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor | None, reverse: bool) -> Tensor:
-    """Write states for inputs x [B, L, E] to y. Returns the last."""
+    """Write the states for inputs x [B, L, E] to y and return the last."""
     begins = reset_times(resets, y.shape[1])
     steps = [*zip(factor.unbind(1), x.unbind(1), y.unbind(1), range(y.shape[1]), strict=True)]
     for decay, now, out, t in reversed(steps) if reverse else steps:
@@ -74,7 +74,7 @@ def _one_by_one(factor: Tensor, x: Tensor, y: Tensor, h: Tensor, resets: Tensor 
 
 
 def _inside(factor: Tensor, x: Tensor, y: Tensor, marks: Tensor | None, reverse: bool) -> Tensor:
-    """Run all blocks [B, N, L, E] from zero. Returns the products of the factors from the start of a block on."""
+    """Run all blocks [B, N, L, E] from a zero state. Return products of the factors from the start of each block."""
     L, products = y.shape[2], torch.empty_like(factor)
     steps = [*zip(factor.unbind(2), x.unbind(2), y.unbind(2), products.unbind(2), strict=True)]
     order = range(L - 1, -1, -1) if reverse else range(L)
@@ -91,31 +91,31 @@ def _inside(factor: Tensor, x: Tensor, y: Tensor, marks: Tensor | None, reverse:
 
 
 def _between(tokens: Tensor, products: Tensor, h: Tensor, marks: Tensor | None, reverse: bool) -> Tensor:
-    """Carry the state from block to block, in place. Returns the last."""
+    """Carry the state from block to block, in place, and return the last."""
     N, last = tokens.shape[1], 0 if reverse else -1
     begun = None
     if marks is not None:
         begun = (marks.flip(2).cumsum(2).flip(2) if reverse else marks.cumsum(2)) > 0
     for n in reversed(range(N)) if reverse else range(N):
         before = h.unsqueeze(1)
-        if begun is not None:  # 0 times what is not finite would reach over a reset
+        if begun is not None:  # 0 times a nonfinite state would carry NaN across a reset
             before = before.expand_as(tokens[:, n]).masked_fill(begun[:, n].unsqueeze(-1), 0.0)
         h = tokens[:, n].addcmul_(products[:, n], before)[:, last]
     return h
 
 
 def _factors(decay: Tensor, resets: Tensor | None) -> Tensor:
-    factor = torch.mul(decay, math.log2(math.e)).exp2_()  # a quarter of the time of exp on processors without MKL's
+    factor = torch.mul(decay, math.log2(math.e)).exp2_()  # takes a quarter of the time of exp on processors without MKL
     return factor if resets is None else factor.masked_fill_(resets.unsqueeze(-1), 0.0)
 
 
 def _later(x: Tensor, end: Tensor, reverse: bool) -> Tensor:
-    """What the next token of the scan has, and `end` for the last one."""
+    """Shift x so that each token gets the value of the next one in scan order; the last gets `end`."""
     return torch.cat([end, x[:, :-1]] if reverse else [x[:, 1:], end], 1)
 
 
 def _earlier(y: Tensor, span: slice, state: Tensor, reverse: bool) -> Tensor:
-    """The states before the tokens of a span."""
+    """Return the states before the tokens of a span."""
     if reverse:
         end = y[:, span.stop : span.stop + 1] if span.stop < y.shape[1] else state.unsqueeze(1)
         return torch.cat([y[:, span.start + 1 : span.stop], end], 1)
@@ -142,7 +142,7 @@ def _op_fake(x, decay, state, resets, reverse):  # type: ignore[no-untyped-def]
 def _op_backward(
     dy: Tensor, dlast: Tensor, y: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, decay and the initial state."""
+    """Return the gradients of x, decay and the initial state."""
     dead = begins = later = None
     if resets is not None:
         dead = dead_tokens([dy], [dlast], resets, reverse)
@@ -185,7 +185,7 @@ _op_backward.register_autograd(no_second_derivative("gated_recurrence", "torch")
 
 
 def run(x: Tensor, decay: Tensor, state: Tensor, resets: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """As `reference.run`."""
+    """Run the recurrence, with the arguments of `reference.run`."""
     if x.numel() == 0 or (not unknown(x.shape[1]) and x.shape[1] == 1):
         return reference.run(x, decay, state, resets, reverse)
     y, last = _op(x, decay, state, resets, reverse)

@@ -1,21 +1,21 @@
-"""What a reset promises: nothing before it reaches anything after it, in values and in gradients.
+"""Resets: tokens before a reset affect nothing after it, neither values nor gradients.
 
-Forward passes mask the carried state where a sequence begins. A product with 0 would not do: 0 times NaN or inf is NaN.
-The same product is in every derivative: a sequence that overflowed and that no loss reads receives gradients of zero,
-and its local derivatives are NaN. Its gradients must be exactly zero, and no other sequence's may be touched.
+Forward passes mask the carried state where a sequence begins. Multiplying by 0 is not enough: 0 times NaN or inf is
+NaN. The same holds for derivatives: if a sequence overflowed and no loss reads it, the incoming gradients are zero, but
+the local derivatives are NaN. Its gradients must be exactly zero, and those of other sequences must be unaffected.
 
-tokens.py: masks, and `dead_tokens`: those of sequences that no gradient reaches. Kernels with a written derivative, in
-Triton and in torch, mask these; that holds under compilers and transforms too.
+tokens.py: masks, and `dead_tokens`, the tokens of sequences that no gradient reaches. Kernels with a hand-written
+derivative, in Triton and in torch, mask these tokens; this works under compilers and transforms too.
 
-contained.py: the same for functions that autograd differentiates, as the references are. **Only in eager reverse
-mode**: under torch.compile, torch.export, torch.func and forward mode values are right, but gradients of a dead token
-that is not finite are NaN.
+contained.py: the same for functions that autograd differentiates, such as the reference implementations. **Only in
+eager reverse mode**: under torch.compile, torch.export, torch.func and forward mode the values are right, but gradients
+of nonfinite dead tokens are NaN.
 
-nonfinite.py: for products of matrices over a chunk, which mix sequences before anything can be masked (the mLSTM), and
-for scans that are compiled. Tokens with an input that is not finite become zeros; what depends on them becomes NaN
-again. It does not see a sequence that overflows although its inputs are finite, which the stabilised mLSTM rules out.
+nonfinite.py: for matrix products over a chunk, which mix sequences before anything can be masked (the mLSTM), and for
+compiled scans. Tokens with a nonfinite input are replaced by zeros, and everything that depends on them is set to NaN
+afterwards. A sequence that overflows from finite inputs is not detected; the stabilised mLSTM cannot overflow that way.
 
-B batch, S sequence. resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
+B batch, S sequence. resets [B, S] bool: true where a token is the first of a new sequence, in scan order.
 """
 
 from seqblocks.kernels.resets.contained import SHARED, STATE, TOKENS, Gate, contained, gated

@@ -1,7 +1,8 @@
 """Gradients of exactly zero for dead tokens, in functions that autograd differentiates.
 
-Only in eager reverse mode, of any order: what traces or transforms (torch.compile, torch.export, torch.func, forward
-mode) gets the bare function, whose values are right, and whose gradients are NaN where a dead token is not finite.
+Only in eager reverse mode, for derivatives of any order. Tracing and transforms (torch.compile, torch.export,
+torch.func, forward mode) use the unmodified function, whose values are right and whose gradients are NaN where a dead
+token is not finite.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ def contained(
     function: Function, tensors: Sequence[Tensor | None], kinds: Sequence[str], resets: Tensor | None, reverse: bool,
     unread: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """function(*tensors), with gradients of exactly zero for dead tokens, whatever is in them.
+    """Call function(*tensors), with gradients of exactly zero for dead tokens, whatever their values.
 
-    function: tensors to (y [B, S, ...], states [B, ...], ...), without parameters of its own. kinds: TOKENS, STATE or
-    SHARED, of each tensor. unread: the one of them, if there is one, that only later tokens' y depends on; all others
-    show in y if they are not finite. Derivatives of any order.
+    function: maps tensors to (y [B, S, ...], states [B, ...], ...) and has no parameters of its own. kinds: TOKENS,
+    STATE or SHARED for each tensor. unread: the tensor, if any, that affects y at later tokens only; all others must
+    make y nonfinite where they are nonfinite. Supports derivatives of any order.
     """
     if resets is None or not resets.numel() or not _recorded(tensors):
         return function(*tensors)
@@ -41,14 +42,14 @@ def contained(
 
 
 def _recorded(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd, and it alone, records what becomes of these."""
+    """Return whether autograd, and no other transform, records operations on these tensors."""
     if watched() or not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad for x in tensors)
 
 
 class _Contained(torch.autograd.Function):
-    """The function's own graph, kept inside. It is made again, with zeros for dead tokens, where one is not finite."""
+    """Store the function's graph, and rebuild it with zeros for dead tokens if one of them is not finite."""
 
     @staticmethod
     def forward(
@@ -66,7 +67,7 @@ class _Contained(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         resets, *tensors = ctx.saved_tensors
         leaves, out = ctx.graph
-        again = torch.is_grad_enabled()  # the derivative will be differentiated
+        again = torch.is_grad_enabled()  # the derivative will itself be differentiated
         dead = dead_tokens(grads[:1], grads[1:], resets, ctx.reverse)
         if again or _poisoned(dead, [out[0], *_of(tensors, ctx.kinds, TOKENS)], _of(tensors, ctx.kinds, STATE)):
             if not again:
@@ -93,7 +94,7 @@ def _of(tensors: Sequence[Tensor | None], kinds: Sequence[str], wanted: str) -> 
 
 
 def _poisoned(dead: Tensor, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
-    """Whether anything of a dead token is not finite."""
+    """Return whether any value of a dead token is not finite."""
     if dead.is_meta or (dead.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     if not dead.any():
@@ -106,7 +107,7 @@ def _poisoned(dead: Tensor, tokens: Sequence[Tensor], states: Sequence[Tensor]) 
 def _cleaned(
     tensors: Sequence[Tensor | None], kinds: Sequence[str], dead: Tensor, reverse: bool
 ) -> list[Tensor | None]:
-    """Zeros for dead tokens, and for the states that they read."""
+    """Replace dead tokens, and the states that they read, by zeros."""
     first = dead_at_start(dead, reverse)
     return [
         x if x is None or kind == SHARED
@@ -120,7 +121,7 @@ def gated(
     run: Callable[[Gate], tuple[Any, Any]], tokens: Sequence[Any], states: Sequence[Any], resets: Tensor | None,
     reverse: bool,
 ) -> tuple[Any, Any]:
-    """run(gate), with a gate that does something if autograd records what becomes of these and it is needed."""
+    """Call run(gate), with a gate that is active if autograd records these tensors and values may be nonfinite."""
     states = [x for x in states if isinstance(x, Tensor)]
     given = [*(x for x in tokens if isinstance(x, Tensor)), *states]
     if resets is None or not resets.numel() or not _recorded(given):
@@ -134,10 +135,11 @@ def gated(
 
 
 class Gate:
-    """The same for functions that may have parameters of their own, which `contained` would not find.
+    """Zero gradients of dead tokens for functions that may have parameters of their own, unlike `contained`.
 
-    What enters through `closed` gets no gradient at dead tokens; which these are is seen where results leave, through
-    `watched`. Parameters that such a function reads meet every token, so theirs is not finite if a dead token's is not.
+    Inputs pass through `closed` and get no gradient at dead tokens. Results pass through `watched`, which finds the
+    dead tokens. The function's own parameters are applied to every token, so their gradients are nonfinite where a
+    dead token's are.
     """
 
     def __init__(self, resets: Tensor | None, reverse: bool, active: bool) -> None:
@@ -145,7 +147,7 @@ class Gate:
         self.dead: Tensor | None = None
 
     def closed(self, tree: Any, state: bool = False) -> Any:
-        """The tree of tensors [B, S, ...] (state: [B, ...])."""
+        """Return the tree of inputs [B, S, ...] (with `state`: [B, ...]), whose gradients are masked."""
         if not self.active or tree is None:
             return tree
         assert self.resets is not None
@@ -159,7 +161,10 @@ class Gate:
         return pytree.tree_map_only(Tensor, close, tree)
 
     def watched(self, tree: Any, states: Any = None) -> tuple[Any, Any]:
-        """The trees of results [B, S, ...] and of states after the last token [B, ...]: all that leaves."""
+        """Return the trees of results [B, S, ...] and of last states [B, ...], and observe their gradients.
+
+        All results must pass through here.
+        """
         if not self.active:
             return tree, states
         leaves, spec = pytree.tree_flatten((tree, states))

@@ -1,10 +1,10 @@
-"""NaN and infinities stay within the sequence that they are in.
+"""Keep NaN and infinities within the sequence that contains them.
 
-Chunkwise implementations multiply tokens of other sequences by zero, and 0 * NaN is NaN; so does autograd, going back
-through a token whose result is not used. Here tokens that are not finite are replaced by zeros before anything is
-computed, and what depends on them is NaN afterwards.
+Chunkwise implementations multiply tokens of other sequences by zero, and 0 * NaN is NaN. Autograd does the same in the
+backward pass of tokens whose results are unused. The functions here replace nonfinite tokens by zeros before the
+computation and set everything that depends on them to NaN afterwards.
 
-B batch, S sequence, H heads. A token is one of a head; "before" is in the order of the scan.
+B batch, S sequence, H heads. Tokens are counted per head; "before" means earlier in scan order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from seqblocks.kernels.resets.tokens import along
 
 
 def suspected(*tensors: Tensor | None) -> bool:
-    """Whether some number may not be finite. True on other devices than a CPU, which would have to be waited for, and
-    in compiled code."""
+    """Return whether some value may be nonfinite. Always true in compiled code and on devices other than the CPU, where
+    reading a value would synchronise."""
     given = [x for x in tensors if x is not None]
     if given[0].device.type != "cpu" or torch.compiler.is_compiling():
         return True
@@ -39,22 +39,22 @@ class Found(NamedTuple):
     reverse: bool
 
     def clean(self, *inputs: Tensor) -> list[Tensor]:
-        """Inputs [B, S, H, ...] with zeros for tokens that are not finite."""
+        """Return inputs [B, S, H, ...] with zeros for nonfinite tokens."""
         return [torch.where(along(self.tokens, x), 0.0, x) for x in inputs]
 
     def clean_state(self, *state: Tensor | None) -> list[Any]:
-        """The same for C, n, m [B, H, ...]."""
+        """Return C, n, m [B, H, ...] with zeros for nonfinite initial states."""
         return [None if x is None else torch.where(along(self.state, x), 0.0, x) for x in state]
 
     def mark(self, h: Tensor, *last: Tensor) -> None:
-        """Fill what depends on such inputs with NaN, in place."""
+        """Fill the outputs that depend on nonfinite inputs with NaN, in place."""
         h.masked_fill_(along(self.outputs, h), torch.nan)
         for x in last:
             if x.numel():
                 x.masked_fill_(along(self.last, x), torch.nan)
 
     def clean_outputs(self, h: Tensor | None, *last: Tensor | None) -> list[Any]:
-        """Outputs, or their gradients, with zeros where an output depends on such inputs or they are not finite."""
+        """Return outputs, or their gradients, with zeros where they are nonfinite or depend on nonfinite inputs."""
         ends = self.last
         for x in last:
             ends = ends if x is None else ends | _any(~x.isfinite(), 2)
@@ -63,8 +63,11 @@ class Found(NamedTuple):
         return [h, *(None if x is None else torch.where(along(ends, x), 0.0, x) for x in last)]
 
     def without_gradient(self, dh: Tensor | None, *dlast: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens [B, S, H] and initial states [B, H] without a gradient: an output that depends on them has one that is
-        not finite, or is itself not finite and has one that is not zero."""
+        """Return masks of tokens [B, S, H] and initial states [B, H] whose gradient is undefined.
+
+        These are the ones that affect an output whose gradient is nonfinite, or a nonfinite output whose gradient is
+        not zero.
+        """
         tokens = torch.zeros_like(self.tokens)
         if dh is not None:
             tokens = _not_finite(dh) | (self.outputs & _any(dh != 0, 3))
@@ -72,7 +75,7 @@ class Found(NamedTuple):
         for x in dlast:
             if x is not None:
                 last = last | _any(~x.isfinite(), 2) | (self.last & _any(x != 0, 2))
-        ends = torch.zeros_like(self.resets)  # of sequences: where a scan from the other end begins anew
+        ends = torch.zeros_like(self.resets)  # of sequences, the resets of a scan in the opposite direction
         if self.reverse:
             ends[:, 1:] = self.resets[:, :-1]
         else:
@@ -83,7 +86,7 @@ class Found(NamedTuple):
 
 
 def fill(grads: Sequence[Tensor], tokens: Tensor, states: Tensor) -> None:
-    """NaN, in place, into the gradients of q, k, v, i, f and of C, n, m, as `Found.without_gradient` says."""
+    """Fill gradients of q, k, v, i, f and of C, n, m with NaN, in place, where `Found.without_gradient` is true."""
     for at, x in enumerate(grads):
         if x.numel():
             x.masked_fill_(along(tokens if at < 5 else states, x), torch.nan)
@@ -93,7 +96,7 @@ def find(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: tuple[Tensor | None, ...], resets: Tensor,
     reverse: bool,
 ) -> Found:
-    """Look at all inputs. A gate that is closed (i or f at -inf) or open (f at inf) is no fault."""
+    """Find the nonfinite inputs. A closed gate (i or f of -inf) or an open one (f of inf) does not count."""
     tokens = _not_finite(q) | _not_finite(k) | _not_finite(v) | i.isnan() | (i == torch.inf) | f.isnan()
     first = torch.zeros_like(tokens[:, 0])
     for x in state:
@@ -103,14 +106,16 @@ def find(
 
 
 def found_at(tokens: Tensor, first: Tensor, resets: Tensor, reverse: bool) -> Found:
-    """Of tokens [B, S, H] and initial states [B, H] that are known not to be finite."""
+    """Return `Found` for nonfinite tokens [B, S, H] and initial states [B, H]."""
     outputs = _reached(tokens, first, resets, reverse)
     return Found(tokens, first, outputs, outputs[:, 0 if reverse else -1], resets, reverse)
 
 
 def _reached(tokens: Tensor, first: Tensor, resets: Tensor, reverse: bool) -> Tensor:
-    """Tokens [B, S, H] that have one of `tokens` before them, or are one, in the same sequence; `first` [B, H] comes
-    before the first token."""
+    """Return the tokens [B, S, H] that are in `tokens` or follow one of them in the same sequence.
+
+    first [B, H]: whether the initial state counts as a token before the first one.
+    """
     if reverse:
         return _reached(tokens.flip(1), first, resets.flip(1), False).flip(1)
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device).view(1, -1, 1)
@@ -120,17 +125,17 @@ def _reached(tokens: Tensor, first: Tensor, resets: Tensor, reverse: bool) -> Te
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """[B, S, H, D] -> [B, S, H]"""
+    """Return whether any feature is nonfinite: [B, S, H, D] -> [B, S, H]."""
     return _any(~x.isfinite(), 3)
 
 
 def _any(x: Tensor, axes: int) -> Tensor:
-    """Over all but the first `axes`."""
+    """Reduce all but the first `axes` axes with `any`."""
     return x.flatten(axes).any(-1) if x.dim() > axes else x
 
 
 class _Mark(torch.autograd.Function):
-    """NaN where `mask` is true, without a gradient where that of the result is zero, and with NaN where it is not."""
+    """Set x to NaN where `mask` is true; the gradient there is NaN, or zero where that of the result is zero."""
 
     generate_vmap_rule = True
 
@@ -149,7 +154,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _MarkForward(_Mark):
-    """With a derivative in forward mode too, which compilers do not take."""
+    """`_Mark` with a forward-mode derivative, which compilers do not support."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -163,7 +168,7 @@ class _MarkForward(_Mark):
 
 
 def marked(found: Found, h: Tensor, last: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-    """As `Found.mark`, for autograd: h and the last state, new tensors."""
+    """Return new tensors h and last state, marked as by `Found.mark`, for autograd."""
     mark = _Mark.apply if torch.compiler.is_compiling() else _MarkForward.apply
     out: Tensor = mark(h, along(found.outputs, h))
     return out, [mark(x, along(found.last, x)) for x in last]

@@ -1,4 +1,4 @@
-"""Masks of tokens: where sequences begin, and which of them no gradient reaches."""
+"""Masks of tokens: the first ones of sequences, and those that no gradient reaches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqblocks.kernels.dispatch.compiled import watched
 
 
 def reset_times(resets: Tensor | None, S: int) -> list[bool]:
-    """For each of S tokens, whether any sequence of the batch begins there: the others need no mask."""
+    """Return for each of S tokens whether any sequence of the batch begins there; the others need no mask."""
     if resets is None:
         return [False] * S
     if resets.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -23,9 +23,9 @@ def reset_times(resets: Tensor | None, S: int) -> list[bool]:
 def dead_tokens(
     grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor, reverse: bool
 ) -> Tensor:
-    """Tokens [B, S] of sequences of which nothing is read: no gradient comes to them.
+    """Return a mask [B, S] of the tokens whose sequence is unused, so that no gradient reaches it.
 
-    grads [B, S, ...]: of the outputs; of_states [B, ...]: of the states after the last token.
+    grads [B, S, ...]: gradients of the outputs; of_states [B, ...]: gradients of the states after the last token.
     """
     B, S = resets.shape
     marks = resets.bool()
@@ -44,7 +44,7 @@ def dead_tokens(
 def backward_marks(
     grads: Sequence[Tensor | None], of_states: Sequence[Tensor | None], resets: Tensor | None, reverse: bool
 ) -> Tensor | None:
-    """Resets as the backward kernels read them, a byte a token: 1 where a sequence begins, and 2 more if it is dead."""
+    """Return resets as bytes for the backward kernels: 1 where a sequence begins, plus 2 where the token is dead."""
     if resets is None:
         return None
     dead = dead_tokens(grads, of_states, resets, reverse)
@@ -52,7 +52,7 @@ def backward_marks(
 
 
 def finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are known to be finite: only on the CPU: a look at a device would wait for it."""
+    """Return whether all values are known to be finite. Always false off the CPU, where reading would synchronise."""
     if watched() or any(x.device.type != "cpu" for x in tensors):
         return False
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
@@ -60,15 +60,15 @@ def finite(*tensors: Tensor) -> bool:
 
 
 def where_true(mask: Tensor, x: Tensor, known: bool) -> Tensor:
-    """x, but 0 where the mask is false. known: that x is finite; a product is the faster way then."""
+    """Return x with 0 where the mask is false. known: x is finite, so that a product, which is faster, can be used."""
     return x * mask if known else x.masked_fill(~mask, 0.0)
 
 
 def dead_at_start(dead: Tensor, reverse: bool) -> Tensor:
-    """[B]: whether the token that reads the carried state is dead."""
+    """Return whether the token that reads the carried state is dead: [B]."""
     return dead[:, -1] if reverse else dead[:, 0]
 
 
 def along(mask: Tensor, x: Tensor) -> Tensor:
-    """A mask [B] or [B, S] with the axes of x [B, S, ...]."""
+    """Reshape a mask [B] or [B, S] to broadcast over x [B, S, ...]."""
     return mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim()))

@@ -1,4 +1,4 @@
-"""Normalisation of each token's features, fused with the residual addition before it."""
+"""Normalisation of each token's features, fused with the preceding residual addition."""
 
 from seqblocks.kernels.residual_norm.interface import residual_norm
 

@@ -1,7 +1,7 @@
-"""Normalisation of each token's features, with the residual that is added before it.
+"""Normalisation of each token's features, fused with the preceding residual addition.
 
-D features:  total = x + residual,  y = total / sqrt(mean(total^2) + eps) * gain + bias, the gain being weight or
-1 + weight. Centred, the mean of total is taken off first, which makes it layer norm.
+For D features:  total = x + residual,  y = total / sqrt(mean(total^2) + eps) * gain + bias. The gain is weight or
+1 + weight. With `centred`, the mean of total is subtracted before normalisation, as in layer norm.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def residual_norm(
     one_plus: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return y and total [..., D] of x and residual [..., D]; weight, bias [D]. Without a residual total is x.
+    """Return y and total [..., D], given x, residual [..., D] and weight, bias [D]. Without a residual, total is x.
 
-    Statistics are float32 at least. total has the dtype that torch promotes x and residual to, y that of total, weight
-    and bias. The Triton implementation has first derivatives only.
+    Statistics are computed in at least float32. The dtype of total is promoted from x and residual, the dtype of y from
+    total, weight and bias. The Triton implementation has first derivatives only.
     Raises ValueError for shapes that do not fit, BackendError (see dispatch).
     """
     if x.dim() < 1:
-        raise ValueError("residual_norm wants x [..., D]; got a number")
+        raise ValueError("residual_norm wants x [..., D]; got a scalar")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual_norm wants residual as x, {list(x.shape)}; got {list(residual.shape)}")
+        raise ValueError(f"residual_norm wants residual {list(x.shape)}; got {list(residual.shape)}")
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.shape != x.shape[-1:]:
             raise ValueError(f"residual_norm wants {name} [{x.shape[-1]}]; got {list(p.shape)}")

@@ -1,7 +1,7 @@
-"""Norm of each token's features in Triton, with the residual before it: one launch forward, one backward.
+"""Norm of each token's features in Triton, fused with the residual addition: one launch forward, one backward.
 
-A program owns BT tokens, whose features it holds all at once. Only the sum that is normalised is kept for the backward
-pass. The gradients of gain and bias are stored in parts, one for each program, and added afterwards.
+A program loads all features of BT tokens at once. Only the sum that is normalised is saved for the backward pass. Each
+program writes its part of the gradients of weight and bias, and the parts are summed afterwards.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
-WIDTH = 8192  # features, at most
-TILES = 4  # that a program of the backward pass goes through, so that parts are few
+WIDTH = 8192  # maximum number of features
+TILES = 4  # per program of the backward pass, to limit the number of parts
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x, residual, dy, dtotal [R, D] with rows so far apart, y, total, dx [R, D], weight, bias [D].
+# Kernels.   Layouts: x, residual, dy, dtotal [R, D] with row strides; y, total, dx [R, D]; weight, bias [D].
 
 
 @jit
 @no_type_check
 def _normalised(value, live, D, eps, CENTRED: tl.constexpr):
-    """Rows [BT, BD] of mean square 1, and what they were multiplied by."""
+    """Return rows [BT, BD] scaled to mean square 1, and the scales."""
     if CENTRED:
         value = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     spread = tl.sum(value * value, 1) / D + eps
-    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # none in a row that is not there, if eps is 0
+    # With eps = 0, a row after the end would divide by its mean square of 0.
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))
     return value * scale[:, None], scale
 
 
@@ -61,7 +62,7 @@ def _norm(
         value += tl.load(residual + r[:, None] * rs + d[None, :], live, 0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + to, rounded, live)
-        value = rounded.to(tl.float32)  # the norm of what later steps read
+        value = rounded.to(tl.float32)  # normalise the rounded value, which later steps read
     out, _ = _normalised(value, live, D, eps, CENTRED)
     if weight is not None:
         out *= _gain(weight, d, d < D, ONE_PLUS)
@@ -76,7 +77,7 @@ def _norm_backward(
     dy, dtotal, total, weight, dx, dweight, dbias, R, D, gs, hs, ts, eps,
     CENTRED: tl.constexpr, ONE_PLUS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Parts: dweight, dbias [programs, D]."""
+    """Write dx [R, D] and parts of the gradients, dweight and dbias [programs, D]."""
     d = tl.arange(0, BD)
     dw_sum = tl.zeros((BD,), tl.float32)
     db_sum = tl.zeros((BD,), tl.float32)
@@ -109,7 +110,7 @@ def _norm_backward(
 
 
 def tiles(width: int, backward: bool) -> dict[str, int]:
-    """Tokens and (padded) features that a program owns at a time, and its warps."""
+    """Return the tokens and (padded) features per program and its warps."""
     BD = common.power_of_two(width)
     BT = max(1, 2048 // BD)
     warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
@@ -121,7 +122,7 @@ def _op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool,
     one_plus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y and the total, which is empty where there is no residual."""
+    """Return y and the total, which is empty without a residual."""
     R, D = x.shape
     y, total = _op_fake(x, residual, weight, bias, eps, centred, one_plus)
     x, added = last_contiguous(x), None if residual is None else last_contiguous(residual)
@@ -148,7 +149,7 @@ def _op_backward(
     dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     centred: bool, one_plus: bool,
 ) -> list[Tensor]:
-    """Gradients of the total, weight and bias; empty for those that are absent."""
+    """Return the gradients of total, weight and bias; empty for absent ones."""
     R, D = total.shape
     grads = _op_backward_fake(dy, dtotal, total, weight, bias, eps, centred, one_plus)
     dy, total = last_contiguous(dy), last_contiguous(total)
@@ -205,7 +206,7 @@ def run(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool = False,
     one_plus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `residual_norm`."""
+    """Normalise, with the arguments of `residual_norm`."""
     if x.numel() == 0:
         done: tuple[Tensor, Tensor] = implementation("residual_norm", "torch").run(
             x, residual, weight, bias, eps, centred, one_plus
@@ -220,7 +221,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     width = facts.get("width", 1)
-    return f"{width} features; at most {WIDTH}" if width > WIDTH else ""
+    return f"{width} features; the maximum is {WIDTH}" if width > WIDTH else ""
 
 
 def _tiles(arch: str, width: int, **facts: Any) -> dict[str, dict[str, int]]:

@@ -303,7 +303,7 @@ CENTAURUS = Kernel(
         (lambda x: {"mode": "pointwise"}, "wants no E"),
         (lambda x: {"state": torch.zeros(2, 4, 3)}, "wants a state"),
         (lambda x: {"resets": torch.zeros(2, 8, dtype=torch.bool)}, "wants resets"),
-        (lambda x: {"plan": "project"}, "carries no state"),
+        (lambda x: {"plan": "project"}, "supports neither states nor resets"),
         (lambda x: {"plan": "fft"}, "no plan 'fft'"),
     ),
     facts={"mode": "dws", "channels": 4, "substates": 64},
@@ -420,7 +420,7 @@ RESIDUAL_NORM = Kernel(
     errors=(
         (lambda x: {"weight": x["weight"][:3]}, r"weight \[24\]; got \[3\]"),
         (lambda x: {"bias": x["bias"][:3]}, r"bias \[24\]; got \[3\]"),
-        (lambda x: {"residual": x["residual"][:1]}, "wants residual as x"),
+        (lambda x: {"residual": x["residual"][:1]}, r"wants residual \["),
     ),
     facts={"width": 64},
     refused=(({"width": 20_000}, "at most 8192"), ({"dtype": torch.float64}, "float64")),

@@ -48,7 +48,7 @@ ATTENTION = Kernel(
     errors=(
         (lambda x: {"q": x["q"][:, :, :3]}, "G a divisor of H"),
         (lambda x: {"causal": False}, "needs causal=True"),
-        (lambda x: {"window": 0}, "at least one token"),
+        (lambda x: {"window": 0}, "window must be at least 1"),
         (lambda x: {"window": 200}, "too short for a window of 200"),
         (lambda x: {**{n: x[n][..., :3] for n in ("q", "k", "cached k")}, "rotary": 100.0}, "even head width"),
         (lambda x: {"resets": torch.zeros(2, 9)}, r"wants resets bool \[2, 9\]"),
