@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ FEW = 4  # tokens whose product takes the time of reading the matrix
 MOST_COPIED = 1 << 18  # numbers of a matrix that may be copied into a larger one: others take longer than two calls
 CACHE = 1 << 24  # bytes of weights: those of a larger model come from memory for each token, not from a cache
 LARGE = 1 << 16  # numbers of a matrix: smaller ones take the time of the call
+FEW_FOR_BLOCKS = 8  # tokens whose product with a matrix of blocks takes no longer than one product of all blocks
+NARROW = 16  # features: a matrix of blocks that are narrower is multiplied whole, whatever the number of tokens
 BLOCKS = 16  # that several threads can share
 MANY = 1 << 22  # multiply-accumulates: fewer take the time of oneDNN's call
 ON_MKL = torch.backends.mkl.is_available()
@@ -137,15 +139,50 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
     return product
 
 
-def prepare_joined(matrices: Sequence[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes several linear maps of one input, their outputs side by side.
+class Matrix(NamedTuple):
+    """A linear map: weight [O, I], bias [O]. blocks: how many equal blocks its diagonal has, with zeros around them."""
 
-    matrices: weight [O, I] and bias [O] of each.
-    """
-    weight, bias = torch.cat([weight for weight, _ in matrices]), None
-    if any(bias is not None for _, bias in matrices):
-        bias = torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in matrices])
-    return prepare_linear(weight, bias)
+    weight: Tensor
+    bias: Tensor | None = None
+    blocks: int = 1
+
+
+def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes several linear maps of one input, their outputs side by side."""
+    whole = _prepare_whole(matrices)
+    blocks = matrices[0].blocks
+    alike = len({matrix.weight.shape for matrix in matrices}) == 1 and all(m.blocks == blocks for m in matrices)
+    if not alike or blocks == 1 or matrices[0].weight.shape[1] < NARROW * blocks or torch.compiler.is_compiling():
+        return whole
+    by_block = _prepare_blocks(matrices, blocks)
+    return lambda x: (whole if x.shape[0] <= FEW_FOR_BLOCKS else by_block)(x)
+
+
+def _prepare_whole(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
+    if len(matrices) == 1:
+        return prepare_linear(matrices[0].weight, matrices[0].bias)
+    return prepare_linear(torch.cat([matrix.weight for matrix in matrices]), _joined_bias(matrices))
+
+
+def _prepare_blocks(matrices: Sequence[Matrix], blocks: int) -> Callable[[Tensor], Tensor]:
+    """Return f(x [N, I]) for M matrices of equal shapes with G blocks each, as one batched product of the blocks."""
+    M, (O, I) = len(matrices), (size // blocks for size in matrices[0].weight.shape)
+    each = torch.stack([matrix.weight.view(blocks, O, blocks, I) for matrix in matrices])
+    weight = each.diagonal(0, 1, 3).permute(3, 2, 0, 1).reshape(blocks, I, M * O)  # from [M, O, I, G]
+    bias = _joined_bias(matrices)
+
+    def product(x: Tensor) -> Tensor:
+        y = torch.bmm(x.view(-1, blocks, I).transpose(0, 1), weight)  # [G, N, M O]
+        y = y.view(blocks, -1, M, O).permute(1, 2, 0, 3).reshape(-1, M * blocks * O)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+def _joined_bias(matrices: Sequence[Matrix]) -> Tensor | None:
+    if all(matrix.bias is None for matrix in matrices):
+        return None
+    return torch.cat([m.weight.new_zeros(m.weight.shape[0]) if m.bias is None else m.bias for m in matrices])
 
 
 def _comes_from_memory(weight: Tensor) -> bool:

@@ -171,10 +171,11 @@ class Op(BaseModel):
         """
         raise TypeError(f"{type(self).__name__} does not compute")
 
-    def matrix(self, p: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    def matrix(self, p: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Return W [O, I] and b [O] (or None) if the output for a token is W x + b, so that products can be merged.
 
-        Values derived from `p` are valid as long as those of `prepare_step`.
+        The number of equal blocks may follow, if W is zero but for these blocks on its diagonal. Values derived from
+        `p` are valid as long as those of `prepare_step`.
         """
         return None
 

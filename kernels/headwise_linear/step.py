@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from seqblocks.kernels.products import Matrix, prepare_joined
 
 DENSE = 1 << 14  # numbers of a matrix with which one product takes less time than one of all blocks at once
 
 
-def matrix(weight: Tensor) -> Tensor | None:
+def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:
     """Return the blocks [G, O, I] as one matrix [G * O, G * I] with zeros around them, unless it would be large."""
     G, O, I = weight.shape
-    return torch.block_diag(*weight) if G * O * G * I <= DENSE else None
+    return Matrix(torch.block_diag(*weight), bias, G) if G * O * G * I <= DENSE else None
 
 
 def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -25,9 +26,9 @@ def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     G, O, I = weight.shape
     if torch.compiler.is_compiling():  # which would lay out the blocks anew for each token
         return lambda x: _plus(torch.einsum("bgi,goi->bgo", x.view(-1, G, I), weight).flatten(1), bias)
-    whole = matrix(weight)
+    whole = matrix(weight, bias)
     if whole is not None:
-        return lambda x: F.linear(x, whole, bias)
+        return prepare_joined([whole])
     blocks = weight.transpose(1, 2).contiguous()
 
     def step(x: Tensor) -> Tensor:

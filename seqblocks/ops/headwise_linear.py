@@ -59,8 +59,7 @@ class HeadwiseLinear(Op):
     def matrix(self, p: Any) -> Any:
         from seqblocks.kernels.headwise_linear.step import matrix
 
-        whole = None if self.shared else matrix(p["weight"])
-        return None if whole is None else (whole, p.get("bias"))
+        return None if self.shared else matrix(p["weight"], p.get("bias"))
 
     def prepare_step(self, p: Any) -> Any:
         from seqblocks.kernels.headwise_linear.step import prepare

@@ -39,14 +39,13 @@ class SwiGLU(Op):
     def prepare_step(self, p: Any) -> Any:
         import torch
 
-        from seqblocks.kernels.products import MOST_COPIED, prepare_joined, prepare_linear
+        from seqblocks.kernels.products import MOST_COPIED, Matrix, prepare_joined, prepare_linear
 
         gate, up, down = ((p[f"{name}_weight"], p.get(f"{name}_bias")) for name in ("gate", "up", "down"))
         to_output, silu = prepare_linear(*down), torch.nn.functional.silu
-        if (
-            gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling()
-        ):  # a compiled step would copy them at each token
-            to_hidden, hidden = prepare_joined([gate, up]), (self.hidden, self.hidden)
+        # a compiled step would copy them at each token
+        if gate[0].numel() <= MOST_COPIED and not torch.compiler.is_compiling():
+            to_hidden, hidden = prepare_joined([Matrix(*gate), Matrix(*up)]), (self.hidden, self.hidden)
 
             def joined(x: Any) -> Any:
                 opening, y = to_hidden(x).split_with_sizes(hidden, 1)

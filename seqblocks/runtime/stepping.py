@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seqblocks.graph import Graph, ModelSpec, Node, is_context
-from seqblocks.kernels.products import MOST_COPIED, of_model, prepare_joined, prepare_linear
+from seqblocks.kernels.products import MOST_COPIED, Matrix, of_model, prepare_joined
 from seqblocks.op import Op
 from seqblocks.parameters import State
 from seqblocks.runtime.body import Block, Body
@@ -141,15 +141,15 @@ class Stepper:
             self._note_parameters(child, derived=True)
         run = prepare_joined([matrix for _, matrix in found])
         y = self._source.call(self._source.constant(run), self._source.at_ports(nodes[0], inputs), (), [])
-        widths = tuple(weight.shape[0] for _, (weight, _) in found)
+        widths = tuple(matrix.weight.shape[0] for _, matrix in found)
         parts = self._source.split(y, widths)
         return {node.outputs[0]: part for (node, _), part in zip(found, parts, strict=True)}
 
-    def _matrix(self, module: nn.Module | None, node: Node) -> tuple[Tensor, Tensor | None] | None:
+    def _matrix(self, module: nn.Module | None, node: Node) -> Matrix | None:
         if type(module) is not Primitive or is_hooked(module) or not _as_declared(module, node):
             return None
         found = module.op.matrix(module.parameters_by_name(self._call))
-        return found if found and found[0].numel() <= MOST_COPIED else None
+        return Matrix(*found) if found and found[0].numel() <= MOST_COPIED else None
 
     def _note_parameters(self, module: Primitive, derived: bool) -> None:
         for table, name in holders(module).values():
@@ -284,8 +284,7 @@ def _undivided(op: Op, parameters: dict[str, Any], call: Call) -> Callable[..., 
     """Return what computes a token of an op that has no function for it, if an axis of time is not needed."""
     matrix = op.matrix(parameters)
     if matrix is not None:
-        weight, bias = matrix
-        return prepare_linear(weight, bias)
+        return prepare_joined([Matrix(*matrix)])
     return partial(op.forward, parameters, call) if is_pointwise(op) else None
 
 

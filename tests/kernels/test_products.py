@@ -50,6 +50,20 @@ def test_a_step_is_the_same_as_linear(tokens: int, rows: int, biased: bool) -> N
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("tokens", [0, 1, products.FEW_FOR_BLOCKS, products.FEW_FOR_BLOCKS + 1, 40])
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
+def test_blocks_are_the_same_as_the_matrix(tokens: int, biases: tuple[bool, ...]) -> None:
+    matrices = []
+    for biased in biases:
+        weight = torch.block_diag(*torch.randn(3, 5, 20, dtype=torch.float64))
+        matrices.append(products.Matrix(weight, torch.randn(15, dtype=torch.float64) if biased else None, 3))
+    (x,) = drawn((tokens, 60))
+    x = x.double()
+    for some in (matrices, matrices[:1]):
+        expected = torch.cat([torch.nn.functional.linear(x, m.weight, m.bias) for m in some], 1)
+        torch.testing.assert_close(products.prepare_joined(some)(x), expected)
+
+
 @pytest.mark.usefixtures("cold")
 def test_other_layouts_and_dtypes_are_left_to_torch() -> None:
     weight, x = torch.randn(8, 6).t(), torch.randn(2, 8)
