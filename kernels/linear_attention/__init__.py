@@ -1,4 +1,4 @@
-"""Linear attention, delta rules and their gated forms: one recurrence on a matrix state."""
+"""Linear attention, delta rules and their gated variants: one recurrence on a matrix state."""
 
 from seqblocks.kernels.linear_attention.interface import linear_attention
 

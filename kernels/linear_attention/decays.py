@@ -11,17 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 1e-17  # weights whose inverses, squared by their derivative, are in the range of float32
+LEAST = 1e-17  # the least weight whose inverse squared, as in its derivative, is in the range of float32
 
 
 class Decays:
-    """Weights of a chunk's decays, products of the factors e^g of its tokens [..., L, K or 1]: all at most 1.
+    """Decay weights of a chunk: products of the factors e^g of its tokens, [..., L, K or 1], all at most 1.
 
-    split: the chunk has one block, in which inverses are safe too, so that E_ts = from_start_t / from_start_s.
+    split: inverses of all weights of the chunk are in range, so that E_ts = from_start_t / from_start_s.
     """
 
     def __init__(self, decay: Tensor | None, groups: int, tracked: bool) -> None:
-        """decay [N, B, H, groups, L] or [N, B, H, groups, L, K]. tracked: for autograd."""
+        """Compute the weights of decay [N, B, H, groups, L (, K)]. tracked: autograd records the computation."""
         self.decay, self.tracked, self.split = decay, tracked, False
         self._of_heads: dict[bool, Tensor] = {}
         if decay is None:
@@ -34,7 +34,7 @@ class Decays:
             factors = _joined(factors, size, tracked)
             size *= 2
         self.from_start = factors
-        # per head, and of one head of keys for several of values, products without weights are fewer
+        # with a decay per head and shared heads of keys, fewer products are needed without weights
         self.split = (self.per_key or groups == 1) and _safe(self.end)
 
     def _factors(self) -> Tensor:
@@ -43,12 +43,12 @@ class Decays:
 
     @property
     def end(self) -> Tensor:
-        """What becomes of the state over the chunk: [N, B, H, groups, 1, K or 1]."""
+        """Return the decay of the state over the whole chunk: [N, B, H, groups, 1, K or 1]."""
         return self.from_start[..., -1:, :]
 
     @cached_property
     def levels(self) -> list[_Level]:
-        """From the longest blocks in which inverses are safe to the whole chunk."""
+        """Return the levels from the longest blocks whose inverses are in range to the whole chunk."""
         early, size = self._factors(), 1
         while not _blind(early) and size < self.length and _safe(_ends(early, size).unflatten(-2, (-1, 2)).prod(-2)):
             early = _joined(early, size, self.tracked)
@@ -64,13 +64,13 @@ class Decays:
         return levels
 
     def reading(self, x: Tensor, before: bool = False) -> Operand:
-        """x [..., L, K] as it reads the state that enters the chunk; before: without its own decay."""
+        """Weight x [..., L, K] to read the state that enters the chunk; before: without the token's own decay."""
         if self.decay is None:
             return Operand(x, x, before)
         return Operand(x, x * (_one_later(self.from_start) if before else self.from_start), before)
 
     def writing(self, x: Tensor) -> Operand:
-        """x as it is written to the state that leaves the chunk; where `split`, still to be multiplied by `end`."""
+        """Weight x to be written to the state that leaves the chunk; with `split`, the caller multiplies by `end`."""
         if self.decay is None:
             return Operand(x, x, False)
         return Operand(x, x * (self._back if self.split else self.levels[-1].late), False)
@@ -80,9 +80,9 @@ class Decays:
         return self.from_start.reciprocal()
 
     def pairs(self, x: Operand, y: Operand) -> Tensor:
-        """sum over K of x_t E_ts y_s [..., L, L], of x that reads and y that is written.
+        """Return the sum over K of x_t E_ts y_s [..., L, L], where x reads and y is written.
 
-        Meant for pairs s <= t, or s < t if x is read before its own decay; others have no meaning, but finite
+        Valid for pairs s <= t, or s < t if x is read before its own decay. Other pairs are meaningless, but have finite
         gradients.
         """
         if self.decay is None or self.split:
@@ -95,12 +95,12 @@ class Decays:
         return (x.bare @ y.bare.transpose(-1, -2)) * self._of_heads[x.before]
 
     def _levelled(self, x: Tensor, y: Tensor, before: bool) -> Tensor:
-        """`pairs`, from within blocks of the first level to those between halves of the chunk."""
+        """Compute `pairs` level by level, from pairs within the smallest blocks to pairs between chunk halves."""
         size, early, late = self.levels[0]
         x_blocks, y_blocks = (z.unflatten(-2, (-1, size)) for z in (x, y))
         if size == 1:
             found = (x_blocks * y_blocks).sum(-1, keepdim=True)
-            found = found.expand(*early.shape[:-1], 1, 1).contiguous()  # keys may be shared
+            found = found.expand(*early.shape[:-1], 1, 1).contiguous()  # heads of keys may be shared
         else:
             weights = early.unflatten(-2, (-1, size))
             reads = x_blocks * (_one_later(weights) if before else weights)
@@ -116,7 +116,7 @@ class Decays:
 
 
 class Operand(NamedTuple):
-    """Rows that read the state, or keys that are written: bare, and with their weights."""
+    """Rows that read the state, or keys that are written, without and with their decay weights."""
 
     bare: Tensor
     weighted: Tensor
@@ -126,7 +126,7 @@ class Operand(NamedTuple):
 class _Level(NamedTuple):
     """Weights [..., L, K or 1] within blocks of `size` tokens.
 
-    early: from the block's start up to a token, its own decay included; late: from after the token to the block's end.
+    early: from the start of the block up to and including a token; late: from the next token to the end of the block.
     """
 
     size: int
@@ -135,22 +135,22 @@ class _Level(NamedTuple):
 
 
 def _safe(ends: Tensor) -> bool:
-    """Whether weights of whole blocks have inverses in the range of float32; found on a CPU alone, by their values."""
-    return not _blind(ends) and bool(ends.amin() > LEAST)  # not of NaN
+    """Return whether the inverses of block weights are in float32's range. Values are read on the CPU only."""
+    return not _blind(ends) and bool(ends.amin() > LEAST)  # false for NaN
 
 
 def _blind(x: Tensor) -> bool:
-    """Whether a look at values would wait for a device."""
+    """Return whether reading values would synchronise with a device."""
     return x.device.type != "cpu"
 
 
 def _ends(early: Tensor, size: int) -> Tensor:
-    """Of each block [..., blocks, K]."""
+    """Return the weights of whole blocks, [..., blocks, K]."""
     return early.unflatten(-2, (-1, size))[..., -1, :]
 
 
 def _joined(early: Tensor, size: int, tracked: bool) -> Tensor:
-    """Weights from the start of blocks, of blocks twice as long; in place unless `tracked`."""
+    """Extend weights from the start of blocks to blocks twice as long, in place unless `tracked`."""
     first, second = early.unflatten(-2, (-1, 2, size)).unbind(-3)
     if tracked:
         return torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
@@ -159,17 +159,17 @@ def _joined(early: Tensor, size: int, tracked: bool) -> Tensor:
 
 
 def _joined_backwards(late: Tensor, ends: Tensor, size: int) -> Tensor:
-    """The same for weights to the end of blocks, whose ends are given."""
+    """Extend weights to the end of blocks to blocks twice as long. ends: weights of whole blocks."""
     first, second = late.unflatten(-2, (-1, 2, size)).unbind(-3)
     return torch.stack([first * ends[..., 1::2, :].unsqueeze(-2), second], -3).flatten(-4, -2)
 
 
 def _one_later(x: Tensor) -> Tensor:
-    """What the token before has, and 1 for the first one."""
+    """Shift x by one token, with 1 for the first token."""
     return torch.cat([torch.ones_like(x[..., :1, :]), x[..., :-1, :]], -2)
 
 
 def of_quarters(first: Tensor, second: Tensor, below: Tensor) -> Tensor:
-    """Return a lower triangular matrix of blocks."""
+    """Return a block lower triangular matrix, assembled from its blocks."""
     above = torch.cat([first, torch.zeros_like(below)], -1)
     return torch.cat([above, torch.cat([below, second], -1)], -2)

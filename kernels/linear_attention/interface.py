@@ -1,7 +1,7 @@
-"""Linear attention and delta rules: a matrix state that decays, is corrected, written and read at each token.
+"""Linear attention and delta rules: a matrix state that is decayed, corrected, written and read at each token.
 
 B batch, S sequence, H heads of queries and keys, HV heads of values (a multiple of H; value head j uses key head
-j H // HV), K and V their widths. Per value head and token, with g the log decay and S [K, V] the state:
+j H // HV), K width of keys, V width of values. Per value head and token, with g the log decay and S [K, V] the state:
 
     add      S' = e^g S + k v^T
     delta    S' = e^g S + beta k (v - (e^g S)^T k)^T            DeltaNet (arXiv:2406.06484), gated: arXiv:2412.06464
@@ -9,8 +9,8 @@ j H // HV), K and V their widths. Per value head and token, with g the log decay
 
     o = scale q^T S'      with a bonus u, read before the write: o = scale q^T (S + Diag(u) k v^T)   RWKV-6
 
-The decay is a number per head (RetNet, Mamba-2, Gated DeltaNet), one per key feature (GLA, KDA), or absent.
-With `normalize`, o is divided by scale q . z + 1e-10, z the sum of keys, decayed alike.
+The decay is a scalar per head (RetNet, Mamba-2, Gated DeltaNet), a vector over key features (GLA, KDA), or absent.
+With `normalize`, o is divided by scale q . z + 1e-10, where z is the sum of the keys with the same decay.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the recurrence over a sequence.
 
-    q, k [B, S, H, K], v [B, S, HV, V]. decay: log decay, at most 0, [B, S, HV] or [B, S, HV, K]. The rule is add; with
-    beta [B, S, HV] it is delta, with a and b [B, S, HV, K] dplr. bonus [H, K]: for the rule add alone.
-    scale: what q is multiplied by (default 1 / sqrt(K)). normalize: for the rule add without a bonus.
+    q, k [B, S, H, K], v [B, S, HV, V]. decay: log decay, at most 0, [B, S, HV] or [B, S, HV, K]. The rule is add;
+    with beta [B, S, HV] it is delta, with a and b [B, S, HV, K] dplr. bonus [H, K]: for the rule add only.
+    scale: factor of q (default 1 / sqrt(K)). normalize: for the rule add without a bonus.
     state: S [B, HV, K, V], zeros if not given; with `normalize` [B, HV, K, V + 1], whose last column is z.
-    resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan: the state is zero
-    before it. reverse: scan from right to left. chunk_size: tokens per chunk of the torch implementation (default 64,
+    resets [B, S] bool: true where a token is the first of a new sequence, in scan order; the state before it is zero.
+    reverse: scan from right to left. chunk_size: tokens per chunk of the torch implementation (default 64,
     on a CPU 32, 16 for delta and dplr); it changes rounding and speed only. It is rounded down to a power of 2.
 
     Returns o [B, S, HV, V] in v's dtype, and with return_state the state after the last token.
-    The state and all sums are float32, float64 if any input is. A decay may be -inf: nothing of before is kept.
+    The state and all sums are float32, float64 if any input is. A decay of -inf clears the state.
     The torch implementation has first derivatives only.
 
     Raises ValueError for shapes and options that do not fit, BackendError (see dispatch).
@@ -63,7 +63,7 @@ def linear_attention(
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
     B, HV, K, columns = q.shape[0], v.shape[2], q.shape[3], v.shape[3] + normalize
     if state is not None and state.shape != (B, HV, K, columns):
-        what = "[B, HV, K, V + 1], as `normalize` has a column for the keys" if normalize else "[B, HV, K, V]"
+        what = "[B, HV, K, V + 1], since `normalize` adds a column for z" if normalize else "[B, HV, K, V]"
         raise ValueError(f"linear_attention wants a state {what} = {[B, HV, K, columns]}; got {list(state.shape)}")
     run = dispatch.choose(
         "linear_attention", backend, {**tensors, "state": state, "resets": resets},
@@ -101,7 +101,7 @@ def _check(
     if (a is None) != (b is None):
         raise ValueError("linear_attention: a and b go together")
     if beta is not None and a is not None:
-        raise ValueError("linear_attention: beta is of the delta rule, a and b of the rule dplr; give one of the two")
+        raise ValueError("linear_attention: beta selects the delta rule, a and b the rule dplr; give only one of them")
     if (bonus is not None or normalize) and not (beta is None and a is None):
         raise ValueError("linear_attention: a bonus and `normalize` are for the rule add, without beta, a and b")
     if bonus is not None and normalize:
@@ -109,4 +109,4 @@ def _check(
     if resets is not None and resets.shape != q.shape[:2]:
         raise ValueError(f"linear_attention wants resets [B, S] = {list(q.shape[:2])}; got {list(resets.shape)}")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is at least 1; got {chunk_size}")
+        raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")

@@ -1,6 +1,6 @@
-"""Linear attention as defined: one token after the other.
+"""Reference implementation of linear attention: one token after the other.
 
-B batch, S sequence, H heads of q and k, HV heads of values, K and V their widths.
+B batch, S sequence, H heads of q and k, HV heads of values, K width of keys, V width of values.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
     bonus: Tensor | None, state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token: q (scaled), k, a, b [B, HV, K], v [B, HV, V], decay [B, HV (, K)], beta [B, HV], bonus [HV, K].
+    """Return o [B, HV, V] and the next state [B, HV, K, V] for one token.
 
-    Returns o [B, HV, V] and the new state [B, HV, K, V].
+    q (scaled), k, a, b [B, HV, K], v [B, HV, V], decay [B, HV (, K)], beta [B, HV], bonus [HV, K].
     """
 
     def outer(x: Tensor, y: Tensor) -> Tensor:
@@ -52,22 +52,22 @@ def run(
     bonus: Tensor | None, state: Tensor | None, resets: Tensor | None, reverse: bool, scale: float, normalize: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The shapes of `linear_attention`; with `normalize` v and the state have a last column for z.
+    """Return o [B, S, HV, V] and the last state, in float32, or in float64 if any tensor is.
 
-    Returns o [B, S, HV, V] and the last state, in float32, or in float64 if any tensor is.
+    Shapes as in `linear_attention`; with `normalize`, v and the state have a last column for z.
     """
     tensors = in_one_dtype(q, k, v, decay, beta, a, b, bonus, state)
 
     def whole(*x: Tensor | None) -> tuple[Tensor, Tensor]:
         return read_out(scan(x, resets, reverse, scale), normalize)
 
-    unread = None if bonus is None else decay  # what a token's own output does not depend on
+    unread = None if bonus is None else decay  # with a bonus, a token's output does not depend on its own decay
     y, last = contained(whole, tensors, KINDS, resets, reverse, unread)
     return y, last
 
 
 def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, *optional: Tensor | None) -> tuple[Any, ...]:
-    """All in float32, or in float64 if any is, with zeros for a state, the last of them, that is not given."""
+    """Convert all tensors to float32, or to float64 if any is; the last one, the state, defaults to zeros."""
     *others, state = optional
     given = (q, k, v, *(x for x in (*others, state) if x is not None))
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
@@ -77,7 +77,7 @@ def in_one_dtype(q: Tensor, k: Tensor, v: Tensor, *optional: Tensor | None) -> t
 
 
 def read_out(result: tuple[Tensor, Tensor], normalize: bool) -> tuple[Tensor, Tensor]:
-    """The output, divided by its last column where that is the normaliser, and the state."""
+    """Return the output and the state; with `normalize`, divide the output by its last column."""
     y, last = result
     return (y[..., :-1] / (y[..., -1:] + 1e-10) if normalize else y), last
 
@@ -85,7 +85,7 @@ def read_out(result: tuple[Tensor, Tensor], normalize: bool) -> tuple[Tensor, Te
 def scan(
     tensors: tuple[Any, ...], resets: Tensor | None, reverse: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The bare recurrence. `run` also keeps what is not finite out of gradients that a reset separates from it."""
+    """Run the recurrence alone. `run` also keeps nonfinite values out of gradients across a reset."""
     q, k, v, *others, bonus, state = tensors
     groups = v.shape[2] // q.shape[2]
     if q.shape[1] == 0:

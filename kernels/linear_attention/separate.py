@@ -1,4 +1,4 @@
-"""NaN and infinities stay within the sequence that they are in: see `kernels/resets/nonfinite.py`.
+"""Keep NaN and infinities within the sequence that contains them, see `kernels/resets/nonfinite.py`.
 
 H heads of q and k, HV heads of values, each of which has its own state.
 """
@@ -19,9 +19,10 @@ Maybe = Tensor | None
 def cleaned(
     tensors: Sequence[Maybe], resets: Maybe, reverse: bool
 ) -> tuple[list[Any], nonfinite.Found | None]:
-    """The tensors, q, k, v, those per token, and the state, with zeros for what is not finite; and what depends on it.
+    """Replace nonfinite values by zeros in q, k, v, other tensors per token and the state.
 
-    As they are without resets, or where all is finite. A decay of -inf is no fault.
+    Returns the tensors and which outputs depend on nonfinite values, or unchanged tensors and None if there are no
+    resets or all values are finite. A decay of -inf counts as finite.
     """
     if resets is None or not resets.numel() or not nonfinite.suspected(*tensors):
         return list(tensors), None
@@ -42,7 +43,7 @@ def cleaned(
 
 
 class Undefined(NamedTuple):
-    """Tokens [B, S, HV] and initial states [B, HV] without a gradient."""
+    """Masks of tokens [B, S, HV] and initial states [B, HV] whose gradients are undefined."""
 
     tokens: Tensor
     states: Tensor
@@ -50,7 +51,7 @@ class Undefined(NamedTuple):
     def fill(
         self, lines: Sequence[Tensor], per_token: Sequence[Tensor], state: Maybe, bonus: Maybe = None
     ) -> None:
-        """NaN, in place, into gradients of q, k, v, of other tensors per token, of the state and of the bonus."""
+        """Fill undefined gradients of q, k, v, other tensors per token, the state and the bonus with NaN, in place."""
         for x in (*lines, *per_token):
             mask = self.tokens
             if x.shape[2] != mask.shape[2]:
@@ -66,13 +67,13 @@ class Undefined(NamedTuple):
 def without_gradient(
     dy: Maybe, dlast: Maybe, tensors: Sequence[Maybe], resets: Maybe, reverse: bool
 ) -> Undefined | None:
-    """Of which tokens and states the gradients are undefined; None where all is finite."""
+    """Return the tokens and states with undefined gradients, or None if all values are finite."""
     if resets is None or not resets.numel() or not nonfinite.suspected(*tensors, dy, dlast):
         return None
     v = tensors[2]
     assert v is not None
     _, found = cleaned(tensors, resets, reverse)
-    if found is None:  # gradients alone are not finite
+    if found is None:  # only gradients are nonfinite
         found = nonfinite.found_at(
             torch.zeros(v.shape[:3], dtype=torch.bool, device=v.device),
             torch.zeros(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device), resets.bool(), reverse,

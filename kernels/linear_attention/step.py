@@ -1,6 +1,6 @@
 """One token of linear attention, without gradients.
 
-B batch, H heads of q and k, HV heads of values, K and V their widths.
+B batch, H heads of q and k, HV heads of values, K width of keys, V width of values.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Step = Callable[..., tuple[Tensor, Tensor]]
 def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Maybe, normalize: bool) -> Step:
     """Return f(S [B, HV, K, V], q, k [B, H * K], v [B, HV * V], decay, beta, a, b), the last four per value head.
 
-    It returns o [B, HV * V] and the next S: the same numbers as `linear_attention` for one token. unit: q and k are
-    divided by their length. fixed: log decays [HV]; bonus [H, K]; with `normalize` S has a last column for the keys.
+    f returns o [B, HV * V] and the next S, with the same values as `linear_attention` for one token. unit: normalise q
+    and k to length 1. fixed: constant log decays [HV]; bonus [H, K]; with `normalize`, S has a last column for z.
     """
     fixed_factor = None if fixed is None else fixed.exp()
 
@@ -27,7 +27,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
         b: Maybe = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         B, HV, K, _ = S.shape
-        q, k = _of_heads(q, k, heads, HV // heads, unit)  # [B * HV, 1, K], as rows of one batch of products
+        q, k = _of_heads(q, k, heads, HV // heads, unit)  # [B * HV, 1, K], rows of one batched product
         v, before = v.reshape(B * HV, 1, -1), S.flatten(0, 1)
         if normalize:
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -50,7 +50,7 @@ def prepare(heads: int, scale: float | None, unit: bool, fixed: Maybe, bonus: Ma
 
 
 def _of_heads(q: Tensor, k: Tensor, heads: int, groups: int, unit: bool) -> tuple[Tensor, Tensor]:
-    """q and k [B, H * K] for each head of values [B * HV, 1, K], of length 1 if `unit`."""
+    """Repeat q and k [B, H * K] for each head of values, [B * HV, 1, K], normalised to length 1 if `unit`."""
     B, K = q.shape[0], q.shape[1] // heads
     if unit:
         both = torch.cat([q, k], 1).view(B, 2, heads, K)
@@ -61,16 +61,16 @@ def _of_heads(q: Tensor, k: Tensor, heads: int, groups: int, unit: bool) -> tupl
 
 
 def _decayed(S: Tensor, factor: Tensor) -> Tensor:
-    """S times factors [HV], [B, HV] or [B, HV * K]."""
+    """Return S times decay factors [HV], [B, HV] or [B, HV * K]."""
     return S * factor.view(-1, S.shape[1], S.shape[2] if factor.shape[-1] != S.shape[1] else 1, 1)
 
 
 def _with(S: Tensor, x: Tensor, y: Tensor, own: bool) -> Tensor:
-    """S [N, K, V] + x^T y for rows x and y, in place if S is our own."""
+    """Return S [N, K, V] + x^T y for rows x and y, in place if `own`: S is not the caller's tensor."""
     return S.addcmul_(x.mT, y) if own else torch.addcmul(S, x.mT, y)
 
 
 def _with_bonus(o: Tensor, v: Tensor, qk: Tensor, weights: Tensor) -> Tensor:
-    """o + (sum over keys of q k weights) v; weights [HV, 1, K]."""
+    """Return o + (sum over keys of q k weights) v; weights [HV, 1, K]."""
     HV, _, K = weights.shape
     return o.addcmul_((qk.view(-1, HV, 1, K) * weights).sum(-1).view(-1, 1, 1), v)

@@ -1,23 +1,24 @@
 """Linear attention chunk by chunk.
 
-Within a chunk, G the running sum of log decays from its start and S the state before it, token t weighs what was
-written at s by E_ts = exp(G_t - G_s). A rule writes keys with values that are given, or values X that depend on S:
+Let S be the state before a chunk and G the running sum of log decays from its start. Token t then reads the value
+written at s with the weight E_ts = exp(G_t - G_s). A rule writes keys with given values, or with values X that depend
+on S:
 
     add      k with v
     delta    k with X      (I + L) X = beta (v - (k e^G) S)         L_ts = beta_t (k_t E_ts k_s), s < t
     dplr     k with v, and b with X      (I - M) X = (a e^(G-g)) S + N v
                                          M, N_ts = a_t E_ts e^(-g_t) b_s, k_s, s < t
 
-In both, rows c (-k, or a) correct the state: X = T c S + T u, with u of the chunk alone, and T the inverse of the
-system, for all chunks at once. What goes from chunk to chunk is the state alone. Gradients are autograd's, of the
-chunks made again.
+In both, rows c (-k, or a) correct the state: X = T c S + T u, where u does not depend on the state and T, the inverse
+of the system, is computed for all chunks at once. Only the state is carried from chunk to chunk. The backward pass
+recomputes the chunks and differentiates them with autograd.
 
-Weights E are products of the factors e^g, so neither a strong decay nor what follows one loses digits. A decay per key
-does not factor out of a product q . k, but between two halves of a chunk it does, at the point where the second half
-begins: with weights from there on, and up to there. So chunks are halved, down to blocks in which weights have inverses
-that are safe.
+The weights E are products of the factors e^g, so that neither a strong decay nor later weights lose digits. A decay per
+key does not factor out of a product q . k, except between the two halves of a chunk: there it factors into the weights
+up to the start of the second half and the weights from there. Chunks are therefore halved, down to blocks in which the
+inverses of weights are in range.
 
-On a CPU a few hundred tokens of a few heads are computed at a time: tensors of that size stay in its cache.
+On a CPU, a few hundred tokens of a few heads are computed at a time: tensors of that size fit into its cache.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ from seqblocks.kernels.linear_attention.reference import KINDS
 from seqblocks.kernels.numerics import no_second_derivative, without_autocast
 from seqblocks.kernels.resets import along, contained
 
-BLOCK = 16  # tokens of a system that is solved by substitution
+BLOCK = 16  # size of the systems that are solved by substitution
 SPAN = 512  # tokens computed at a time on a CPU
-NUMBERS = 1 << 17  # of the largest input, computed at a time on a CPU
-Maybe = Tensor | None  # an input that a rule may lack
+NUMBERS = 1 << 17  # elements of the largest input that are computed at a time on a CPU
+Maybe = Tensor | None  # an input that some rules do not have
 
 
 class Masks(NamedTuple):
-    """Where resets leave a chunk connected: pairs [N, B, 1, 1, L, L], tokens to its start and end, start to end."""
+    """Masks that are true where no reset lies between two tokens of a chunk.
+
+    pairs [N, B, 1, 1, L, L]: two tokens; from_start, to_end: a token and the start or end; through: start and end.
+    """
 
     pairs: Tensor
     from_start: Tensor
@@ -55,14 +59,14 @@ class Masks(NamedTuple):
 
 
 def _masks(resets: Tensor) -> Masks:
-    """resets [N, B, L]."""
+    """Return the masks for resets [N, B, L]."""
     segment = resets.long().cumsum(-1)[:, :, None, None]
     last = segment[..., -1:]
     return Masks(segment.unsqueeze(-1) == segment.unsqueeze(-2), segment == 0, segment == last, last == 0)
 
 
 def _seen(pairs: Tensor, masks: Masks | None, itself: bool, tracked: bool) -> Tensor:
-    """Pairs [..., L, L] of a token and those before it in its sequence, `itself` included or not; 0 for others."""
+    """Zero all pairs [..., L, L] but those of a token and earlier ones of its sequence, and with `itself` itself."""
     diagonal = 0 if itself else -1
     if masks is None:
         return pairs.tril(diagonal) if tracked else pairs.tril_(diagonal)
@@ -70,18 +74,18 @@ def _seen(pairs: Tensor, masks: Masks | None, itself: bool, tracked: bool) -> Te
 
 
 def _chunk_length(chunk_size: int, tokens: int) -> int:
-    """The largest power of 2 that is at most chunk_size and does not pad more than it must."""
+    """Return the largest power of 2 that is at most chunk_size and adds no avoidable padding."""
     return min(1 << (chunk_size.bit_length() - 1), 1 << (tokens - 1).bit_length())
 
 
 def _chunks(x: Tensor, heads: int, L: int) -> Tensor:
-    """[B, S, heads or more, ...] as [N, B, heads, groups, L, ...], zeros after the end."""
+    """Reshape [B, S, heads * groups, ...] to [N, B, heads, groups, L, ...], padded with zeros at the end."""
     B, S = x.shape[:2]
     N = -(-S // L)
     if S < N * L:
         x = pad(x, (0, 0) * (x.dim() - 2) + (0, N * L - S))
     x = x.reshape(B, N, L, heads, x.shape[2] // heads, *x.shape[3:]).movedim((1, 0, 3, 4, 2), (0, 1, 2, 3, 4))
-    return x.contiguous()  # products would copy it one by one
+    return x.contiguous()  # otherwise each product would make a copy
 
 
 def _each(function: Callable[[Tensor], Tensor], *tensors: Maybe) -> list[Any]:
@@ -91,7 +95,7 @@ def _each(function: Callable[[Tensor], Tensor], *tensors: Maybe) -> list[Any]:
 def _chunked(
     tensors: tuple[Any, ...], resets: Maybe, reverse: bool, scale: float, chunk_size: int, tracked: bool
 ) -> tuple[Tensor, Tensor]:
-    """o [B, S, HV, V] and the last state, of inputs as `reference.run` has them. tracked: for autograd."""
+    """Return o [B, S, HV, V] and the last state, for inputs as in `reference.run`. tracked: autograd records it."""
     *sequences, bonus, state = tensors
     if reverse:
         *sequences, resets = _each(lambda x: x.flip(1), *sequences, resets)
@@ -100,7 +104,7 @@ def _chunked(
     q, k, v, decay, beta, a, b = _each(lambda x: _chunks(x, H, L), *sequences)
     masks = None
     if resets is not None:
-        state = state.masked_fill(along(resets[:, 0], state), 0.0)  # also where a product with 0 would be NaN
+        state = state.masked_fill(along(resets[:, 0], state), 0.0)  # a product with 0 could be NaN
         masks = _masks(pad(resets, (0, -S % L)).unflatten(1, (-1, L)).transpose(0, 1))
     g = Decays(decay, v.shape[3], tracked)
     x = _Inputs(scale * q, k, v, beta, a, b, bonus, g, masks, tracked)
@@ -111,7 +115,7 @@ def _chunked(
 
 
 class _Inputs(NamedTuple):
-    """Of a call, by chunks [N, B, H, groups, L, ...]; q scaled."""
+    """Inputs of a call in chunks [N, B, H, groups, L, ...]; q is scaled."""
 
     q: Tensor
     k: Tensor
@@ -129,10 +133,10 @@ class _Inputs(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """All that chunks can do without the state.
+    """Terms of each chunk that do not depend on the state.
 
-    Rows read the state, [..., rows, K], and `seed` is added to what they read [..., rows, V]: the first L rows are of
-    outputs, the others of X. Keys `columns` are written [..., columns, K], with v, X or both. Outputs read X by
+    `rows` [..., rows, K] read the state, and `seed` [..., rows, V] is added to the result: the first L rows yield the
+    outputs, the others X. The keys `columns` [..., columns, K] are written with v, X or both. Outputs read X with
     `weights` [..., L, L].
     """
 
@@ -164,14 +168,14 @@ def _products(x: _Inputs) -> _Products:
 
 
 def _rows(*parts: Tensor) -> Tensor:
-    """Join rows of as many tokens each; what several heads of values share is there once, and is repeated."""
+    """Concatenate rows, broadcasting those that several heads of values share."""
     return torch.cat(torch.broadcast_tensors(*parts), -2)
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """(I - system)^-1 [..., L, L]: of blocks on the diagonal by substitution, and twice as large ones by products.
+    """Return (I - system)^-1 [..., L, L]: diagonal blocks by substitution, larger ones by products of these.
 
-    No product has powers of the system, which may be large where its inverse is not.
+    No product has powers of the system, which can be large although the inverse is not.
     """
     L = system.shape[-1]
     if L <= BLOCK:
@@ -184,11 +188,11 @@ def _inverse(system: Tensor) -> Tensor:
 
 
 def _carried(p: _Products, x: _Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk. Returns o [N, B, H, groups, L, V] and the last state."""
+    """Carry the state from chunk to chunk and return o [N, B, H, groups, L, V] and the last state."""
     N, L, heads = x.v.shape[0], x.v.shape[4], state.shape[:3]
 
     def each(z: Tensor) -> Tensor:
-        """Of every head: [N, M, ...], so that what is of a chunk is contiguous."""
+        """Expand to all heads, [N, M, ...], so that each chunk is contiguous."""
         return z.expand(N, *heads, *z.shape[4:]).flatten(1, 3)
 
     scan = _masked_scan if x.masks is not None else _scan
@@ -204,7 +208,7 @@ def _carried(p: _Products, x: _Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _scan(
     rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, x: _Inputs
 ) -> tuple[Tensor, Tensor]:
-    """What rows read [N, M, rows, V], and the last state [M, K, V]. Unless tracked, the seed becomes what is read."""
+    """Return what rows read [N, M, rows, V] and the last state [M, K, V]. Unless tracked, overwrite the seed."""
     if x.tracked:
         reads, last, _ = _Scan.apply(rows, seed, columns, v, through, state, L, x.g.split)
         return reads, last
@@ -220,7 +224,7 @@ def _scan(
 
 
 class _Scan(torch.autograd.Function):
-    """`_scan` with its derivative: what need not go from chunk to chunk is one product for all."""
+    """`_scan` with a derivative that uses one product over all chunks wherever the recurrence allows it."""
 
     @staticmethod
     def forward(
@@ -262,7 +266,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _written(read: Tensor, v: Maybe, L: int) -> Tensor:
-    """v, X or both, of one chunk; of what is read, rows after L are X."""
+    """Return the written values of one chunk: v, X or both; rows of `read` after the first L are X."""
     if v is None:
         return read[:, L:]
     return v if read.shape[1] == L else torch.cat([v, read[:, L:]], 1)
@@ -279,7 +283,7 @@ def _next_state(state: Tensor, column: Tensor, written: Tensor, through: Maybe, 
 def _masked_scan(
     rows: Tensor, seed: Tensor, columns: Tensor, v: Maybe, through: Maybe, state: Tensor, L: int, x: _Inputs
 ) -> tuple[Tensor, Tensor]:
-    """`_scan` with resets."""
+    """Run `_scan` with resets."""
     assert x.masks is not None
     N, M = rows.shape[:2]
 
@@ -297,19 +301,19 @@ def _masked_scan(
 
 
 class _Group(NamedTuple):
-    """Sequences, heads and heads of values that are computed at a time."""
+    """Slices of sequences, heads and heads of values that are computed at a time."""
 
     batch: slice
     heads: slice
     values: slice
 
     def of(self, x: Maybe, of_values: bool = True) -> Maybe:
-        """The group's part of a tensor [B, ..., heads, ...]."""
+        """Return the group's part of a tensor [B, ..., heads, ...]."""
         return None if x is None else x[self.batch, :, self.values if of_values else self.heads]
 
 
 def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
-    """All at once on other devices than the CPU, where span is 0."""
+    """Return the groups; a single one on devices other than the CPU, where span is 0."""
     B, S, H, HV = *q.shape[:3], v.shape[2]
     everything = slice(None)
     room = max(1, NUMBERS // (min(span, S) * max(q.shape[3], v.shape[3]))) if span else B * HV
@@ -325,26 +329,26 @@ def _groups(q: Tensor, v: Tensor, span: int) -> list[_Group]:
 
 
 def _parts(tensors: Sequence[Maybe], group: _Group) -> list[Maybe]:
-    """Of q, k, v, decay, beta, a, b, bonus and state those of the group."""
+    """Return the group's parts of q, k, v, decay, beta, a, b, bonus and state."""
     *sequences, bonus, state = tensors
     parts = [group.of(x, at >= 2) for at, x in enumerate(sequences)]
     return [*parts, None if bonus is None else bonus[group.heads], state[group.batch, group.values]]  # type: ignore[index]
 
 
 def _spans(S: int, span: int, reverse: bool) -> list[slice]:
-    """Tokens that are computed at a time, in the order of the scan."""
+    """Return slices of tokens that are computed at a time, in scan order."""
     span = span or S
     found = [slice(at, min(at + span, S)) for at in range(0, S, span)]
     return [slice(max(0, S - x.stop), S - x.start) for x in found] if reverse else found
 
 
 def _room(S: int, span: int) -> int:
-    """At least as many as there are spans, and at least 2: exported programs would take 0 or 1 for a constant."""
+    """Return an upper bound on the number of spans, at least 2: exporters treat sizes 0 and 1 as constants."""
     return S // span + 2 if span else 2
 
 
 def _of_tokens(parts: Sequence[Maybe], tokens: slice) -> list[Maybe]:
-    """Of q, k, v, decay, beta, a and b the tokens; the bonus as it is."""
+    """Slice the tokens of q, k, v, decay, beta, a and b; the bonus is unchanged."""
     return [None if x is None else x[:, tokens] for x in parts[:7]] + [parts[7]]
 
 
@@ -353,7 +357,7 @@ def _op(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
     state: Tensor, resets: Maybe, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the last state, and the states before each span [spans or more, B, HV, K, V], for the gradient."""
+    """Return o, the last state, and for the gradient the states before each span [spans or more, B, HV, K, V]."""
     (q, k, v, decay, beta, a, b, state), found = separate.cleaned((q, k, v, decay, beta, a, b, state), resets, reverse)
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     y, last = v.new_empty(v.shape), state.new_empty(state.shape)
@@ -377,9 +381,9 @@ def _op(
 
 
 def _usable(*results: Tensor) -> bool:
-    """Whether chunks with resets may be used: masked products carry what overflows over a reset.
+    """Return whether chunked results with resets are valid: masked products carry overflows across a reset.
 
-    The definition does not. On other devices than the CPU a look at the values would wait for them.
+    The reference implementation does not. Off the CPU the values are not checked, since reading them would synchronise.
     """
     return any(x.device.type != "cpu" for x in results) or all(bool(x.sum().isfinite()) for x in results)
 
@@ -395,7 +399,7 @@ def _op_backward(
     dy: Tensor, dlast: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe,
     bonus: Maybe, state: Tensor, resets: Maybe, starts: Tensor, reverse: bool, scale: float, chunk_size: int, span: int,
 ) -> list[Tensor]:
-    """Gradients of the tensors that are given, in their order."""
+    """Return the gradients of the given tensors, in their order."""
     sequences = (q, k, v, decay, beta, a, b, state)
     undefined = separate.without_gradient(dy, dlast, sequences, resets, reverse)
     if undefined is not None:
@@ -418,7 +422,10 @@ def _by_spans(
     dy: Tensor, dlast: Tensor, tensors: tuple[Any, ...], resets: Maybe, starts: Tensor, reverse: bool, scale: float,
     chunk_size: int, span: int,
 ) -> list[Maybe] | None:
-    """Gradients, None for absent tensors, from the last span to the first; None if chunks may not be used."""
+    """Return gradients, computed from the last span to the first, None for absent tensors.
+
+    Returns None instead of the list if chunks may not be used.
+    """
     grads = [None if x is None else torch.zeros_like(x) if x is tensors[7] else torch.empty_like(x) for x in tensors]
     spans = _spans(dy.shape[1], span, reverse)
     for group in _groups(tensors[0], tensors[2], span):
@@ -449,7 +456,7 @@ def _pulled_back(
     function: Callable[[tuple[Maybe, ...]], tuple[Tensor, Tensor]], tensors: tuple[Maybe, ...],
     given: tuple[Tensor, Maybe],
 ) -> tuple[tuple[Tensor, Tensor], list[Maybe]]:
-    """The function's values, and the gradients of the tensors, None for absent ones."""
+    """Return the function's values and the gradients of the tensors, None for absent ones."""
     with recording():
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
         out = function(tuple(leaves))
@@ -487,13 +494,13 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
     state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.run`."""
+    """Run the recurrence, with the arguments of `reference.run`."""
     tensors = reference.in_one_dtype(q, k, v, decay, beta, a, b, bonus, state)
     if v.numel() == 0 or q.shape[3] == 0 or (not unknown(q.shape[1]) and q.shape[1] == 1):
         return reference.run(q, k, v, decay, beta, a, b, bonus, state, resets, reverse, scale, normalize, chunk_size)
 
     on_cpu = q.device.type == "cpu"
-    corrected = beta is not None or a is not None  # with more products within a chunk
+    corrected = beta is not None or a is not None  # these rules need more products within a chunk
     size = chunk_size or (64 if not on_cpu else 16 if corrected else 32)
     span = max(SPAN, 1 << (size.bit_length() - 1)) if on_cpu else 0
 
@@ -501,7 +508,7 @@ def run(
         y, last, _ = _op(*x, resets, reverse, scale, size, span)
         return reference.read_out((y, last), normalize)
 
-    unread = None if bonus is None else decay  # what a token's own output does not depend on
+    unread = None if bonus is None else decay  # with a bonus, a token's output does not depend on its own decay
     y, last = contained(whole, tensors, KINDS, resets, reverse, unread)
     return y, last
 

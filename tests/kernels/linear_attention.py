@@ -36,7 +36,7 @@ def linear_attention_errors() -> Any:
         (lambda x: {"decay": x["decay"][..., None]}, r"wants decay \[2, 9, 2\] or \[2, 9, 2, 4\]"),
         (lambda x: {"beta": x["decay"][:, :3]}, r"wants beta \[2, 9, 2\]"),
         (lambda x: {"a": x["q"]}, "a and b go together"),
-        (lambda x: {"a": x["q"], "b": x["q"], "beta": x["decay"]}, "give one of the two"),
+        (lambda x: {"a": x["q"], "b": x["q"], "beta": x["decay"]}, "give only one of them"),
         (lambda x: {"beta": x["decay"], "normalize": True}, "for the rule add"),
         (lambda x: {"bonus": x["q"][0, 0], "normalize": True}, "not both"),
         (lambda x: {"normalize": True}, r"state \[B, HV, K, V \+ 1\]"),
@@ -184,8 +184,8 @@ LINEAR_ATTENTION = Kernel(
     facts={"dtype": torch.bfloat16, "widths": (64, 64)},
     refused=(
         ({"dtype": torch.float64}, "float64: Triton implementations compute in float32"),
-        ({"rule": "dplr"}, "has a torch implementation only"),
-        ({"rule": "delta", "widths": (320, 64)}, "up to 256 keys a head, not 320"),
+        ({"rule": "dplr"}, "has only a torch implementation"),
+        ({"rule": "delta", "widths": (320, 64)}, "key widths up to 256, not 320"),
     ),
     added=("state",),
 )

@@ -1,21 +1,22 @@
-"""Linear attention in Triton. The mathematics are those of linear_attention/torch.py.
+"""Linear attention in Triton, with the algorithm of linear_attention/torch.py.
 
-A decay per head, or none, without a delta rule: the kernels of the mLSTM, with its input gate, normaliser and
-stabiliser left out. Delta rules, decays per key and a bonus have kernels of their own:
+The rule add with a decay per head or none runs on the mLSTM's kernels, without input gate, normaliser and stabiliser.
+Delta rules, decays per key and a bonus have their own kernels:
 
-    forward    sums of decays; weights between the tokens of a chunk; the system of a delta rule, inverted; states
+    forward    sums of decays; weights between the tokens of a chunk; the inverse of the delta rule's system; states
                before every chunk (a program per block of the state, which stays in registers); outputs
-    backward   the first three again, then gradients of states, values, weights, queries and keys, decays
+    backward   the first three recomputed, then gradients of states, values, weights, queries and keys, decays
 
     tensors.py, forward.py, backward.py   the kernels
     sizes.py, launch.py                   chunks, tiles and warps; the launches and the ops of torch
 
-The system (I + A Diag(beta)) is inverted in float32: blocks of 16 tokens row by row, and those by products of parts
-that are bounded. Dots take bfloat16 as it is; float16 goes through tf32, float32 stays float32, as in the mLSTM.
-A decay per key has exponents of at most 0: within 16 tokens it is multiplied out, towards earlier blocks it is split
-where the later one begins. Nothing is transposed but by loading it that way. There are no atomic additions.
+The system (I + A Diag(beta)) is inverted in float32: blocks of 16 tokens row by row, and larger ones by products of
+bounded blocks. As in the mLSTM, dots of bfloat16 use it directly, float16 uses tf32, and float32 stays float32.
+For a decay per key, all exponents are at most 0: pairs within a block of 16 tokens are computed one by one, and pairs
+with earlier blocks factor at the start of the later block. Transposed operands are loaded transposed. There are no
+atomic additions.
 
-The rule dplr has none of this: the torch implementation runs.
+The rule dplr has no Triton kernels; the torch implementation runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, a: Maybe, b: Maybe, bonus: Maybe,
     state: Maybe, resets: Maybe, reverse: bool, scale: float, normalize: bool, chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.run`; the output has v's dtype. chunk_size is for the torch implementation only."""
+    """Run as `reference.run` does, with o in v's dtype. chunk_size is for the torch implementation only."""
     tensors = (q, k, v, decay, beta, a, b, bonus, state)
     single = q.shape[1] == 1 and not (
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -52,7 +53,7 @@ def run(
     if not _has_kernels_of_the_mlstm(decay, beta is not None, bonus is not None, q.shape[3]):
         y, last, *_ = launch.chunks(q, k, v, decay, beta, bonus, state, marks, reverse, scale)
     else:
-        if not scale > 0.0:  # its logarithm is taken
+        if not scale > 0.0:  # the kernels take the logarithm of scale
             q, scale = q * scale, 1.0
         y, last, *_ = launch.per_head(q, k, v, _of_heads(decay), state, marks, reverse, scale)
     return read_out((y.float(), last), True) if normalize else (y, last)
@@ -63,15 +64,15 @@ def _has_kernels_of_the_mlstm(decay: Maybe, delta: bool, bonus: bool, keys: int)
 
 
 def _of_heads(decay: Maybe) -> Maybe:
-    """With one key per head, a decay per key is one per head."""
+    """Return the decay per head, which a decay per key is for a key width of 1."""
     return decay.squeeze(3) if decay is not None and decay.dim() == 4 else decay
 
 
 def _refusal(rule: str = "add", widths: tuple[int, int] = (1, 1), **facts: Any) -> str:
     if rule == "dplr":
-        return "the rule dplr has a torch implementation only"
+        return "the rule dplr has only a torch implementation"
     if rule == "delta" and widths[0] > sizes.WIDEST_KEYS:
-        return f"delta rules take up to {sizes.WIDEST_KEYS} keys a head, not {widths[0]}"
+        return f"delta rules support key widths up to {sizes.WIDEST_KEYS}, not {widths[0]}"
     return ""
 
 

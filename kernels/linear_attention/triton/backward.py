@@ -1,12 +1,12 @@
-"""Backward: gradients of the states, of values, of the weights between tokens, of keys and queries, of decays.
+"""Backward kernels: gradients of states, values, weights between tokens, keys and queries, and decays.
 
-With x the values that keys are written with, e = v - S'^T k and de its gradient, which is that of v:
+Let x be the values that keys are written with, e = v - S'^T k, and de the gradient of e, which is also that of v:
 
     dx = weights^T dy + (keys, decayed) dS        de = solved^T (beta dx)          dweights = dy x^T
     dS' = dS + (queries, decayed)^T dy - of_state^T (beta dx)                      gradient of A: -de x^T
 
-The gradient of log decay at t is what tokens from t on read, less what they wrote, and <S, dS> of the state that leaves
-the chunk, channel by channel.
+Per channel, the gradient of the log decay at t is the sum over tokens from t on of their reads minus their writes, plus
+<S, dS> of the state that leaves the chunk.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ def state_gradients(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """From the last chunk to the first. flows [parts, N, chunks + 1, W]: this program's part of <S, dS> before every
-    chunk and after the last; of a decay per key for each channel, and there parts are those of BV values alone."""
+    """Compute gradients of states, from the last chunk to the first.
+
+    flows [parts, N, chunks + 1, W]: this program's part of <S, dS> before every chunk and after the last. A decay per
+    key has one per channel, with parts over blocks of BV values only.
+    """
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -123,7 +126,7 @@ def value_gradients(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """A program per chunk and BV values."""
+    """Compute gradients of values. A program per chunk and BV values."""
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)
@@ -164,8 +167,11 @@ def weight_gradients(
     S, H, V: tl.constexpr, vb, vs, vh, gb, gs, gh, bb, bs, bh, eb, es, eh, scale,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr, BV: tl.constexpr,
 ):
-    """of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: of A, of a delta rule. With them the
-    gradient of beta, e . (dx - A^T de). A program per chunk."""
+    """Compute gradients of the weights between tokens. A program per chunk.
+
+    of_queries [N, T, L]: gradients of the weights, times the scale; of_keys: gradients of a delta rule's A. The same
+    program computes the gradient of beta, e . (dx - A^T de).
+    """
     at = tl.program_id(0).to(tl.int64)
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
@@ -208,7 +214,7 @@ def weight_gradients(
 @jit
 @no_type_check
 def _later(total, decays, marks, t, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Sums between tokens t and j of a block, from those between t - 1 and j."""
+    """Return the sums between tokens t and j of a block, given those between t - 1 and j."""
     if BONUS:
         passed = own_decay(decays + sign(REVERSE) * (t - 1) * gs, d, t - 1 < left, W)[None, :]
         total += tl.where(j[:, None] < t - 1, passed, 0.0)
@@ -229,9 +235,12 @@ def key_gradients(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """Of queries and keys; reads, writes [parts, N, T, W]: what a token's decayed readings and its writing have of
-    gradients of exponents; without a bonus, which reads before its decay, reads has the difference. A program per
-    block of 16 tokens and BK channels, which are the parts of a decay per head."""
+    """Compute gradients of queries and keys, and each token's contributions to the gradients of exponents.
+
+    reads, writes [parts, N, T, W]: contributions of the token's decayed reads and of its write. They are separate only
+    with a bonus, where a token reads before its own decay; otherwise `reads` holds the difference. A program per block
+    of 16 tokens and BK channels; for a decay per head, each block of channels is one part.
+    """
     BLOCKS: tl.constexpr = L // 16
     COLUMNS: tl.constexpr = (K + BK - 1) // BK
     column = tl.program_id(0) % COLUMNS
@@ -251,9 +260,9 @@ def key_gradients(
     every = (tl.num_programs(0) // COLUMNS).to(tl.int64)
     a = load_rows(q, nk, HK, tile + block, S, qb, qs, qh, d, live, is_d, REVERSE, 16).to(tl.float32)
     b = load_rows(k, nk, HK, tile + block, S, kb, ks, kh, d, live, is_d, REVERSE, 16).to(tl.float32)
-    # what the state gives
+    # Contributions of the state.
     of_q = tl.zeros((16, BK), tl.float32)
-    of_read = tl.zeros((16, BK), tl.float32)  # of k as what reads S' and earlier keys
+    of_read = tl.zeros((16, BK), tl.float32)  # gradient of k through its reads of S' and earlier keys
     of_write = tl.zeros((16, BK), tl.float32)
     for first in range(0, V, BV):
         e = first + tl.arange(0, BV)
@@ -277,7 +286,7 @@ def key_gradients(
         of_read *= weight
         of_write *= weight_down(until + at * L * W, chunk_blocks + AFTER * every * W, block * 16 + j, d, is_d, W)
         whole = chunk_blocks + WHOLE * every * W
-    # what other blocks of the chunk give
+    # Contributions of other blocks of the chunk.
     row = at * L * L + (block * 16 + j)[:, None] * L + j[None, :]
     across = at * L * L + j[None, :] * L + (block * 16 + j)[:, None]
     earlier_q = tl.zeros((16, BK), tl.float32)
@@ -316,7 +325,7 @@ def key_gradients(
     of_q += earlier_q
     of_read += earlier_k
     of_write += later
-    # what tokens of the block give each other; without the token itself, whose parts of reads and writes cancel
+    # Contributions within the block, without the token itself, whose reads and writes cancel.
     decays = g
     if g is not None:
         decays = start(g, n, H, tile + block, S, gb, gs, gh, REVERSE, 16)
@@ -326,7 +335,7 @@ def key_gradients(
     if W > 1:
         queries = start(q, nk, HK, tile + block, S, qb, qs, qh, REVERSE, 16) + d
         keys = start(k, nk, HK, tile + block, S, kb, ks, kh, REVERSE, 16) + d
-        own = at * L * L + (block * 16 + j) * L + block * 16  # of the token's weights, towards the block
+        own = at * L * L + (block * 16 + j) * L + block * 16  # weights of the token, along the block
         total = tl.zeros((16, BK), tl.float32)
         for y in range(16):
             s = 15 - y
@@ -337,7 +346,7 @@ def key_gradients(
             of_q += tl.load(of_queries + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
             if beta is not None:
                 of_read += tl.load(of_keys + own + s, j > s, 0.0).to(tl.float32)[:, None] * c
-        own = at * L * L + block * 16 * L + block * 16 + j  # of tokens of the block, towards this one
+        own = at * L * L + block * 16 * L + block * 16 + j  # weights of the block's tokens for this one
         total = tl.zeros((16, BK), tl.float32)
         for t in range(16):
             if t > 0:
@@ -378,7 +387,7 @@ def key_gradients(
             tl.store(reads + place, tl.sum(read, 1))
             if bonus is not None:
                 tl.store(writes + place, tl.sum(b * of_write, 1))
-    # what a token gives itself, whatever the decay
+    # Contributions of the token to itself, which do not depend on the decay.
     read = tl.load(of_queries + at * L * L + (block * 16 + j) * L + block * 16 + j).to(tl.float32)[:, None]
     if bonus is not None:
         tl.store(dbonus + own_tile * K + d, tl.sum(read * a * b, 0), is_d)
@@ -395,8 +404,11 @@ def decay_gradients(
     resets, reads, writes, flows, dg, S, H, parts, flow_parts,
     FRESH: tl.constexpr, W: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
 ):
-    """A program per chunk and BD channels, from the last token to the first. The decay of a token that begins a
-    sequence has no effect: one after a reset, and without a given state (FRESH) the first."""
+    """Compute gradients of decays, from the last token to the first. A program per chunk and BD channels.
+
+    The decay of a token that begins a sequence has no effect: a token at a reset, and the first one if no state is
+    given (FRESH).
+    """
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks

@@ -1,4 +1,4 @@
-"""Forward: sums of decays, weights between tokens, the system of the delta rule, states before chunks, outputs."""
+"""Forward kernels: sums of decays, weights between tokens, the delta rule's system, states before chunks, outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def sums(
     g, resets, since, until, blocks, through,
     S, H, gb, gs, gh, W: tl.constexpr, BONUS: tl.constexpr, REVERSE: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
 ):
-    """A program per chunk and BD channels. One token after the other: sums are of one sign, and of few terms."""
+    """Compute sums of decays. Tokens are added one by one, so that sums have one sign and few terms.
+
+    A program per chunk and BD channels.
+    """
     chunks = tl.cdiv(S, L)
     n = tl.program_id(0) // chunks
     c = tl.program_id(0) % chunks
@@ -85,7 +88,7 @@ def sums(
 @jit
 @no_type_check
 def _inverse(A):
-    """(I + A)^-1 of a strictly lower triangular A [16, 16], row by row."""
+    """Return (I + A)^-1 of a strictly lower triangular A [16, 16], row by row."""
     row = tl.arange(0, 16)
     found = -A
     for t in range(1, 16):
@@ -103,11 +106,13 @@ def pairs(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr,
 ):
-    """What a block of 16 tokens reads of the chunk, up to itself. Of a delta rule, whose beta is not None, `solved` has
-    the inverse of the block's own part, and left of it A Diag(beta); between_keys, if wanted, A.
+    """Compute the weights with which a block of 16 tokens reads its chunk up to itself. A program per block.
 
-    A decay per key does not factor out of q . k: towards earlier blocks it is split where this block begins, within the
-    block it is multiplied out.
+    For a delta rule, whose beta is not None, `solved` gets the inverse of the block's diagonal part and, left of it,
+    A Diag(beta); between_keys, if given, gets A.
+
+    A decay per key does not factor out of q . k: for earlier blocks it factors at the start of this block, and within
+    the block pairs are computed one by one.
     """
     BLOCKS: tl.constexpr = L // 16
     block = tl.program_id(0) % BLOCKS
@@ -217,7 +222,7 @@ def pairs(
 @jit
 @no_type_check
 def earlier(total, decays, marks, s, left, j, d, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr, W: tl.constexpr):
-    """Sums between tokens j and s of a block, from those between j and s + 1."""
+    """Return the sums between tokens j and s of a block, given those between j and s + 1."""
     exists = s + 1 < left
     passed = own_decay(decays + sign(REVERSE) * (s + 1) * gs, d, exists, W)[None, :]
     if BONUS:
@@ -236,8 +241,10 @@ def _product(a, b):
 @common.kernel()
 @no_type_check
 def invert(solved, L: tl.constexpr):
-    """(I + A Diag(beta))^-1 from the inverses of its blocks of 16: the others by forward substitution, in float32. A
-    program per chunk."""
+    """Complete (I + A Diag(beta))^-1 from the inverses of its diagonal blocks by forward substitution, in float32.
+
+    A program per chunk.
+    """
     j = tl.arange(0, 16)
     solved += tl.program_id(0).to(tl.int64) * L * L + j[:, None] * L + j[None, :]
     DOWN: tl.constexpr = 16 * L
@@ -272,8 +279,10 @@ def solve(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """The inverse of the system times the keys, decayed (of_state), and the values (given, if wanted). A program per
-    chunk."""
+    """Multiply the inverse of the system by the decayed keys (of_state) and, if `given` is not None, by the values.
+
+    A program per chunk.
+    """
     chunks = tl.cdiv(S, L)
     at = tl.program_id(0).to(tl.int64)
     n = tl.program_id(0) // chunks
@@ -311,8 +320,11 @@ def states(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """The states before every chunk and after the last. A delta rule, which needs all of K in a program, turns what
-    `solve` left in errors into v - S'^T k. A program per block of the state, which stays in registers."""
+    """Compute the states before every chunk and after the last.
+
+    For a delta rule, whose programs hold all of K, replace the values from `solve` in errors by v - S'^T k. A program
+    per block of the state, which stays in registers.
+    """
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = (K + BK - 1) // BK * ACROSS
     n = tl.program_id(0) // TILES
@@ -368,7 +380,7 @@ def outputs(
     W: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     L: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """A program per chunk and BV values."""
+    """Compute the outputs. A program per chunk and BV values."""
     ACROSS: tl.constexpr = (V + BV - 1) // BV
     at = (tl.program_id(0) // ACROSS).to(tl.int64)
     chunks = tl.cdiv(S, L)
@@ -405,8 +417,10 @@ def written(
     v, beta, errors, n, H, tile, at, S, vb, vs, vh, bb, bs, bh, d, live, is_d, V: tl.constexpr, REVERSE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """The values that keys are written with, tokens down: v, or of a delta rule beta (v - S'^T k). `at`: the tile among
-    those of all heads."""
+    """Return the values that keys are written with, one token per row: v, or beta (v - S'^T k) for a delta rule.
+
+    at: index of the tile among those of all heads.
+    """
     j = tl.arange(0, BT)
     if beta is None:
         return load_rows(v, n, H, tile, S, vb, vs, vh, d, live, is_d, REVERSE, BT)

@@ -1,4 +1,4 @@
-"""Launches, and the ops of torch: one for a decay per head without a delta rule, which has the mLSTM's kernels, and one
+"""Kernel launches and torch ops: one op for the rule add with a decay per head, which uses the mLSTM's kernels, and one
 for everything else."""
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, tl
 
 Maybe = Tensor | None
-DIVISORS = 5  # the plane DEN of the mLSTM's gates
+DIVISORS = 5  # index of the plane DEN in the mLSTM's gates
 
 
 def _laid_out(lines: tuple[Maybe, ...], whole: tuple[Maybe, ...]) -> list[Any]:
-    """As kernels address them: rows in lines, or all of it."""
+    """Lay tensors out for the kernels: contiguous rows for `lines`, fully contiguous for `whole`."""
     rows = [None if x is None else common.last_contiguous(x) for x in lines]
     return rows + [None if x is None else x.contiguous() for x in whole]
 
 
 def _if(given: Maybe, x: Tensor) -> Maybe:
-    """x, if what it belongs to is given."""
+    """Return x unless `given` is None."""
     return None if given is None else x
 
 
 def _summed(x: Tensor, like: Tensor) -> Tensor:
-    """The gradient of q or k [B, S, H, K], of those for each head of values."""
+    """Sum gradients per head of values to the gradient of q or k [B, S, H, K]."""
     if x.shape[2] != like.shape[2]:
         x = x.unflatten(2, (like.shape[2], -1)).sum(3)
     return x.to(like.dtype)
@@ -43,7 +43,7 @@ def _last(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
-    """An empty tensor for the gradients of q or k, for each head of values: in float32 if they are summed."""
+    """Return an empty tensor for gradients of q or k per head of values, in float32 if they are to be summed."""
     return x.new_empty(*v.shape[:3], x.shape[3], dtype=x.dtype if v.shape[2] == x.shape[2] else torch.float32)
 
 
@@ -55,12 +55,12 @@ def _for_value_heads(x: Tensor, v: Tensor) -> Tensor:
 def per_head(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe, reverse: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y, the last state; for the backward pass gates, segments, and states by chunks."""
+    """Return y and the last state, and for the backward pass gates, segments and states per chunk."""
     (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
     q, k, v, state, resets = _laid_out((q, k, v), (state, resets))
     results = _per_head_fake(q, k, v, decay, state, resets, reverse, scale)
     y, last, planes, segments, C = results
-    planes[DIVISORS].zero_()  # no kernel writes them, and what an op returns is the same every time
+    planes[DIVISORS].zero_()  # no kernel writes this plane, and an op must return the same values every time
     plan = mlstm.Plan(q, k, v, reverse, scale=scale)
     marks = segments if resets is not None else None
     plan.forward(
@@ -83,7 +83,7 @@ def per_head_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, state: Maybe, resets: Maybe,
     y: Tensor, last: Tensor, planes: Tensor, segments: Tensor, C: Tensor, reverse: bool, scale: float,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, decay and the state; of a decay that is absent an empty one."""
+    """Return gradients of q, k, v, decay and the state; an absent decay has an empty one."""
     undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, None, state), resets, reverse)
     if undefined is not None:
         (q, k, v, decay, *_, state), found = separate.cleaned((q, k, v, decay, None, state), resets, reverse)
@@ -133,7 +133,7 @@ per_head_backward.register_autograd(no_second_derivative("linear_attention", "Tr
 
 
 class _Chunks:
-    """The grids, arguments and workspaces that launches share."""
+    """Grids, arguments and workspaces that the launches share."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, resets: Maybe, reverse: bool,
@@ -155,7 +155,7 @@ class _Chunks:
         self.of_sums = {"W": self.W, "REVERSE": reverse, "L": self.L}
         dot = {"DOT": tl.bfloat16 if self.narrow else tl.float32, "PRECISION": "ieee" if exact else "tf32"}
         self.of_dots = {"GROUP": self.H // max(1, heads), "REVERSE": reverse, **dot, "L": self.L}
-        # sums over all keys of float32 are more than registers hold, but on tensor cores, in three parts of tf32
+        # sums over all keys in float32 exceed the registers, except on tensor cores as three tf32 products
         split = exact and not self.narrow and common.arch(q).startswith("sm_")
         self.of_walks = self.of_dots | ({"PRECISION": "tf32x3"} if split else {})
 
@@ -165,14 +165,14 @@ class _Chunks:
         return sizes.tiles(kernel, self.K, self.V, self.per_key, delta, self.narrow, arch)
 
     def tiles(self, size: dict[str, int]) -> tuple[int, int]:
-        """Of keys and of values."""
+        """Return the number of blocks of keys and of values."""
         return ceil_div(self.K, size.get("BK", self.K)), ceil_div(self.V, size.get("BV", self.V))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.given[2].new_empty(shape, dtype=dtype or self.dtype)
 
     def prepare(self, errors: Maybe) -> dict[str, Any]:
-        """Sums of decays, weights between tokens, the system of a delta rule; solved for v into errors, if given."""
+        """Compute decay sums, weights between tokens and a delta rule's system, solved for v into `errors` if given."""
         q, k, v, decay, beta, bonus, resets = self.given
         assert q is not None
         assert k is not None
@@ -210,7 +210,7 @@ class _Chunks:
 
 
 def _strides(*tensors: Maybe) -> list[int]:
-    """Over batch, tokens, heads."""
+    """Return the strides over batch, tokens and heads."""
     return [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
@@ -219,7 +219,7 @@ def chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe, state: Maybe, resets: Maybe,
     reverse: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, the last state; for the backward pass states by chunks, and of a delta rule v - S'^T k."""
+    """Return y and the last state, and for the backward pass states per chunk and a delta rule's v - S'^T k."""
     (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)
     q, k, v, decay, bonus, state, resets = _laid_out((q, k, v, decay), (bonus, state, resets))
     results = _chunks_fake(q, k, v, decay, beta, bonus, state, resets, reverse, scale)
@@ -256,7 +256,7 @@ def chunks_backward(
     dy: Tensor, dlast: Maybe, q: Tensor, k: Tensor, v: Tensor, decay: Maybe, beta: Maybe, bonus: Maybe,
     state: Maybe, resets: Maybe, last: Tensor, C: Tensor, errors: Tensor, reverse: bool, scale: float,
 ) -> list[Tensor]:
-    """Return gradients of q, k, v, decay, beta, bonus and the state; empty ones of what is absent."""
+    """Return gradients of q, k, v, decay, beta, bonus and the state; empty for absent ones."""
     undefined = separate.without_gradient(dy, dlast, (q, k, v, decay, beta, state), resets, reverse)
     if undefined is not None:
         (q, k, v, decay, beta, state), found = separate.cleaned((q, k, v, decay, beta, state), resets, reverse)

@@ -1,19 +1,19 @@
-"""How kernels are launched: tokens of a chunk, channels that a program holds, warps and stages."""
+"""Launch parameters of the kernels: tokens per chunk, channels per program, warps and stages."""
 
 from __future__ import annotations
 
 from seqblocks.kernels import triton_common as common
 
-WIDEST_KEYS = 256  # of a delta rule, whose programs hold all of them
+WIDEST_KEYS = 256  # limit for delta rules, whose programs hold all keys
 
 
 def chunk(narrow: bool, delta: bool, keys: int) -> int:
-    """Not narrow: dots of float32, which take twice the room, as do wide keys."""
+    """Return the tokens per chunk: fewer for wide keys and float32 dots (not narrow), which take twice the memory."""
     return 64 if narrow and not (delta and keys > 128) else 32
 
 
 def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narrow: bool, arch: str) -> dict[str, int]:
-    """BK, BV: columns of keys and of values that a program holds or takes at a time."""
+    """Return a kernel's block sizes, warps and stages; BK, BV: key and value columns per block."""
     BK, BV = (max(16, common.power_of_two(n)) for n in (keys, values))
     most = 64 if narrow else 32
     if kernel in ("sums", "decay_gradients"):
@@ -27,7 +27,7 @@ def tiles(kernel: str, keys: int, values: int, per_key: bool, delta: bool, narro
         return {"BK": min(most, BK), "BV": min(most, BV), "num_warps": 2 if narrow else 4, "num_stages": 2}
     if not (delta and kernel in ("states", "state_gradients")):
         return {"BK": min(BK, most), "BV": min(BV, most), "num_warps": 4, "num_stages": 2}
-    # all keys of a chunk at once: what a program holds of values is little then, and its warps are many
+    # Programs hold all keys of a chunk, so they take narrow blocks of values and more warps.
     large = BK > 128 or (BK > 64 and not narrow)
     BV = min(BV, 16 if large or (BK > 64 and amd) else 32)
     more = large or (BK > 64 and amd) or (kernel == "state_gradients" and ((BK > 64 and per_key) or not narrow))

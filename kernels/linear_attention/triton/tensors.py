@@ -1,19 +1,19 @@
-"""Addresses, and exponents between tokens, of the kernels for delta rules and decays per key.
+"""Addresses and exponents between tokens, for the kernels of delta rules and decays per key.
 
 q, k, v, g (the log decay), beta, dy have strides xb, xs, xh over batch, tokens and heads; y, dv [B, S, HV, V] and
-dq, dk [B, S, HV, K] are contiguous. N = B HV heads, T = chunks x L places in the order of the scan, W = K for a decay
-per key, 1 for one per head:
+dq, dk [B, S, HV, K] are contiguous. N = B HV heads, T = chunks x L token slots in scan order, W = K for a decay per
+key, 1 for a decay per head:
 
     since, until [N, T, W]       sums of g within blocks of 16 tokens: from the first to this one; from the next to the
-                                 last. With a bonus `since` leaves out the token's own, which it is read before
-    blocks [3, N, T / 16, W]     sums over whole blocks: those before in the chunk, those after, the block itself
+                                 last. With a bonus, `since` excludes the token's own decay, since reads come first
+    blocks [3, N, T / 16, W]     sums over whole blocks: earlier ones in the chunk, later ones, the block itself
     through [N, chunks, W]       sums over chunks
-    weights [N, T, L]            what a token (down) reads of those of its chunk (across), scale included
-    solved [N, T, L]             (I + A Diag(beta))^-1, A the same between keys
+    weights [N, T, L]            weights with which tokens (rows) read tokens of their chunk (columns), with the scale
+    solved [N, T, L]             (I + A Diag(beta))^-1, where A holds the corresponding weights between keys
     C, dC [N, chunks, K, V]      states before each chunk; gradients of states after it
 
-A reset is a decay of -inf: everything from before has a weight of 0. No sum has terms of both signs, so no digits are
-lost after a strong decay, and no factor exceeds 1.
+A reset is a decay of -inf, which gives everything before it a weight of 0. No sum has terms of both signs, so that no
+digits are lost after a strong decay and no factor exceeds 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ BEFORE, AFTER, WHOLE = constexpr(0), constexpr(1), constexpr(2)
 @jit
 @no_type_check
 def sign(REVERSE: tl.constexpr):
-    """Of the step from token to token."""
+    """Return the direction of the scan, 1 or -1."""
     return -1 if REVERSE else 1
 
 
 @jit
 @no_type_check
 def weight_down(sums, blocks, t, d, is_d, W: tl.constexpr):
-    """e to the sums of tokens t [down] and channels d [across], from or to the chunk's boundary. W = 1: [down, 1]."""
+    """Return weights from or to the chunk's boundary for tokens t (rows) and channels d (columns). W = 1: [rows, 1]."""
     if W == 1:
         return exp(tl.load(sums + t) + tl.load(blocks + t // 16))[:, None]
     else:
@@ -47,7 +47,7 @@ def weight_down(sums, blocks, t, d, is_d, W: tl.constexpr):
 @jit
 @no_type_check
 def weight_across(sums, blocks, t, d, is_d, W: tl.constexpr):
-    """The same with tokens across."""
+    """Return the same weights with tokens as columns."""
     if W == 1:
         return exp(tl.load(sums + t) + tl.load(blocks + t // 16))[None, :]
     else:
@@ -59,7 +59,7 @@ def weight_across(sums, blocks, t, d, is_d, W: tl.constexpr):
 @jit
 @no_type_check
 def within_block(sums, t, d, is_d, W: tl.constexpr):
-    """Sums of tokens t [down] within their block. W = 1: [down, 1]."""
+    """Return the sums of tokens t (rows) within their block. W = 1: [rows, 1]."""
     if W == 1:
         return tl.load(sums + t)[:, None]
     else:
@@ -69,7 +69,7 @@ def within_block(sums, t, d, is_d, W: tl.constexpr):
 @jit
 @no_type_check
 def between(blocks, first, end, d, is_d, W: tl.constexpr):
-    """Sum over whole blocks from `first` to before `end`: [1, channels], W = 1: [1, 1]."""
+    """Return the sum over whole blocks, first <= block < end: [1, channels], W = 1: [1, 1]."""
     if W == 1:
         total = tl.zeros((1,), tl.float32)
         for block in range(first, end):
@@ -85,14 +85,14 @@ def between(blocks, first, end, d, is_d, W: tl.constexpr):
 @jit
 @no_type_check
 def where(d, D: tl.constexpr, exists):
-    """Which of the channels d exist, of a token that may not."""
+    """Return the mask of valid channels d of a token, all false unless it exists."""
     return d < tl.where(exists, D, 0)
 
 
 @jit
 @no_type_check
 def own_decay(g, d, exists, W: tl.constexpr):
-    """Of the token at g, or 0 where it does not exist: [channels], W = 1: [1]."""
+    """Return the decay of the token at g, or 0 unless it exists: [channels], W = 1: [1]."""
     if g is None:
         return tl.zeros((1,), tl.float32)
     else:
@@ -105,7 +105,7 @@ def own_decay(g, d, exists, W: tl.constexpr):
 @jit
 @no_type_check
 def cut(resets, exists):
-    """-inf at a reset, else 0."""
+    """Return -inf at a reset, else 0."""
     if resets is None:
         return 0.0
     else:
@@ -115,7 +115,7 @@ def cut(resets, exists):
 @jit
 @no_type_check
 def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """Of a decay per head, between tokens t (down) and s (across) of a block of which `left` exist."""
+    """Return exponents of a decay per head between tokens t (rows) and s (columns) of a block with `left` tokens."""
     return exponents_between(
         tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], g, resets, left, gs, BONUS, REVERSE
     )
@@ -124,7 +124,7 @@ def exponents(g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
 @jit
 @no_type_check
 def exponents_between(t, s, g, resets, left, gs, BONUS: tl.constexpr, REVERSE: tl.constexpr):
-    """As `exponents`, for tokens t and s along either axis."""
+    """Return `exponents` for tokens t and s along either axis."""
     total = tl.zeros((16, 16), tl.float32)
     for x in range(1, 16):
         exists = x < left
