@@ -94,7 +94,7 @@ class Shift(_Shifted):
         return window_after(x, self.by, call)
 
     def prepare_step(self, p: Any) -> Any:
-        return lambda window, x: (window.select(1, 0), moved_on(window, x))
+        return lambda window, x: (window.select(1, 0).clone(), moved_on(window, x))
 
     def forward(self, p: Any, call: Any, x: Any) -> Any:
         return shifted(x, self.by, call)

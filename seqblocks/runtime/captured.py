@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from seqblocks.errors import RunError
 from seqblocks.state import States
@@ -58,11 +58,20 @@ def _is_like(x: Tensor | None, recorded: Tensor | None) -> bool:
 
 def overwrite(state: States, by: States) -> None:
     """Copy one state into another in place. Raises RunError if their shapes differ."""
-    old, new = tree_leaves(state), tree_leaves(by)
-    if [x.shape for x in old] != [x.shape for x in new]:
+    old, new = dict(_by_path(state)), dict(_by_path(by))
+    if {path: x.shape for path, x in old.items()} != {path: x.shape for path, x in new.items()}:
         raise RunError("the shapes of the state differ from those with which the stream was captured")
-    for target, source in zip(old, new, strict=True):
-        target.copy_(source)
+    for path, target in old.items():
+        target.copy_(new[path])
+
+
+def _by_path(state: States, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors of a state with their paths: dicts of equal states may differ in order."""
+    for key, item in state.items():
+        if isinstance(item, dict):
+            yield from _by_path(item, (*path, key))
+        else:
+            yield (*path, key), item
 
 
 def cuda_graph(function: Callable[[], None]) -> Callable[[], None]:

@@ -65,6 +65,29 @@ def test_it_equals_an_ordinary_stream_bit_for_bit(model: SequenceModel, recorded
     assert torch.equal(stream.step(TOKENS[:2, 10]), plain.step(TOKENS[:2, 10]))
 
 
+CONTEXT = """
+seqblocks: 1
+model:
+  inputs: {x: {features: 4}, memory: {features: 4}}
+  steps:
+    - shift: {by: 3, as: s}
+    - linear: {from: memory, features: 4, as: k}
+    - cross_attention: {q: s, k: k, v: k, heads: 2}
+    - shift: {by: 3}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # with and without a planned step
+def test_a_captured_stream_writes_to_its_state_by_name(dtype: torch.dtype, recorded: None) -> None:
+    """A call and a planned step order the parts of a state differently. No output is a view of what is overwritten."""
+    model, x = seqblocks.build_text(CONTEXT, seed=0, dtype=dtype).eval(), torch.randn(2, 3, 6, 4, dtype=dtype)
+    stream = model.stream(3, memory=x[1, :, :3])
+    stream.capture()
+    ys = [stream.step(x[0, :, t]) for t in range(6)]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.stack(ys, 1), model(x[0], memory=x[1, :, :3]), rtol=1e-2, atol=1e-2)
+
+
 def test_its_state_is_a_value(model: SequenceModel, recorded: None) -> None:
     stream = model.stream(3)
     stream.capture()
