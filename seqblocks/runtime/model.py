@@ -239,6 +239,8 @@ class SequenceModel(Body):
         self, stepper: Stepper, x: Tensor, state: States | None, resets: Tensor | None
     ) -> tuple[Tensor, States] | None:
         """Return the result of a step, or None where the state is not quite what the stepper was made for."""
+        if self._has_experts:
+            self._routed = None
         if state is None:
             state = new_state(self._declared_state, x.shape[0], x.device, stepper.dtype)
         if resets is not None:

@@ -182,6 +182,11 @@ def test_losses_are_those_of_the_latest_call() -> None:
     model.eval()(x)
     with pytest.raises(seqblocks.RunError):
         model.auxiliary_losses()
+    model.train()(x)
+    with torch.no_grad():
+        model.eval().step(x[:, 0])
+    with pytest.raises(seqblocks.RunError):
+        model.auxiliary_losses()
     with pytest.raises(seqblocks.UsageError, match="balance"):
         model.auxiliary_losses("balanced")
     assert seqblocks.build("mlstm_small").auxiliary_losses() == {}
