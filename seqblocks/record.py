@@ -44,6 +44,8 @@ class Record:
         mine = self.__dict__
         mine.update(zip(self._names, values, strict=False))
         mine.update(named)
+        if len(mine) < len(values) + len(named):
+            raise TypeError(f"{type(self).__name__}: an argument is passed by position and by name")
         for name, make in self._factories.items():
             if name not in mine:
                 mine[name] = make()

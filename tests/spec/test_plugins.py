@@ -17,6 +17,7 @@ import pytest
 
 from seqblocks import graph, op
 from seqblocks.analysis import check
+from seqblocks.types import Wire
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = '''
@@ -169,6 +170,13 @@ def test_a_primitive_is_an_op_and_has_a_name() -> None:
         op.primitive("mine")(object)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="the verb 'z-z' is not a valid name"):
         op.primitive("z-z")(op.Op)
+
+
+def test_wires_made_by_a_primitive() -> None:
+    wire = Wire("sequence", features=8)
+    assert wire._replace(features=4) == Wire("sequence", 4)
+    with pytest.raises(TypeError, match="an argument is passed by position and by name"):
+        Wire("sequence", 8, kind="tokens")  # type: ignore[misc]
 
 
 # --- seqblocks VERB --import MODULE
