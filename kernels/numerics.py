@@ -1,4 +1,4 @@
-"""What implementations share about dtypes and derivatives."""
+"""Helpers of several kernels for dtypes, autocast and derivatives."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from seqblocks.kernels.dispatch.compiled import constant
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off, so that gates, stabilisers and states keep their dtype."""
+    """Return a context that turns autocast off, so that gates, stabilisers and states keep their dtype."""
     if _autocast_available(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype that autocast narrows matrix products to here, or None."""
+    """Return the dtype to which autocast currently casts matrix products, or None."""
     if _autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 
 
-@constant  # older compilers cannot look into it
+@constant  # The compilers of older torch versions cannot trace it.
 def _autocast_available(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
 def computed_in(*inputs: Tensor | None) -> torch.dtype:
-    """Return the dtype that implementations are asked about: the first input's, but float64 if any is."""
+    """Return the dtype by which an implementation is chosen: float64 if any input has it, else the first input's."""
     dtypes = [x.dtype for x in inputs if x is not None]
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
 def nothing(like: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Return `like`, which is empty, as a result of all inputs, so that each has a gradient of zeros."""
+    """Return the empty tensor `like` as a function of all inputs, so that the gradient of each is zeros."""
     return like * sum((x.sum() for x in inputs if x is not None), like.new_zeros(()))
 
 
 def no_second_derivative(op: str, name: str) -> Callable[..., Any]:
-    """Return a backward for the backward of an implementation whose first derivative is written by hand."""
+    """Return a backward that raises RuntimeError, for implementations whose first derivative is written by hand."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(

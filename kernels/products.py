@@ -1,7 +1,8 @@
-"""Products of tokens with a weight matrix on a CPU, by the library call that is the fastest there.
+"""Products of tokens with a weight matrix on a CPU, by the library call that is fastest on that CPU.
 
-`linear` is for sequences, with gradients; `prepare_linear` for the tokens of a step, whose time is that of reading the
-matrix. Both round differently from `torch.nn.functional.linear`, and fall back to it for everything else.
+`linear` is for sequences, with gradients. `prepare_linear` is for the tokens of a step, where reading the matrix takes
+most of the time. Where neither has a faster call, both fall back to `torch.nn.functional.linear`; elsewhere they round
+differently.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from torch import Tensor
 
 from seqblocks.kernels.dispatch.custom_op import is_seen
 
-FEW = 4  # tokens whose product takes the time of reading the matrix
-MOST_COPIED = 1 << 18  # numbers of a matrix that may be copied into a larger one: others take longer than two calls
-CACHE = 1 << 24  # bytes of weights: those of a larger model come from memory for each token, not from a cache
-LARGE = 1 << 16  # numbers of a matrix: smaller ones take the time of the call
-FEW_FOR_BLOCKS = 8  # tokens whose product with a matrix of blocks takes no longer than one product of all blocks
-NARROW = 16  # features: a matrix of blocks that are narrower is multiplied whole, whatever the number of tokens
-BLOCKS = 16  # that several threads can share
-MANY = 1 << 22  # multiply-accumulates: fewer take the time of oneDNN's call
+FEW = 4  # Up to so many tokens, a product takes as long as reading the matrix.
+MOST_COPIED = 1 << 18  # Copying a matrix with more elements into a larger one takes longer than a second call.
+CACHE = 1 << 24  # bytes: the weights of larger models are read from memory for each token, not from a cache.
+LARGE = 1 << 16  # elements: products with smaller matrices are dominated by the overhead of the call.
+FEW_FOR_BLOCKS = 8  # Up to so many tokens, a block-diagonal matrix takes no longer whole than as a product of blocks.
+NARROW = 16  # features: a matrix with narrower blocks is multiplied whole for any number of tokens.
+BLOCKS = 16  # blocks of rows, which several threads can share
+MANY = 1 << 22  # multiply-accumulates: smaller products are dominated by the overhead of oneDNN's call.
 ON_MKL = torch.backends.mkl.is_available()
 
 _weights: ContextVar[int] = ContextVar("weights", default=0)
 
 
 def _prefers_onednn() -> bool:
-    """Whether oneDNN multiplies float32 faster than MKL, which torch calls: MKL uses AVX2 alone on AMD processors."""
+    """Return whether oneDNN multiplies float32 faster than MKL, which torch uses by default.
+
+    On AMD processors, MKL uses only AVX2.
+    """
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
@@ -48,9 +52,9 @@ ON_ONEDNN = _prefers_onednn()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W' + b for x [..., I], weight [O, I], bias [O], as `torch.nn.functional.linear`.
+    """Return x W' + b [..., O] for x [..., I], weight [O, I], bias [O], like `torch.nn.functional.linear`.
 
-    Large products of float32 go to oneDNN where it is faster than MKL: on an AMD EPYC with AVX-512 by 2.1 times.
+    Large float32 products use oneDNN where it is faster than MKL: 2.1 times on an AMD EPYC with AVX-512.
     """
     if not ON_ONEDNN or torch.compiler.is_compiling() or is_seen((x, weight, bias)) or not _is_large(x, weight):
         return F.linear(x, weight, bias)
@@ -73,12 +77,15 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x, copied if it is neither contiguous nor a transposed matrix: oneDNN multiplies others by plain loops."""
+    """Return x, copied if it is neither contiguous nor a transposed matrix.
+
+    For other layouts, oneDNN falls back to slow loops.
+    """
     return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 class _Linear(torch.autograd.Function):
-    """x W' + b, whose gradients are products of the same kind and can be differentiated in turn."""
+    """x W' + b, with gradients computed by `linear`, so that they can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
 @contextlib.contextmanager
 def of_model(weights: int) -> Iterator[None]:
-    """Within this context, products are prepared for a model with so many bytes of weights."""
+    """Prepare the products within this context for a model with this many bytes of weights."""
     token = _weights.set(weights)
     try:
         yield
@@ -112,18 +119,18 @@ def of_model(weights: int) -> Iterator[None]:
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """Return f(x [N, I]) -> x W' + b for weight [O, I], bias [O], without gradients. The weight is not copied.
+    """Return f(x [N, I]) -> x W' + b [N, O] for weight [O, I], bias [O], without gradients. The weight is not copied.
 
-    MKL's matrix-vector product reads a float32 matrix from memory at half of its speed, or less (AMD EPYC, one thread:
-    20 of 40 GB/s for one token, 9 for two). Its batched product of blocks of rows, with x as columns, reads at 38 and
-    27. A matrix in the cache is read faster by the former. More tokens are as fast through `linear`.
+    MKL's matrix-vector product reads a float32 matrix at half the memory bandwidth or less (AMD EPYC, one thread: 20 of
+    40 GB/s for one token, 9 GB/s for two). MKL's batched product of blocks of rows, with x as columns, reads at 38 and
+    27 GB/s. For a matrix in the cache the matrix-vector product is faster. For more tokens, `linear` is as fast.
     """
     if not _comes_from_memory(weight):
         size = weight.numel()
         return lambda x: (linear if x.shape[0] * size >= MANY else F.linear)(x, weight, bias)
     rows, width = weight.shape
     blocks = math.gcd(rows, BLOCKS)
-    rest = rows % BLOCKS if blocks == 1 else 0  # rows that are in no block
+    rest = rows % BLOCKS if blocks == 1 else 0  # rows outside all blocks
     blocks, whole = BLOCKS if rest else blocks, rows - rest
 
     def product(x: Tensor) -> Tensor:
@@ -140,7 +147,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tens
 
 
 class Matrix(NamedTuple):
-    """A linear map: weight [O, I], bias [O]. blocks: how many equal blocks its diagonal has, with zeros around them."""
+    """A linear map: weight [O, I], bias [O]. blocks: the number of equal blocks of a block-diagonal weight."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -148,7 +155,7 @@ class Matrix(NamedTuple):
 
 
 def prepare_joined(matrices: Sequence[Matrix]) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes several linear maps of one input, their outputs side by side."""
+    """Return f(x [N, I]) that computes several linear maps of one input and concatenates their outputs."""
     whole = _prepare_whole(matrices)
     blocks = matrices[0].blocks
     alike = len({matrix.weight.shape for matrix in matrices}) == 1 and all(m.blocks == blocks for m in matrices)
@@ -186,7 +193,7 @@ def _joined_bias(matrices: Sequence[Matrix]) -> Tensor | None:
 
 
 def _comes_from_memory(weight: Tensor) -> bool:
-    """Whether a token reads this matrix from memory, and MKL would multiply it."""
+    """Return whether each token has to read this matrix from memory, and the product would be computed by MKL."""
     if torch.compiler.is_compiling() or not ON_MKL or _weights.get() <= CACHE or weight.numel() < LARGE:
         return False
     return weight.is_cpu and weight.dtype in (torch.float32, torch.float64) and weight.is_contiguous()

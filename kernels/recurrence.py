@@ -1,4 +1,4 @@
-"""A recurrence as defined: one token after the other, as a loop, or as one node of an exported program."""
+"""Recurrences token by token, as a Python loop or as one `scan` node of an exported program."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Cell = Callable[[States, list[Any]], tuple[Tensor, States]]  # (state, inputs of
 def token_by_token(
     cell: Cell, state: States, inputs: tuple[Tensor | None, ...], resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, States]:
-    """Run a cell over inputs [B, S, ...] or None, S >= 1; returns its outputs [B, S, ...] and the last state [B, ...].
+    """Run a cell over a sequence and return its outputs [B, S, ...] and the last state, a tuple of [B, ...].
 
-    resets [B, S]: true where the state is zero before the token. reverse: from the last token to the first.
-    An exported program has one node for the loop, whatever the length; a loop written out would serve one length only.
+    inputs: tensors [B, S, ...] or None, S >= 1. resets [B, S]: true where the state is zero before the token. reverse:
+    run from the last token to the first. An exported program contains one node for the loop, for any length; an
+    unrolled loop would fix the length.
     """
     S = next(x.shape[1] for x in inputs if x is not None)
     if torch.compiler.is_exporting() and not (isinstance(S, int) and S == 1):
@@ -52,7 +53,7 @@ def _as_one_node(
         if resets is not None:
             state = list(_restarted(tuple(state), next(rest)))
         y, new = cell(tuple(state), x)
-        return list(new), y.clone()  # neither an output nor a state may be the same tensor as another
+        return list(new), y.clone()  # `scan` does not allow outputs and states to alias.
 
     last, y = scan(one, [x.clone() for x in state], tokens, reverse=reverse)
     return y.transpose(0, 1), tuple(last)

@@ -1,7 +1,8 @@
-"""What some tokens do to the state of a recurrence, whatever it is: the chunk summaries of an associative scan.
+"""Summaries of the effect that tokens have on the state of a recurrence, as functions of the state.
 
-A sequence whose parts are on several devices needs them: each device summarises its tokens before it knows the state,
-and the state then passes all of them in a few short operations. B batch, S tokens (at least one).
+They are the chunk summaries of an associative scan. Sequence parallelism needs them: each device summarises its tokens
+before it knows the state, which then passes through all devices in a few short operations. B batch, S tokens (at least
+one).
 """
 
 from __future__ import annotations
@@ -14,40 +15,41 @@ from torch.nn.functional import logsigmoid
 
 
 class Piece(NamedTuple):
-    """The tokens that the last state depends on: those from the last reset on, or all.
+    """The tokens on which the last state depends: those since the last reset, or all.
 
-    tokens [B, S], begins [B] bool: whether a sequence begins in them, so that nothing is left of the state before;
-    both None without resets.
+    tokens [B, S] bool: which tokens these are. begins [B] bool: whether any sequence begins among all the tokens, so
+    that the last state does not depend on the initial one. Both are None without resets.
     """
 
     tokens: Tensor | None
     begins: Tensor | None
 
     def only(self, x: Tensor) -> Tensor:
-        """Return x [B, S, ...] with zeros for other tokens, whatever they hold."""
+        """Return x [B, S, ...] with zeros for all other tokens, even where x is not finite."""
         if self.tokens is None:
             return x
         return x.masked_fill(~self.tokens.view(*self.tokens.shape, *[1] * (x.dim() - 2)), 0)
 
     def before(self, state: Tensor) -> Tensor:
-        """Return a state [B, ...] with zeros where a sequence begins."""
+        """Return an initial state [B, ...] with zeros for the rows in which a sequence begins."""
         if self.begins is None:
             return state
         return state.masked_fill(self.begins.view(-1, *[1] * (state.dim() - 1)), 0)
 
 
 def last_piece(resets: Tensor | None) -> Piece:
-    """Return the tokens that the last state depends on. resets [B, S]: true where a token begins a sequence."""
+    """Return the tokens on which the last state depends. resets [B, S]: true where a token begins a sequence."""
     if resets is None:
         return Piece(None, None)
-    later = resets.flip(1).cumsum(1).flip(1) - resets.long()  # how many sequences begin after each token
+    later = resets.flip(1).cumsum(1).flip(1) - resets.long()  # the number of sequences that begin after each token
     return Piece(later == 0, resets.any(1))
 
 
 def decay_after(decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums [B, S, ...] of the log decays of the tokens after each token, and those [B, ...] of all.
+    """Return the sums [B, S, ...] of the log decays over the tokens after each token, and the sums [B, ...] over all.
 
-    In float64: the first tokens follow many.
+    decay [B, S, ...]: log decays. The sums are computed in float64, because those of the first tokens have many terms,
+    and are returned in the dtype of decay.
     """
     exact = decay.double()
     both = exact.flip(1).cumsum(1).flip(1)
@@ -59,7 +61,10 @@ def _computed_in(*tensors: Tensor) -> torch.dtype:
 
 
 class Affine(NamedTuple):
-    """state' = exp(decay) state + added, for a state [B, ...] after the tokens of a piece."""
+    """The map state -> exp(decay) state + added, from the state [B, ...] before some tokens to the one after them.
+
+    decay None: no decay.
+    """
 
     piece: Piece
     decay: Tensor | None
@@ -71,9 +76,9 @@ class Affine(NamedTuple):
 
 
 def of_linear_attention(k: Tensor, v: Tensor, decay: Tensor | None, resets: Tensor | None = None) -> Affine:
-    """Summarise tokens of `linear_attention` by the rule add, for a state [B, HV, K, V].
+    """Summarise tokens of `linear_attention` with the rule "add", for a state [B, HV, K, V].
 
-    k [B, S, H, K], v [B, S, HV, V], decay [B, S, HV] or [B, S, HV, K].
+    k [B, S, H, K], v [B, S, HV, V]; decay [B, S, HV] or [B, S, HV, K], log decays, or None.
     """
     piece = last_piece(resets)
     dtype = _computed_in(k, v, *(() if decay is None else (decay,)))
@@ -87,13 +92,17 @@ def of_linear_attention(k: Tensor, v: Tensor, decay: Tensor | None, resets: Tens
 
 
 class OfMLSTM(NamedTuple):
-    """What tokens do to the state of the mLSTM: the logarithm of the decay [B, H], and what they add, over exp(m)."""
+    """The map from the mLSTM's state (C, n, m) before some tokens to the one after them.
+
+    decay [B, H]: the logarithm of the total decay. C [B, H, DK, DV], n [B, H, DK]: the terms the tokens add, divided by
+    exp(m), m [B, H].
+    """
 
     piece: Piece
     decay: Tensor
     C: Tensor
     n: Tensor
-    m: Tensor | None  # None: the state's stays 0
+    m: Tensor | None  # None with a sigmoid input gate, where the m of the state stays 0
 
     def __call__(self, C: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         C, n, m = (self.piece.before(x) for x in (C, n, m))
@@ -109,7 +118,7 @@ class OfMLSTM(NamedTuple):
 def of_mlstm(
     k: Tensor, v: Tensor, i: Tensor, f: Tensor, resets: Tensor | None = None, input_gate: str = "exp"
 ) -> OfMLSTM:
-    """Summarise tokens of `mlstm`: k [B, S, H, DK], v [B, S, H, DV], gates i, f [B, S, H] before their functions."""
+    """Summarise tokens of `mlstm`: k [B, S, H, DK], v [B, S, H, DV], gate pre-activations i, f [B, S, H]."""
     piece = last_piece(resets)
     dtype = _computed_in(k, v, i, f)
     k, v, i, f = (piece.only(x).to(dtype) for x in (k, v, i, f))

@@ -217,22 +217,22 @@ def _check(
     """ValueError, or whether the weight mixes channels."""
     if x.dim() != 3 or weight.dim() != 3 or weight.shape[-1] < 1:
         raise ValueError(
-            "causal_conv wants x [B, S, D] and weight [D, 1, K] or [D_out, D, K] with K >= 1; "
+            "causal_conv expects x [B, S, D] and weight [D, 1, K] or [D_out, D, K] with K >= 1; "
             f"got x {list(x.shape)}, weight {list(weight.shape)}"
         )
     B, _, D = x.shape
     mixing = not _depthwise(x, weight)
     if mixing and weight.shape[1] != D:
         raise ValueError(
-            f"causal_conv over {D} channels wants weight [{D}, 1, K] or [D_out, {D}, K]; got {list(weight.shape)}"
+            f"causal_conv over {D} channels expects weight [{D}, 1, K] or [D_out, {D}, K]; got {list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"causal_conv wants bias [{weight.shape[0]}]; got {list(bias.shape)}")
+        raise ValueError(f"causal_conv expects bias [{weight.shape[0]}]; got {list(bias.shape)}")
     if activation not in (None, "silu"):
         raise ValueError(f"unknown activation {activation!r}; choose None or 'silu'")
     window = (B, weight.shape[-1] - 1, D)
     if state is not None and state.shape != window:
-        raise ValueError(f"causal_conv wants state [B, K-1, D] = {list(window)}; got {list(state.shape)}")
+        raise ValueError(f"causal_conv expects state [B, K-1, D] = {list(window)}; got {list(state.shape)}")
     check_resets("causal_conv", resets, x.shape[:2])
     return mixing
 

@@ -1,16 +1,17 @@
-"""Choose which implementation of a kernel runs, and say why.
+"""Choose which implementation of a kernel runs, and report why.
 
-An op ("mlstm") has up to three implementations with one signature: "triton", "torch" and "reference". Each says whether
-it can run on given facts (device, dtype, widths, options), and why. The backend is the first of: `backend=` in the
-call, `use_backend` around it, the environment variable SEQBLOCKS_BACKEND, "auto". `auto` runs the first implementation
-that can. One requested by name runs or raises BackendError; nothing is substituted.
+An op ("mlstm") has up to three implementations with one signature: "triton", "torch" and "reference". Each reports
+whether it supports given facts (device, dtype, widths, options), and why. The backend is taken from the first of these
+that is set: `backend=` in the call, an enclosing `use_backend`, the environment variable SEQBLOCKS_BACKEND, "auto".
+"auto" runs the first implementation that supports the call. An implementation requested by name either runs or raises
+BackendError; another is never substituted.
 
 To add an implementation, add a file: `load_implementations("mlstm")` imports `mlstm/triton.py`, `mlstm/torch.py` and
-`mlstm/reference.py` (or folders of these names), which call `register`. They must be importable without a GPU.
+`mlstm/reference.py` (or packages with these names), which call `register`. They must be importable without a GPU.
 
-A backward pass runs what its forward pass has chosen. Activation checkpointing runs the forward pass again, on a GPU in
-another thread, where `use_backend` does not hold: pass `same_backend` to `torch.utils.checkpoint` as `context_fn`.
-Compiled code follows `use_backend` around its call; the environment variable is read when it is compiled.
+A backward pass uses the implementation that its forward pass chose. Activation checkpointing repeats the forward pass,
+on a GPU in another thread, where `use_backend` has no effect: pass `same_backend` to `torch.utils.checkpoint` as
+`context_fn`. Compiled code follows a `use_backend` around its call; the environment variable is read at compile time.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ __all__ = [
 BACKENDS = ("auto", *IMPLEMENTATIONS)
 VARIABLE = "SEQBLOCKS_BACKEND"
 
-# The table of os.environ: `os.environ.get` takes longer than a small product where a variable is absent.
+# The dictionary inside os.environ. If a variable is absent, `os.environ.get` takes longer than a small matrix product.
 _environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 _key = os.environ.encodekey(VARIABLE)
 
-_local = threading.local()  # .backend: that of the innermost `use_backend`. Compilers watch it for each thread
+_local = threading.local()  # .backend: set by the innermost `use_backend`. Compilers guard on it in each thread.
 _fallbacks: dict[str, dict[str, str]] = {}
 
 
@@ -49,10 +50,11 @@ def choose(
     op: str, backend: str | None = None, inputs: Mapping[str, Tensor | None] | None = None,
     sizes: Mapping[str, int] | None = None, **facts: Any,
 ) -> Callable[..., Any]:
-    """Return the function to run for a call with these inputs (by name, in the order of the op's arguments).
+    """Return the function to run for a call.
 
-    sizes: "batch", "length", "rows", as far as launches depend on them. facts: what `can`, `tiles` and `example` take;
-    device and index are those of the inputs.
+    inputs: the op's tensors by name, in the order of its arguments. sizes: "batch", "length", "rows", as far as
+    launches depend on them. facts: the keyword arguments of `can`, `tiles` and `example`; device and index are taken
+    from the inputs.
 
     Raises RunError if the inputs are on several devices, BackendError if the requested implementation cannot run.
     """
@@ -77,7 +79,10 @@ def choose(
 
 
 def _common_device(op: str, inputs: Mapping[str, Tensor | None]) -> torch.device:
-    """The device of all inputs: kernels are launched there, and would read another's memory as if it were there."""
+    """Return the device that all inputs share.
+
+    Kernels are launched on one device and would misinterpret pointers into the memory of another.
+    """
     first, *others = [x.device for x in inputs.values() if x is not None]
     for device in others:
         if device != first:
@@ -95,21 +100,24 @@ def _objection(
     op: str, name: str, facts: dict[str, Any], dtypes: dict[str, torch.dtype | None] | None,
     sizes: Mapping[str, int] | None,
 ) -> str:
-    """Return why an implementation is not run on these facts, or "". dtypes: where kernels are checked before use."""
+    """Return why an implementation cannot run on these facts, or "".
+
+    dtypes: of each input, on devices where kernels are checked before use, else None.
+    """
     can, reason = _can(op, name, facts)
     if not can:
         return reason
     found = implementation(op, name)
     if found.by_hand and transformed():
-        return "its derivative is for reverse mode alone, not for forward mode or transforms of torch.func"
+        return "its derivative supports reverse mode only, not forward mode or torch.func transforms"
     if found.example is None or dtypes is None:
         return ""
-    # while code is compiled, sizes may be symbols
+    # Sizes may be symbolic during compilation.
     return _failed_check(op, facts, dtypes, None if torch.compiler.is_compiling() else dict(sizes or {}))
 
 
 def _can(op: str, name: str, facts: dict[str, Any]) -> tuple[bool, str]:
-    """Whether an implementation can run on these facts, and the reason."""
+    """Return whether an implementation can run on these facts, and the reason."""
     found = registry.OPS.get(op, {}).get(name)
     return found.can(**facts) if found else (False, f"{op} has no {name} implementation")
 
@@ -129,12 +137,15 @@ def _remember(op: str, reasons: dict[str, str]) -> bool:
 
 
 # ------------------------------------------------------------------------------
-# What is requested
+# The requested backend
 
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within this context, kernels called without `backend=` use this one. Nests. Other threads are not affected."""
+    """Use this backend for kernels called without `backend=` within the context.
+
+    Contexts nest. Other threads are not affected. Raises BackendError for an unknown name.
+    """
     before = getattr(_local, "backend", None)
     _local.backend = _check_name(backend, "use_backend")
     try:
@@ -146,13 +157,13 @@ def use_backend(backend: str) -> Iterator[None]:
 def same_backend() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Return contexts that make a recomputed forward pass use the backend of the original one.
 
-    The `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    Pass this function to `torch.utils.checkpoint.checkpoint` as `context_fn`.
     """
     return contextlib.nullcontext(), use_backend(requested())
 
 
 def requested(backend: str | None = None) -> str:
-    """Return the requested backend: the argument, else `use_backend`, else the environment, else "auto".
+    """Return the requested backend: the argument, else `use_backend`, else the environment variable, else "auto".
 
     Raises BackendError for a name that is not in BACKENDS.
     """
@@ -174,9 +185,10 @@ def _check_name(backend: str, where: str) -> str:
 
 
 def saves_launches(x: Tensor) -> bool:
-    """Whether a step that torch computes in several operations had better be fewer launches: x is on a device.
+    """Return whether to replace several torch operations by fewer kernel launches.
 
-    Also where Triton is requested by name, for tests. A compiler fuses operations by itself.
+    True if x is on a GPU, or if Triton is requested by name (for tests). False during compilation, because a compiler
+    fuses operations itself.
     """
     if torch.compiler.is_compiling():
         return False
@@ -185,7 +197,7 @@ def saves_launches(x: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------
-# What would run, and what did not
+# Reports
 
 
 class Verdict(NamedTuple):
@@ -197,10 +209,16 @@ class Verdict(NamedTuple):
 
 
 def why(op: str, **facts: Any) -> list[Verdict]:
-    """Return for each implementation, in the order of `auto`, whether it can run on these facts. Checks nothing."""
+    """Return for each implementation, in the order of "auto", whether it can run on these facts.
+
+    Runs no self-check of kernels.
+    """
     return [Verdict(name, *_can(op, name, facts)) for name in IMPLEMENTATIONS]
 
 
 def fallbacks() -> dict[str, dict[str, str]]:
-    """Return by op, for the last call with backend "auto", the faster implementations that did not run, and why."""
+    """Return the reasons why faster implementations did not run, by op and implementation.
+
+    They refer to the last call of each op with backend "auto".
+    """
     return {op: dict(reasons) for op, reasons in _fallbacks.items()}

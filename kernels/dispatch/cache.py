@@ -1,7 +1,7 @@
-"""Findings that later processes can use again: one small file for each, in the user's cache folder.
+"""Store results for later processes, one small file for each, in the user's cache folder.
 
-A record holds its whole key. What cannot be read, is cut off or is of another key counts as absent, so that processes
-may write at the same time.
+A record contains its whole key. A record that is unreadable, truncated or has another key counts as absent, so several
+processes may write at the same time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 def folder() -> Path:
     """Return $SEQBLOCKS_CACHE, else `seqblocks` in the user's cache folder."""
     own = os.environ.get("SEQBLOCKS_CACHE")
-    # without a home directory expanduser leaves "~" as it is: the folder is then below the working directory
+    # Without a home directory, expanduser leaves "~" unchanged: the folder is then below the working directory.
     return Path(os.path.expanduser(own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "seqblocks")))
 
 
 def path(key: str) -> Path:
-    """Return the file of a record."""
+    """Return the path of the record for a key."""
     return folder() / "checks" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
@@ -35,7 +35,7 @@ def read(key: str) -> str | None:
 
 
 def write(key: str, text: str) -> None:
-    """Store a text. A folder that cannot be written gives a warning, not an error."""
+    """Store a text under a key. Warns if the file cannot be written."""
     file = path(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

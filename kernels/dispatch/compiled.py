@@ -1,4 +1,4 @@
-"""What a compiler that traces these kernels must know, and what they must know of it."""
+"""Marks for compilers that trace the kernels, and queries of what is tracing them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Mark a function as one that compilers run instead of tracing it.
+    """Mark a function so that compilers call it instead of tracing it.
 
-    This is `torch.compiler.assume_constant_result` without its import of the compiler, which takes as long as torch's;
-    a test compares the mark with torch's own.
+    Equivalent to `torch.compiler.assume_constant_result`, which imports the compiler and thereby doubles the time of
+    `import torch`. A test compares this mark with torch's.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def unknown(size: int | torch.SymInt) -> bool:
-    """Return whether a program is being exported that serves any size, so that nothing may depend on this one.
+    """Return whether a size must not be used because the program being exported has to work for any size.
 
-    (`torch.compile` may use a size, and compiles again where it differs. An export with strict=True does not report
-    which sizes it knows, so none count as known.)
+    `torch.compile` may use a size, because it recompiles for another one. An export with strict=True does not report
+    which sizes are static, so all sizes count as unknown there.
     """
     if not torch.compiler.is_compiling():
         return False
@@ -35,12 +35,12 @@ def unknown(size: int | torch.SymInt) -> bool:
 
 @constant
 def transformed() -> bool:
-    """Return whether forward-mode derivatives are taken, or a transform of torch.func is active."""
+    """Return whether forward-mode differentiation or a torch.func transform is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def watched() -> bool:
-    """Return whether a compiler, tracer, dispatch mode or transform sees each operation."""
+    """Return whether a compiler, tracer, dispatch mode or transform intercepts operations."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -1,7 +1,7 @@
-"""Ops of `torch.library` that run as plain functions where nothing would see them.
+"""Ops of `torch.library` that run as plain functions where nothing intercepts them.
 
-An op is one node for compilers, exporters and modes. It costs 60 us a call, 130 more with gradients: as much as the
-arithmetic of a short sequence, and longer than most kernels run.
+An op is one node for compilers, exporters and modes. It costs 60 us a call and 130 us more with gradients: as much as
+the arithmetic of a short sequence, and longer than most kernels run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from seqblocks.kernels.dispatch.compiled import watched
 
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOp]:
-    """Decorate a function of tensors that changes none of its arguments and returns no view of them."""
+    """Return a decorator that makes a CustomOp of a function.
+
+    The function must neither change its arguments nor return views of them.
+    """
     return lambda function: CustomOp(name, function)
 
 
 class CustomOp:
-    """An op where something sees it, else its function, with gradients through one `autograd.Function`."""
+    """An op of `torch.library` where calls are intercepted, else a plain function with one `autograd.Function`."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.traced = torch.library.custom_op(name, mutates_args=())(function)
@@ -29,7 +32,7 @@ class CustomOp:
         self._apply: Callable[..., Any] = self.traced
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate the function that returns empty tensors of the op's shapes."""
+        """Register, as a decorator, the function that returns empty tensors with the shapes of the op's outputs."""
         self.traced.register_fake(fake)
         return fake
 
@@ -37,16 +40,18 @@ class CustomOp:
         self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None,
         forward: Callable[..., Any] | None = None,
     ) -> None:
-        """Set the derivative. Without setup_context it is that of the op alone: it refuses.
+        """Set the derivative.
 
-        forward(ctx, *args): computes and saves where nothing sees the op; by default the function and setup_context.
+        Without setup_context, only the op of `torch.library` has it: for derivatives that raise an error.
+        forward(ctx, *args): computes the outputs and saves tensors where nothing intercepts the op; defaults to the
+        function followed by setup_context.
         """
         self.traced.register_autograd(backward, setup_context=setup_context)
         if setup_context is None:
             return
         function, save = self._function, setup_context
 
-        def plain(ctx: Any, *args: Any) -> Any:  # a Function with a setup_context of its own takes longer
+        def plain(ctx: Any, *args: Any) -> Any:  # A Function that defines setup_context is slower.
             output = function(*args)
             save(ctx, args, output)
             return output
@@ -64,7 +69,7 @@ class CustomOp:
 
 
 def is_seen(args: tuple[Any, ...]) -> bool:
-    """Whether anything watches ops, or an argument has no numbers or is a subclass."""
+    """Return whether anything intercepts ops, or an argument is a meta tensor or an instance of a Tensor subclass."""
     return (
         watched()
         or torch._C._is_torch_function_mode_enabled()

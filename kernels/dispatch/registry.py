@@ -1,4 +1,4 @@
-"""The implementations of each op, registered by the files that hold them."""
+"""The implementations of each op, registered by the files that define them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Example = Callable[..., tuple[Callable[..., Any], dict[str, Tensor], dict[str, A
 
 
 def no_tiles(arch: str, **facts: Any) -> dict[str, dict[str, int]]:
-    """The tiles of an implementation that leaves launching to torch."""
+    """Return the tiles of an implementation without kernels of its own: none."""
     return {}
 
 
 class Implementation(NamedTuple):
     """One implementation of an op.
 
-    run: has the op's signature.
+    run: the function, with the signature that all implementations of the op share.
     can(**facts): returns whether it can run, and the reason.
-    tiles(arch, **facts): how its own kernels are launched on an architecture ("sm_90"), by pass:
+    tiles(arch, **facts): returns how its kernels are launched on an architecture ("sm_90"), by pass:
         {"forward": {"num_warps": 4, ...}, ...}.
-    example(**facts): what is checked before its first use (self_check.py): the op's function, small tensors, options.
-    by_hand: its derivative is written by hand, for autograd's reverse mode only.
+    example(**facts): returns the call that is checked before its first use (self_check.py): the op's function, small
+        tensors, options.
+    by_hand: whether its derivative is written by hand, for autograd's reverse mode only.
     """
 
     run: Callable[..., Any]
@@ -53,7 +54,7 @@ def register(
 
 
 def load_implementations(op: str) -> None:
-    """Import `<op>/<name>.py` of the kernels, for each implementation that has such a file or folder."""
+    """Import `seqblocks.kernels.<op>.<name>` for each implementation name that exists as a module or package."""
     for name in IMPLEMENTATIONS:
         module = f"seqblocks.kernels.{op}.{name}"
         if find_spec(module) is not None:
@@ -66,5 +67,5 @@ def implementation(op: str, name: str) -> Implementation:
 
 
 def always(reason: str) -> Can:
-    """Return a `can` for implementations that run wherever torch does."""
+    """Return a `can` for implementations that run wherever torch does, with this reason."""
     return lambda **facts: (True, reason)

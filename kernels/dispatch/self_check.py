@@ -1,13 +1,13 @@
-"""Check a Triton implementation on this device before its first use there.
+"""Check a Triton implementation on a device before its first use there.
 
-Compilers have made wrong kernels on new devices without an error (docs/decisions/0014). So before the first call that
-launches kernels in a new way (tiles, warps, dtypes, options), a small example launches the same kernels in the same
-way, with gradients, and is compared with the recurrence in float64.
+Compilers have silently generated wrong kernels for new devices (docs/decisions/0014). Before the first call that
+launches kernels in a new way (tiles, warps, dtypes, options), a small example therefore launches the same kernels in
+the same way, with gradients, and its results are compared with the recurrence in float64.
 
-The example runs in a process of its own. An illegal access or a hang there cannot harm the caller's CUDA context, and
-the caller may be within a backward pass, a CUDA graph or a compiler. The result is kept in the cache folder for this
-device, Triton and source; what may change until the next run (no memory left, no compiler) is kept by this process
-only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
+The example runs in a subprocess, so that an illegal access or a hang does not harm the caller's CUDA context; the
+caller may also be within a backward pass, a CUDA graph or a compiler. The result is stored in the cache folder for this
+device, Triton version and source. Results that may differ in the next run (out of memory, no compiler) are stored in
+this process only. SEQBLOCKS_SELF_CHECK=0 turns the check off.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from seqblocks.kernels.dispatch import cache as records
 from seqblocks.kernels.dispatch.registry import implementation
 
 VARIABLE = "SEQBLOCKS_SELF_CHECK"
-DEVICE = "cuda"  # the interpreter, on the CPU, has no compiler to check
-SECONDS = 300  # for one check: it compiles its kernels, which takes seconds, and runs them, which does not
-MOST = 10_000  # calls of different sizes that are remembered at a time
-# Relative to the largest value of a result: far above rounding, far below what a wrong sum gives.
+DEVICE = "cuda"  # Triton's interpreter, on the CPU, has no compiler to check.
+SECONDS = 300  # time limit of one check, most of which is compiling the kernels
+MOST = 10_000  # calls of different sizes whose results this process stores
+# Relative to the largest value of a result: far above rounding errors, far below the error of a wrong sum.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-# Sizes for which launches are checked where those of the call are unknown, as in compiled code: the example's own,
+# Sizes for which launches are checked if those of the call are unknown, as in compiled code: the sizes of the example,
 # one long sequence, many sequences.
 TYPICAL_SIZES: tuple[dict[str, int], ...] = (
     {}, {"batch": 1, "length": 1 << 20, "rows": 1 << 20}, {"batch": 1 << 14, "length": 1 << 12, "rows": 1 << 26}
@@ -47,40 +47,40 @@ TYPICAL_SIZES: tuple[dict[str, int], ...] = (
 
 
 class Call(NamedTuple):
-    """What the launches of a call depend on.
+    """Everything on which the launches of a call depend.
 
-    facts: those of the op; dtypes: of each input, None if it is absent; sizes: None if they are unknown.
+    facts: as for `choose`; dtypes: of each input, None if it is absent; sizes: None if they are unknown.
     """
 
     op: str
     facts: dict[str, Any]
-    dtypes: dict[str, torch.dtype | None] = {}  # noqa: RUF012  # never changed
+    dtypes: dict[str, torch.dtype | None] = {}  # noqa: RUF012  # never mutated
     sizes: dict[str, int] | None = {}  # noqa: RUF012
 
     def all_sizes(self) -> tuple[dict[str, int], ...]:
         return TYPICAL_SIZES if self.sizes is None else (self.sizes,)
 
 
-Finding = tuple[str, bool]  # what is wrong, "" for nothing; and whether another run would find the same
+Finding = tuple[str, bool]  # the fault, or ""; and whether another run would give the same result
 
 _faults: dict[Any, str] = {}  # by call: why the implementation must not be used, or ""
-_faults_of_launches: dict[str, str] = {}  # by the key of a record
+_faults_of_launches: dict[str, str] = {}  # the same by cache key (`key_of`)
 _lock = threading.Lock()
 
 
 # ------------------------------------------------------------------------------
-# In the process of the caller
+# In the calling process
 
 
 def fault_of(call: Call) -> str:
-    """Return why Triton must not be used for this call, or "". Makes the check if there is no record of it."""
+    """Return why Triton must not be used for this call, or "". Runs the check if no result is stored."""
     if os.environ.get(VARIABLE) == "0":
         return ""
     op, facts, dtypes, sizes = call
     known = (op, *facts.values(), *dtypes.values(), sizes is None, *(sizes or {}).values())
     if known not in _faults:
         if type(torch.empty(0)) is not Tensor:
-            return ""  # a program is exported, which runs later, on whatever device
+            return ""  # An exported program runs later, possibly on another device.
         if len(_faults) > MOST:
             _faults.clear()
         _faults[known] = _find_out(call)
@@ -88,14 +88,14 @@ def fault_of(call: Call) -> str:
 
 
 def forget() -> None:
-    """Forget what this process knows; the cache folder stays as it is."""
+    """Clear the results stored in this process. The cache folder is not changed."""
     _faults.clear()
     _faults_of_launches.clear()
 
 
 def _find_out(call: Call) -> str:
     key = key_of(call, *device_and_source(call.facts["index"]))
-    with _lock:  # another thread may have the answer by then
+    with _lock:  # Another thread may have stored the result in the meantime.
         if key not in _faults_of_launches:
             fault = records.read(key)
             if fault is None:
@@ -109,7 +109,7 @@ def _find_out(call: Call) -> str:
 
 
 def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
-    """Return what a check holds for, as JSON: calls with the same key launch the same kernels in the same way."""
+    """Return the cache key of a check, as JSON: calls with the same key launch the same kernels in the same way."""
     tiles = implementation(call.op, "triton").tiles
     key = {
         "op": call.op, "device": device, "triton": triton, "source": source,
@@ -122,7 +122,7 @@ def key_of(call: Call, device: str, arch: str, triton: str, source: str) -> str:
 
 @cache
 def device_and_source(index: int) -> tuple[str, str, str, str]:
-    """Return device, architecture, version of Triton, and a digest of the files of all kernels."""
+    """Return device name, architecture, Triton version, and a digest of the source files of all kernels."""
     import triton
 
     from seqblocks.kernels import triton_common
@@ -133,8 +133,8 @@ def device_and_source(index: int) -> tuple[str, str, str, str]:
 
 
 def run_in_subprocess(call: Call) -> Finding:
-    """Make the check in a process of its own."""
-    module = implementation(call.op, "triton").run.__module__  # which registers the op
+    """Run the check in a subprocess."""
+    module = implementation(call.op, "triton").run.__module__  # Importing this module registers the op.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
         done = subprocess.run(
@@ -142,7 +142,7 @@ def run_in_subprocess(call: Call) -> Finding:
             capture_output=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": path, VARIABLE: "0"}, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"its check did not end within {SECONDS} s", True
+        return f"its check did not finish within {SECONDS} s", True
     except Exception as error:
         return f"its check cannot be started ({_summary(error)})", False
     if done.returncode == 0:
@@ -150,37 +150,37 @@ def run_in_subprocess(call: Call) -> Finding:
         return fault, lasting
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     status = ": ".join([f"exit status {done.returncode}", *last])[:200]
-    if not done.stdout:  # it did not come to the example
+    if not done.stdout:  # The subprocess ended before it reached the example.
         return f"its check cannot be started ({status})", False
-    # SIGINT, SIGKILL and SIGTERM come from outside: from the user, or from a system without memory
-    return f"its check crashes ({status})", done.returncode not in (-2, -9, -15)
+    # SIGINT, SIGKILL and SIGTERM come from outside: from the user, or from the system when it is out of memory.
+    return f"its check crashed ({status})", done.returncode not in (-2, -9, -15)
 
 
 # ------------------------------------------------------------------------------
-# In the process of the check
+# In the subprocess
 
 
 def main() -> None:
-    """Make the check that standard input describes, and print its finding."""
+    """Run the check described on standard input, and print its finding as JSON."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no finding
+    os.dup2(2, 1)  # Output that libraries print must not mix with the finding.
     module, call = pickle.loads(sys.stdin.buffer.read())
     importlib.import_module(module)
-    if call.facts["device"] == "cuda":  # tests have others
+    if call.facts["device"] == "cuda":  # Tests use other devices.
         torch.cuda.set_device(call.facts["index"])
-    print(file=output, flush=True)  # a crash from here on is a fault of the kernels
+    print(file=output, flush=True)  # From here on, a crash is a fault of the kernels.
     json.dump(check(call), output)
     output.flush()
 
 
 def check(call: Call) -> Finding:
-    """Compare the Triton implementation with the definition, on the example of the op."""
+    """Compare the Triton implementation with the reference in float64, on the example of the op."""
     function, tensors, options = example_for(call)
     tolerance = max(TOLERANCES.get(x.dtype, 0.0) for x in tensors.values())
     try:
         expected = _results(function, {name: x.double() for name, x in tensors.items()}, options, "reference")
     except Exception as error:
-        return f"its definition cannot be computed here ({_summary(error)})", False
+        return f"its reference cannot be computed here ({_summary(error)})", False
     try:
         differences = (_difference(found, expected, tolerance) for found in results(call, function, tensors, options))
         return next(filter(None, differences), ""), True
@@ -190,7 +190,7 @@ def check(call: Call) -> Finding:
 
 
 def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Any]]:
-    """Return the example with the dtypes of the call, on its device, without the inputs that the call leaves out."""
+    """Return the example with the dtypes and device of the call, without the inputs that are absent in the call."""
     example: Any = implementation(call.op, "triton").example
     function, tensors, options = example(**call.facts)
     general, device = call.facts.get("dtype", torch.float32), call.facts["device"]
@@ -202,7 +202,7 @@ def example_for(call: Call) -> tuple[Callable[..., Any], dict[str, Tensor], dict
 def results(
     call: Call, function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield results of the Triton implementation, with and without gradients, for each size the call may have."""
+    """Yield the results of the Triton implementation for each size the call may have, with and without gradients."""
     for sizes in call.all_sizes():
         for grad in (True, False):
             with launched_for(**sizes), torch.set_grad_enabled(grad):
@@ -213,7 +213,7 @@ def results(
 def _results(
     function: Callable[..., Any], tensors: dict[str, Tensor], options: dict[str, Any], backend: str
 ) -> dict[str, Tensor]:
-    """Outputs by name, and gradients where they are enabled."""
+    """Return outputs by name, and gradients if they are enabled."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     out = function(**leaves, **options, backend=backend)
     out = [out] if isinstance(out, Tensor) else [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
@@ -234,7 +234,7 @@ def _difference(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 
 def _device_is_lost() -> bool:
-    """Whether the device is of no use to this process any more, as after an illegal access."""
+    """Return whether this process can no longer use the device, as after an illegal access."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -248,22 +248,25 @@ def _summary(error: Exception) -> str:
 
 
 # ------------------------------------------------------------------------------
-# For the files of kernels, and their examples
+# Helpers for kernels and their examples
 
 _sizes: dict[str, int] = {}
 
 
 def launch_size(name: str, size: int) -> int:
-    """Return the size ("batch", "length", …) that launches are chosen for.
+    """Return the size ("batch", "length", …) for which launches are chosen.
 
-    It is the call's own, except in a check, whose small example is launched like the call that it represents.
+    This is the size passed in, except in a check, whose small example is launched like the call that it represents.
     """
     return _sizes.get(name, size)
 
 
 @contextlib.contextmanager
 def launched_for(**sizes: int) -> Iterator[None]:
-    """Choose launches as for a call of these sizes. For all threads: backward passes have their own."""
+    """Choose launches as for a call of these sizes.
+
+    Applies to all threads, because backward passes run in threads of their own.
+    """
     global _sizes
     before, _sizes = _sizes, sizes
     try:
@@ -273,10 +276,13 @@ def launched_for(**sizes: int) -> Iterator[None]:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return the same normal numbers at each call, whatever the caller's generator, device and dtype."""
+    """Return normal random numbers, float32 on the CPU.
+
+    They depend on shape and seed only, not on the caller's generator, default device or default dtype.
+    """
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu", dtype=torch.float32)
 
 
 def few_of(width: int, tile: int) -> int:
-    """Return a small width with the remainder of this one, for kernels that take `tile` channels at a time."""
+    """Return a small width with the same remainder, for kernels that process `tile` channels at a time."""
     return width if width <= 3 * tile else 2 * tile + (width - 1) % tile + 1

@@ -39,15 +39,15 @@ def head_norm(
     Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
     """
     if x.dim() < 1 or heads < 1 or x.shape[-1] % heads:
-        raise ValueError(f"head_norm wants x [..., H * D] with H = {heads}; got {list(x.shape)}")
+        raise ValueError(f"head_norm expects x [..., H * D] with H = {heads}; got {list(x.shape)}")
     for name, p in (("weight", weight), ("bias", bias), ("skip_weight", skip_weight)):
         if p is not None and p.shape != x.shape[-1:]:
-            raise ValueError(f"head_norm wants {name} [{x.shape[-1]}]; got {list(p.shape)}")
+            raise ValueError(f"head_norm expects {name} [{x.shape[-1]}]; got {list(p.shape)}")
     for name, t in (("skip", skip), ("gate", gate)):
         if t is not None and t.shape != x.shape:
-            raise ValueError(f"head_norm wants {name} as x, {list(x.shape)}; got {list(t.shape)}")
+            raise ValueError(f"head_norm expects {name} with the shape of x, {list(x.shape)}; got {list(t.shape)}")
     if (skip is None) != (skip_weight is None):
-        raise ValueError("head_norm wants skip and skip_weight together")
+        raise ValueError("head_norm expects skip and skip_weight together")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
     dtype = numerics.computed_in(x, weight, bias, skip, skip_weight, gate)

@@ -23,12 +23,12 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
     """
     if weight.dim() != 3 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[2]:
         raise ValueError(
-            "headwise_linear wants x [..., G * I] and weight [G, O, I]; "
+            "headwise_linear expects x [..., G * I] and weight [G, O, I]; "
             f"got x {list(x.shape)}, weight {list(weight.shape)}"
         )
     G, O, _ = weight.shape
     if bias is not None and bias.shape != (G * O,):
-        raise ValueError(f"headwise_linear wants bias [G * O] = [{G * O}]; got {list(bias.shape)}")
+        raise ValueError(f"headwise_linear expects bias [G * O] = [{G * O}]; got {list(bias.shape)}")
     dtype = numerics.computed_in(x, weight)
     narrow = None if dtype == torch.float64 else numerics.autocast_dtype(x.device.type)
     if narrow is not None and x.is_cuda:  # as autocast would; so `choose` sees what is launched

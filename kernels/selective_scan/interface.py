@@ -72,7 +72,7 @@ def _check(
 ) -> None:
     if u.dim() != 3 or dt.shape != u.shape or A.dim() != 2 or A.shape[0] != u.shape[2]:
         raise ValueError(
-            "selective_scan wants u, dt [B, S, E] and A [E, N]; "
+            "selective_scan expects u, dt [B, S, E] and A [E, N]; "
             f"got u {list(u.shape)}, dt {list(dt.shape)}, A {list(A.shape)}"
         )
     batch, S, E = u.shape
@@ -82,12 +82,12 @@ def _check(
         # dimensions first: an exporter turns each comparison of sizes into a guard
         if not (grouped or (x.dim() == 2 and x.shape == (E, N)) or (x.dim() == 3 and x.shape == (batch, S, N))):
             raise ValueError(
-                f"selective_scan wants {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
+                f"selective_scan expects {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "
                 f"got {list(x.shape)}"
             )
     if any(x.dim() == 4 and groups_of(B, C) % x.shape[2] for x in (B, C)):
-        raise ValueError(f"selective_scan wants groups of B and C of which one divides the other; "
+        raise ValueError(f"selective_scan expects the number of groups of B or C to divide the other; "
                          f"got {B.shape[2]} and {C.shape[2]}")
     if state is not None and state.shape != (batch, E, N):
-        raise ValueError(f"selective_scan wants a state [{batch}, {E}, {N}]; got {list(state.shape)}")
+        raise ValueError(f"selective_scan expects a state [{batch}, {E}, {N}]; got {list(state.shape)}")
     check_resets("selective_scan", resets, u.shape[:2])

@@ -160,11 +160,11 @@ def check(how: str) -> tuple[str, bool]:
     [
         ("right", "", True),
         ("wrong", "its output is off by 0.1 on an example whose largest value is 2", True),
-        ("abort", "its check crashes (exit status -6", True),
-        ("killed", "its check crashes (exit status -9", False),
+        ("abort", "its check crashed (exit status -6", True),
+        ("killed", "its check crashed (exit status -9", False),
         ("raise", "it does not run (RuntimeError: out of resource: shared memory)", False),
-        ("no memory", "its definition cannot be computed here (OutOfMemoryError: CUDA out of memory)", False),
-        ("no reference", "its definition cannot be computed here (NotImplementedError: not for this device)", False),
+        ("no memory", "its reference cannot be computed here (OutOfMemoryError: CUDA out of memory)", False),
+        ("no reference", "its reference cannot be computed here (NotImplementedError: not for this device)", False),
     ],
 )
 def test_what_happens_in_a_check_stays_in_its_process(how: str, found: str, lasting: bool) -> None:
@@ -175,7 +175,7 @@ def test_what_happens_in_a_check_stays_in_its_process(how: str, found: str, last
 
 def test_a_check_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "SECONDS", 2)
-    assert check("hang") == ("its check did not end within 2 s", True)
+    assert check("hang") == ("its check did not finish within 2 s", True)
 
 
 def test_a_check_that_cannot_start_says_nothing_about_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
