@@ -4,7 +4,7 @@ B batch, S sequence, D channels, K taps, l = 0 .. K-1 the lag of a tap.
 
     y_t = bias + sum_l w[K-1-l] x_(t-l)          depthwise: w [D, 1, K];  mixing channels: w [D_out, D, K]
 
-The state is what the next token will need: the last K-1 inputs, oldest first.
+The state consists of the last K-1 inputs, oldest first, which the next token needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seqblocks.kernels import dispatch, numerics
 from seqblocks.kernels.positions import check_resets
 from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, finite, where_true
 
-FEW = 8  # tokens up to which the sum over taps is faster than a convolution
+FEW = 8  # For at most so many tokens, the sum over taps is faster than a convolution.
 ROWS = 64  # tokens summed at a time in the weight's gradient, so that the sums stay in cache
 
 
@@ -33,19 +33,19 @@ def causal_conv(
     reverse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Convolve x [B, S, D] with weight [D, 1, K] (each channel by itself) or [D_out, D, K] (channels mixed).
+    """Convolve x [B, S, D] with weight [D, 1, K] (each channel by itself) or [D_out, D, K] (mixing channels).
 
-    Tap K-1 multiplies the current token. A weight [1, 1, K] on one channel is both and means the same.
+    Tap K-1 multiplies the current token. For D = D_out = 1, both shapes of the weight agree.
     activation: None or "silu", applied to the result. bias [D_out].
     state [B, K-1, D]: the inputs before x in the order of the scan, oldest first; zeros if not given.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan; no window
-    reaches across it.
-    reverse: scan from right to left: windows look to the right, and the state is what lies right of x.
+    reaches across a reset.
+    reverse: scan from right to left: windows extend to the right, and the state contains the inputs right of x.
 
-    Returns y [B, S, D_out], in the dtype torch promotes x and weight to, and with return_state the next state,
-    in x's dtype; inputs from before the last reset are zeros in it. One token at a time: call with S = 1.
+    Returns y [B, S, D_out], in the dtype to which torch promotes x and weight, and with return_state also the next
+    state, in the dtype of x, where inputs before the last reset are zeros. To stream token by token, call with S = 1.
     The Triton implementation has first derivatives only.
-    Raises ValueError for shapes that do not fit or an unknown activation, BackendError (see dispatch).
+    Raises ValueError for wrong shapes or an unknown activation, BackendError (see dispatch).
     """
     mixing = _check(x, weight, bias, activation, state, resets)
     K = weight.shape[-1]
@@ -61,7 +61,7 @@ def causal_conv(
 
 
 def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make an implementation from a convolution of inputs that lie in one piece, without padding or activation."""
+    """Make an implementation from a function that convolves a contiguous window, without padding or activation."""
 
     def run(
         x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
@@ -70,9 +70,9 @@ def _windowed(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
         segment = None if resets is None else _segments(resets, weight.shape[-1], reverse)
 
         def convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-            # a window looking right is a window looking left with its taps turned
+            # A window that extends to the right equals one to the left with its taps in reverse order.
             y = convolve(_window(x, state, reverse), weight.flip(-1) if reverse else weight, bias, segment, reverse)
-            # in place where no derivative reads y: fresh memory for a long sequence costs more than the function
+            # In place if no derivative needs y: for a long sequence, allocating memory takes longer than the SiLU.
             return (F.silu(y, inplace=not torch.is_grad_enabled()) if activation == "silu" else y,)
 
         tensors, kinds = (x, state, weight, bias), (TOKENS, STATE, SHARED, SHARED)
@@ -88,21 +88,21 @@ def _window(x: Tensor, state: Tensor, reverse: bool) -> Tensor:
 
 
 def _segments(resets: Tensor, K: int, reverse: bool) -> Tensor:
-    """How many resets lie before each place of the window, itself included: [B, S + K - 1]."""
+    """Return the number of resets up to and including each position of the window: [B, S + K - 1]."""
     count = resets.long()
     count = count.flip(1).cumsum(1).flip(1) if reverse else count.cumsum(1)
     return F.pad(count, (0, K - 1) if reverse else (K - 1, 0))
 
 
 def _last(x: Tensor, state: Tensor, resets: Tensor | None, K: int, reverse: bool) -> Tensor:
-    """The K-1 inputs at the end of the scan, oldest first."""
+    """Return the last K-1 inputs of the scan, oldest first."""
     if K == 1:
         return x[:, :0]
-    if not torch.compiler.is_compiling():  # a compiler sees by itself that the rest of the window is not needed
+    if not torch.compiler.is_compiling():  # A compiler skips the unused part of the window by itself.
         recent = slice(0, K - 1) if reverse else slice(1 - K, None)
         x, resets = x[:, recent], None if resets is None else resets[:, recent]
         if resets is None and not reverse:
-            return torch.cat([state[:, x.shape[1] :], x], 1)  # in one operation
+            return torch.cat([state[:, x.shape[1] :], x], 1)  # This saves operations in the most frequent case.
     window = _window(x, state, reverse)
     P = window.shape[1]
     span = slice(0, K - 1) if reverse else slice(P - K + 1, P)
@@ -111,11 +111,11 @@ def _last(x: Tensor, state: Tensor, resets: Tensor | None, K: int, reverse: bool
         segment = _segments(resets, K, reverse)
         newest = segment[:, :1] if reverse else segment[:, P - 1 :]
         tail = tail.masked_fill((segment[:, span] != newest).unsqueeze(-1), 0.0)
-    return tail.flip(1) if reverse else tail.clone()  # a copy: a view would keep the whole window alive
+    return tail.flip(1) if reverse else tail.clone()  # A view would keep the memory of the whole window allocated.
 
 
 def _tap(x: Tensor, weight: Tensor, j: int) -> Tensor:
-    """What tap j makes of inputs x [B, S, D]."""
+    """Return the product of tap j with inputs x [B, S, D]."""
     w = weight[..., j]
     return x * w[:, 0] if _depthwise(x, weight) else x @ w.t()
 
@@ -125,7 +125,7 @@ def _depthwise(x: Tensor, weight: Tensor) -> bool:
 
 
 def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, reverse: bool) -> Tensor:
-    """The sum, tap by tap."""
+    """Return the convolution as a sum over taps."""
     K = weight.shape[-1]
     S = window.shape[1] - K + 1
     now = slice(0, S) if reverse else slice(K - 1, K - 1 + S)
@@ -144,7 +144,7 @@ def _taps(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
 
 
 def _reference(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, reverse: bool) -> Tensor:
-    """The definition, in float32 at least."""
+    """Return the convolution by its definition, computed in float32 at least."""
     out = torch.promote_types(window.dtype, weight.dtype)
     dtype = torch.promote_types(out, torch.float32)
     return _taps(
@@ -153,10 +153,11 @@ def _reference(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Ten
 
 
 def _fast(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor | None, reverse: bool) -> Tensor:
-    """The same through a convolution over channels-last data, which needs no transposed copy."""
+    """Return the convolution by torch's conv2d on channels-last data, which needs no transposed copy."""
     dtype = torch.promote_types(window.dtype, weight.dtype)
     window, weight, bias = window.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    # a compiler fuses the taps by itself; float64 has no fast convolution; for few tokens calls are all the cost
+    # The sum over taps is better for compilers, which fuse it, for float64, which has no fast convolution, and for few
+    # tokens, where the overhead of the call dominates.
     plain = segment is not None or dtype == torch.float64 or torch.compiler.is_compiling()
     if plain or window.shape[1] - weight.shape[-1] < FEW or window.numel() == 0:
         return _taps(window, weight, bias, segment, reverse)
@@ -167,18 +168,21 @@ def _fast(window: Tensor, weight: Tensor, bias: Tensor | None, segment: Tensor |
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    """[B, P, D] to [B, P + 2 padding - K + 1, D_out]; [B, P, D] in memory is a channels-last image of height 1."""
+    """Convolve x [B, P, D] and return [B, P + 2 padding - K + 1, D_out].
+
+    x is passed to conv2d as a channels-last image of height 1, which has the same layout in memory.
+    """
     image = x.transpose(1, 2).unsqueeze(2)
     y = F.conv2d(image, weight.unsqueeze(2), bias, padding=(0, padding), groups=x.shape[-1] // weight.shape[1])
     return y.squeeze(2).transpose(1, 2)
 
 
 class _Depthwise(torch.autograd.Function):
-    """Depthwise convolution whose weight gradient is summed in cache: half the time of the built-in one."""
+    """Depthwise convolution whose weight gradient is summed in cache, in half the time of the built-in one."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        with numerics.without_autocast(x.device.type):  # the backward pass runs outside of it
+        with numerics.without_autocast(x.device.type):  # The backward pass runs outside of autocast.
             y = _convolve(x, weight, None, 0)
         return y if bias is None else y.add_(bias)
 
@@ -198,7 +202,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, K: int) -> Tensor:
-    """sum over b, t of dy[b, t] x[b, t + j]: [D, 1, K], summed in float32 at least."""
+    """Return the sums over b and t of dy[b, t] x[b, t + j], [D, 1, K], computed in float32 at least."""
     B, S, D = dy.shape
     rows = max(1, ROWS // B)
     dtype = torch.promote_types(dy.dtype, torch.float32)
@@ -214,7 +218,7 @@ def _weight_gradient(x: Tensor, dy: Tensor, K: int) -> Tensor:
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor | None, resets: Tensor | None
 ) -> bool:
-    """ValueError, or whether the weight mixes channels."""
+    """Return whether the weight mixes channels. Raises ValueError for invalid arguments."""
     if x.dim() != 3 or weight.dim() != 3 or weight.shape[-1] < 1:
         raise ValueError(
             "causal_conv expects x [B, S, D] and weight [D, 1, K] or [D_out, D, K] with K >= 1; "

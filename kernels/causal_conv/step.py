@@ -1,4 +1,4 @@
-"""One token of a depthwise causal convolution, with its taps in the layout that one token wants.
+"""One token of a depthwise causal convolution, with the taps in the layout that is fastest for one token.
 
 B batch, D channels, K taps.
 """
@@ -18,7 +18,7 @@ def prepare(weight: Tensor, bias: Tensor | None, activation: str | None) -> Call
     weight [D, 1, K], bias [D]; activation None or "silu".
     """
     taps = weight[:, 0].t()
-    if not torch.compiler.is_compiling():  # which would copy them for each token
+    if not torch.compiler.is_compiling():  # Compiled code would copy the taps for each token.
         taps = taps.contiguous()
     before, now, latest = taps[:-1], taps[-1], taps.shape[0] - 2
 

@@ -1,12 +1,13 @@
 """The depthwise causal convolution in Triton: one launch forward, one backward.
 
-A program owns BD channels of a run of T tokens and walks it in the order of the scan, with the last K - 1 inputs in
-registers: each number is read and converted once. Bias and SiLU are part of it. Before its run a program walks K - 1
-tokens, or those of the carried state, without writing; a reset empties what it holds. Nothing is joined or flipped.
+A program processes BD channels of a run of T tokens in the order of the scan, with the last K - 1 inputs in registers,
+so that each number is read and converted once. It also applies bias and SiLU. Before its run, a program reads K - 1
+earlier tokens, from x or the carried state, without writing; a reset clears this window. Tensors are neither
+concatenated nor flipped.
 
-The backward pass walks the same way, makes the values before the SiLU again, and keeps the gradients of the last K - 1
-inputs until no later output adds to them: x and dy are read and dx is written, once. Gradients of weight and bias are
-stored in parts, one for each run, and added afterwards in an order that does not vary.
+The backward pass proceeds in the same order, recomputes the values before the SiLU, and holds the gradients of the last
+K - 1 inputs until no later output adds to them: x and dy are read and dx is written once. Gradients of weight and bias
+are stored as partial sums, one for each run, and added afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from seqblocks.kernels.numerics import no_second_derivative, nothing
 from seqblocks.kernels.resets import along, backward_marks
 from seqblocks.kernels.triton_common import ceil_div, exp, jit, last_contiguous, reciprocal, silu, tl
 
-TAPS = 8  # at most: windows are registers
-WARPS = 2048  # of all programs together, at least, if runs of 8 tokens allow it: a large GPU holds as many at a time
+TAPS = 8  # the most that are supported, because windows are held in registers
+WARPS = 2048  # the number of warps to launch at least, if runs of 8 tokens allow it: a large GPU runs as many at a time
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S]; xb, xs strides of x over
-# batch and tokens.   p counts tokens in the order of the scan; those of the state are -(K-1) .. -1, the newest last.
+# The kernels.   x, y [B, S, D], w [D, K], bias [D], state [B, K-1, D], resets [B, S]; xb, xs: strides of x over batch
+# and tokens.   p counts tokens in the order of the scan; those of the state are -(K-1) .. -1, the newest last.
 
 
 @jit
 @no_type_check
 def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, REVERSE: tl.constexpr):
-    """Token p, as it is stored; zero where there is none. EDGE: it may be one of the state."""
+    """Load token p, or zeros where there is none. EDGE: p may be a token of the state; the result is then float32."""
     t = S - 1 - p if REVERSE else p
     value = tl.load(x + b * xb + t * xs + d, d < tl.where((p >= 0) & (p < S), D, 0), 0.0)
     if EDGE:
@@ -49,7 +50,7 @@ def _read(x, state, d, b, p, S, D, xb, xs, K: tl.constexpr, EDGE: tl.constexpr, 
 @jit
 @no_type_check
 def _mark(resets, b, p, S, REVERSE: tl.constexpr):
-    """As `backward_marks` has it."""
+    """Load the mark of token p, as defined by `backward_marks` in the backward pass."""
     t = S - 1 - p if REVERSE else p
     return tl.load(resets + b * S + t, (p >= 0) & (p < S), 0).to(tl.int32)
 
@@ -66,14 +67,14 @@ def _copies(value, COUNT: tl.constexpr):
 @jit
 @no_type_check
 def _blank(x, COUNT: tl.constexpr):
-    """A tuple of zeros like x."""
+    """Return a tuple of COUNT zeros like x."""
     return _copies(x * 0.0, COUNT)
 
 
 @jit
 @no_type_check
 def _emptied(window, mark, COUNT: tl.constexpr):
-    """A tuple of zeros if a sequence begins, else the window."""
+    """Return the window with zeros where the mark says that a sequence begins."""
     out = ()
     for at in tl.static_range(COUNT):
         out = out + (tl.where(mark, 0.0, window[at]),)
@@ -83,7 +84,7 @@ def _emptied(window, mark, COUNT: tl.constexpr):
 @jit
 @no_type_check
 def _pushed(window, value, COUNT: tl.constexpr, FROM: tl.constexpr):
-    """The newest first, then of the window from there on; COUNT in all."""
+    """Return COUNT elements: the new value, followed by those of the window from index FROM on."""
     out = ()
     if COUNT > 0:
         out = (value,)
@@ -95,7 +96,7 @@ def _pushed(window, value, COUNT: tl.constexpr, FROM: tl.constexpr):
 @jit
 @no_type_check
 def _taps(w, d, live, K: tl.constexpr):
-    """By lag, in float32."""
+    """Load the taps by lag, in float32."""
     out = ()
     for lag in tl.static_range(K):
         out = out + (tl.load(w + d * K + K - 1 - lag, live, 0.0).to(tl.float32),)
@@ -116,7 +117,7 @@ def _offset(bias, d, live, like):
 def _window_before(
     x, state, resets, taps, d, b, p, S, D, xb, xs, K: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """The window before token p: the K - 1 tokens that precede it."""
+    """Load the window before token p: the K - 1 tokens that precede it."""
     window = _blank(taps[0], K - 1)
     for j in tl.static_range(K - 1):
         at = p - (K - 1) + j
@@ -157,7 +158,7 @@ def _conv(
     window = _window_before(x, state, resets, taps, d, b, first, S, D, xb, xs, K, REVERSE, False)
     for i in range(0, T, STEPS):
         values, marks = (), ()
-        for j in tl.static_range(STEPS):  # loads that do not wait for one another
+        for j in tl.static_range(STEPS):  # These loads are independent, so their latencies overlap.
             values = values + (_read(x, state, d, b, first + i + j, S, D, xb, xs, K, False, REVERSE),)
             if resets is not None:
                 marks = marks + (_mark(resets, b, first + i + j, S, REVERSE) != 0,)
@@ -177,7 +178,7 @@ def _conv(
 @jit
 @no_type_check
 def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.constexpr):
-    """Of what went into the SiLU."""
+    """Return the gradient of the input of the SiLU."""
     out = grad.to(tl.float32)
     if SILU:
         before = _convolved(taps, offset, value, window, K)
@@ -189,7 +190,7 @@ def _pre_gradient(grad, taps, offset, value, window, SILU: tl.constexpr, K: tl.c
 @jit
 @no_type_check
 def _spread(waiting, reaches, taps, g, K: tl.constexpr, CUT: tl.constexpr):
-    """Gradients of the token at hand and of the K - 1 before it, with what the output at hand adds."""
+    """Return the gradients of the current token and the K - 1 before it, with the terms of the current output."""
     out = (taps[0] * g,)
     for lag in tl.static_range(1, K):
         part = taps[lag] * g
@@ -202,7 +203,7 @@ def _spread(waiting, reaches, taps, g, K: tl.constexpr, CUT: tl.constexpr):
 @jit
 @no_type_check
 def _reaching(reaches, mark, COUNT: tl.constexpr):
-    """Whether each lag is still of the token's own sequence."""
+    """Return for each lag whether it still belongs to the sequence of the current token."""
     out = ()
     if COUNT > 0:
         out = (mark == 0,)
@@ -214,7 +215,7 @@ def _reaching(reaches, mark, COUNT: tl.constexpr):
 @jit
 @no_type_check
 def _write(dx, dstate, value, b, p, first, S, D, d, K: tl.constexpr, REVERSE: tl.constexpr):
-    """The gradient of token p, which may be one of the state."""
+    """Store the gradient of token p, which may be a token of the state."""
     t = S - 1 - p if REVERSE else p
     own = d < tl.where((p >= first) & (p >= 0) & (p < S), D, 0)
     tl.store(dx + (b * S + t) * D + d, value.to(dx.dtype.element_ty), own)
@@ -230,7 +231,7 @@ def _conv_backward(
     SILU: tl.constexpr, REVERSE: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BD: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Parts: dw [programs, K, D], dbias [programs, D]. Runs divide the tokens of the state and of x."""
+    """Compute gradients. Partial sums: dw [programs, K, D], dbias [programs, D]. Runs cover the state and x."""
     runs = tl.cdiv(S + K - 1, T)
     b = (tl.program_id(0) // runs).to(tl.int64)
     first = (tl.program_id(0) % runs).to(tl.int64) * T - (K - 1)
@@ -267,7 +268,7 @@ def _conv_backward(
             waiting = _pushed(spread, spread[0], K - 1, 1)
             window = _pushed(window, value, K - 1, 0)
             _write(dx, dstate, spread[K - 1], b, first + i + j - (K - 1), first, S, D, d, K, REVERSE)
-    for j in tl.static_range(K - 1):  # outputs after the run whose windows reach into it
+    for j in tl.static_range(K - 1):  # later outputs whose windows reach into this run
         at = first + T + j
         value = _read(x, state, d, b, at, S, D, xb, xs, K, True, REVERSE)
         grad = _read(dy, state, d, b, at, S, D, gb, gs, K, False, REVERSE)
@@ -293,10 +294,11 @@ def _conv_backward(
 
 
 def tiles(length: int, width: int, batch: int, dtype: torch.dtype, backward: bool) -> dict[str, int]:
-    """Tokens of a run, channels of a program, tokens loaded ahead, warps.
+    """Return the tokens of a run (T), channels of a program (BD), tokens loaded ahead (STEPS) and warps.
 
-    A thread has as many channels as it reads at once (16 bytes), half of that backward, where it holds more of each.
-    Runs are long, because each begins with K - 1 tokens that are read once more, unless too few are under way then.
+    A thread has as many channels as it reads at once (16 bytes); half as many in the backward pass, which needs more
+    registers for each. Runs are long, because the K - 1 tokens before each are read twice, but not so long that there
+    are too few programs.
     """
     each = 16 // dtype.itemsize // (2 if backward else 1)
     BD = min(max(32, common.power_of_two(width)), 32 * each)
@@ -338,12 +340,12 @@ def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, silu: bool,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias (empty where there is none) and state."""
+    """Return the gradients of x, weight, bias (empty without a bias) and state."""
     batch, S, D = x.shape
     K = weight.shape[-1]
     dy, resets = last_contiguous(dy), backward_marks([dy], [], resets, reverse)
     x, weight, bias, state = _laid_out(x, weight, bias, state)
-    if resets is not None:  # nothing is read of it
+    if resets is not None:  # Where the first token is a reset, the state is not used and may not be finite.
         state = state.masked_fill(along(resets[:, -1 if reverse else 0] != 0, state), 0.0)
     dx, dstate = x.new_empty(x.shape), state.new_empty(state.shape)
     tile = tiles(S, D, batch, x.dtype, True)
@@ -355,7 +357,8 @@ def _op_backward(
             dy, x, weight, bias, state, resets, dx, dstate, dw, dbias, S, D, *dy.stride()[:2], *x.stride()[:2],
             SILU=silu, REVERSE=reverse, K=K, **tile,
         )
-    dweight = dw.sum(0).t().to(weight.dtype).reshape(-1).view(weight.shape)  # of one tap too, strides are as said
+    # The result is contiguous even with one tap, as the fake op states.
+    dweight = dw.sum(0).t().to(weight.dtype).reshape(-1).view(weight.shape)
     return dx, dweight, dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
 
 
@@ -385,7 +388,7 @@ def run(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, resets: Tensor | None, activation: str | None,
     reverse: bool,
 ) -> Tensor:
-    """y of `causal_conv`, for a depthwise weight."""
+    """Return y of `causal_conv` for a depthwise weight."""
     if x.numel() == 0:
         return nothing(x.to(torch.promote_types(x.dtype, weight.dtype)), x, weight, bias)
     marks = common.marks(resets)
@@ -395,7 +398,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     if facts.get("mixing"):
-        return "a convolution that mixes channels is matrix products: torch's own serves it"
+        return "a convolution that mixes channels is a matrix product: torch's own is used"
     if facts.get("taps", 1) > TAPS:
         return f"{facts['taps']} taps; at most {TAPS}"
     return ""

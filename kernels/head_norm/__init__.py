@@ -1,4 +1,4 @@
-"""Layer norm within each head, fused with the skip and the gate that follow it."""
+"""Layer norm within each head, fused with a subsequent skip and gate."""
 
 from seqblocks.kernels.head_norm.interface import head_norm
 

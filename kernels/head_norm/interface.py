@@ -1,7 +1,8 @@
-"""Layer norm of each head by itself, with the skip and the gate that follow it in blocks.
+"""Layer norm within each head, with an optional skip and gate.
 
 H heads of D channels:  y[h, d] = (x[h, d] - mean_d x[h]) / sqrt(var_d x[h] + eps) * weight[h, d] + bias[h, d],
-with the variance over D, not D - 1. Then, if they are given, y + skip_weight * skip, and that times activation(gate).
+where the variance divides by D, not D - 1. With a skip, skip_weight * skip is added. With a gate, the sum is multiplied
+by activation(gate).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def head_norm(
     one_plus: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """x [..., H * D] -> [..., H * D], channels of one head next to each other; weight, bias [H * D].
+    """Normalise each head of x [..., H * D] and return [..., H * D]; channels of one head are adjacent.
 
-    weight is the gain itself, or with one_plus the gain is 1 + weight.
-    skip and gate as x, skip_weight [H * D]: both or neither of skip and its weight. activation: of the gate, one of
-    ACTIVATIONS. Statistics are float32 at least; the result has the dtype that torch promotes x, skip and gate to.
-    The Triton implementation has first derivatives only.
-    Raises ValueError for shapes that do not fit and options that do not exist, BackendError (see dispatch).
+    weight, bias [H * D]; the gain is weight, or 1 + weight with one_plus.
+    skip, gate: the shape of x; skip_weight [H * D]: given if and only if skip is. activation: of the gate, one of
+    ACTIVATIONS. Statistics are computed in float32 at least; the result has the dtype to which torch promotes x, skip
+    and gate. The Triton implementation has first derivatives only.
+    Raises ValueError for wrong shapes or an unknown activation, BackendError (see dispatch).
     """
     if x.dim() < 1 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"head_norm expects x [..., H * D] with H = {heads}; got {list(x.shape)}")
@@ -75,7 +76,7 @@ def _native(
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
     one_plus: bool = False,
 ) -> Tensor:
-    """torch's layer norm, whose statistics are float32 for lower dtypes."""
+    """Use torch's layer norm, which computes statistics in float32 for lower dtypes."""
     D = x.shape[-1] // heads
     y = F.layer_norm(x.unflatten(-1, (heads, D)), (D,), eps=eps).flatten(-2)
     return _with_skip_and_gate(_affine(y, weight, bias, one_plus).to(x.dtype), skip, skip_weight, gate, activation)

@@ -1,8 +1,8 @@
 """Layer norm of each head in Triton, with gain, bias, learnable skip and gate: one launch forward, one backward.
 
-A program owns BT tokens of one head, whose channels it holds all at once: mean and variance need no second look at
-memory, and the backward pass computes them again instead of keeping them. The gradients of gain, bias and
-the skip's weight are stored in parts, one for each program, and added afterwards.
+A program processes BT tokens of one head with all its channels, so that mean and variance need no second read. The
+backward pass recomputes them. The gradients of gain, bias and skip weight are stored as partial sums, one for each
+program, and added afterwards.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from seqblocks.kernels.dispatch.self_check import normal
 from seqblocks.kernels.numerics import no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, sigmoid, tl
 
-WIDTH = 8192  # of a head, at most
-GATED_WIDTH = 4096  # of one with a skip or a gate
+WIDTH = 8192  # the largest width of a head
+GATED_WIDTH = 4096  # the largest width of a head with a skip or a gate
 ACTIVATIONS = ("none", "silu", "sigmoid")
-TILES = 4  # that a program of the backward pass goes through, so that parts are few
+TILES = 4  # tiles of tokens per program of the backward pass, which limits the number of partial sums
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x, skip, gate, y [R, H * D] with rows xs, ss, zs apart, weight, bias, skip_weight [H * D].
+# The kernels.   x, skip, gate, y [R, H * D], with row strides xs, ss, zs; weight, bias, skip_weight [H * D].
 
 
 @jit
 @no_type_check
 def _normalised(value, live, D, eps):
-    """(x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
+    """Return (x - mean) / sqrt(var + eps) of rows [BT, BD], and 1 / sqrt(var + eps)."""
     centred = tl.where(live, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     spread = tl.sum(centred * centred, 1) / D + eps
-    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # none in a row that is not there, if eps is 0
+    scale = 1.0 / tl.sqrt_rn(tl.where(spread > 0.0, spread, 1.0))  # In rows out of bounds, spread is 0 if eps is 0.
     return centred * scale[:, None], scale
 
 
@@ -57,7 +57,7 @@ def _gain(weight, c, live, ONE_PLUS: tl.constexpr):
 @jit
 @no_type_check
 def _activated(x, ACTIVATION: tl.constexpr):
-    """The activation, and its derivative."""
+    """Return the activation of x, and its derivative."""
     if ACTIVATION == "none":
         return x, x * 0.0 + 1.0
     s = sigmoid(x)
@@ -70,7 +70,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 @jit
 @no_type_check
 def _with_gain_and_skip(out, weight, bias, skip, skip_weight, r, c, is_d, live, ss, ONE_PLUS: tl.constexpr):
-    """What the gate multiplies, of normalised rows [BT, BD]."""
+    """Apply gain, bias and skip to normalised rows [BT, BD]; the gate multiplies the result."""
     if weight is not None:
         out *= _gain(weight, c, is_d, ONE_PLUS)
     if bias is not None:
@@ -107,7 +107,7 @@ def _norm_backward(
     R, D, gs, xs, ss, zs, eps,
     ACTIVATION: tl.constexpr, ONE_PLUS: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Parts: dweight, dbias, dskip_weight [programs, H * D]."""
+    """Compute gradients. Partial sums: dweight, dbias, dskip_weight [programs, H * D]."""
     d = tl.arange(0, BD)
     c = tl.program_id(1) * D + d
     width = tl.num_programs(1) * D
@@ -151,7 +151,7 @@ def _norm_backward(
 
 
 def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
-    """Tokens and (padded) channels of a head that a program owns at a time, and its warps."""
+    """Return the tokens and (padded) channels of a head that a program processes at a time, and its warps."""
     BD = common.power_of_two(width)
     BT = max(1, 2048 // BD)
     warps = 16 if backward and BD == WIDTH else common.warps(BT * BD, 8 if backward else 16)
@@ -159,7 +159,7 @@ def tiles(width: int, backward: bool, arch: str) -> dict[str, int]:
 
 
 def _laid_out(*rows: Tensor | None) -> list[Any]:
-    """Rows in lines, parameters contiguous."""
+    """Return rows with the last axis contiguous, and parameters contiguous."""
     return [None if x is None else last_contiguous(x) if x.dim() == 2 else x.contiguous() for x in rows]
 
 
@@ -197,7 +197,7 @@ def _op_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, skip: Tensor | None,
     skip_weight: Tensor | None, gate: Tensor | None, heads: int, eps: float, activation: str, one_plus: bool,
 ) -> list[Tensor]:
-    """Gradients of x, weight, bias, skip, skip_weight, gate; empty for those that are absent."""
+    """Return the gradients of x, weight, bias, skip, skip_weight and gate; empty tensors for those that are absent."""
     R, D = x.shape[0], x.shape[1] // heads
     like = _op_backward_fake(dy, x, weight, bias, skip, skip_weight, gate, heads, eps, activation, one_plus)
     dx, _, _, dskip, _, dgate = like
@@ -245,7 +245,7 @@ def run(
     skip: Tensor | None = None, skip_weight: Tensor | None = None, gate: Tensor | None = None, activation: str = "none",
     one_plus: bool = False,
 ) -> Tensor:
-    """As `head_norm`."""
+    """Run `head_norm` on x [..., H * D]."""
     if x.numel() == 0:
         torch_run = implementation("head_norm", "torch").run
         return torch_run(x, heads, weight, bias, eps, skip, skip_weight, gate, activation, one_plus)
@@ -262,7 +262,7 @@ def _can(**facts: Any) -> str:
     if head > GATED_WIDTH and (facts.get("skip") or facts.get("gate")):
         return f"heads of {head} channels with a skip or a gate; at most {GATED_WIDTH}"
     if facts.get("gate") not in (None, *ACTIVATIONS):
-        return f"a gate through {facts['gate']}; only through {', '.join(ACTIVATIONS)}"
+        return f"gate activation {facts['gate']}; supported are {', '.join(ACTIVATIONS)}"
     return ""
 
 

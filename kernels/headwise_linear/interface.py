@@ -1,6 +1,6 @@
 """Block-diagonal linear map: each block of channels has a small matrix of its own.
 
-G blocks, I channels into a block, O out of it:  y[g, o] = sum_i w[g, o, i] x[g, i] + bias[g, o]
+G blocks with I input and O output channels each:  y[g, o] = sum_i w[g, o, i] x[g, i] + bias[g, o]
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from seqblocks.kernels import dispatch, numerics
 
-TILE = 32  # measured on CPU: blocks of 4 joined to tiles of 32 run twice as fast as by themselves, of 128 no faster
+TILE = 32  # On a CPU, blocks of 4 joined to tiles of 32 run twice as fast as separately; tiles of 128 are no faster.
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """x [..., G * I], weight [G, O, I], bias [G * O] -> [..., G * O]. Channels of one block are neighbours.
+    """Apply a block-diagonal matrix to x [..., G * I] and return [..., G * O]; channels of one block are adjacent.
 
-    The torch implementation, and Triton's in bfloat16 and float16, join small blocks to tiles padded with zeros: an inf
-    or nan may then spread to other blocks of its tile. The Triton implementation has first derivatives only.
-    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    weight [G, O, I], bias [G * O]. The torch implementation, and Triton's in bfloat16 and float16, join small blocks to
+    tiles padded with zeros: an inf or nan may then spread to other blocks of its tile. The Triton implementation has
+    first derivatives only. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
     if weight.dim() != 3 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[2]:
         raise ValueError(
@@ -31,14 +31,14 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ba
         raise ValueError(f"headwise_linear expects bias [G * O] = [{G * O}]; got {list(bias.shape)}")
     dtype = numerics.computed_in(x, weight)
     narrow = None if dtype == torch.float64 else numerics.autocast_dtype(x.device.type)
-    if narrow is not None and x.is_cuda:  # as autocast would; so `choose` sees what is launched
+    if narrow is not None and x.is_cuda:  # Like autocast; `choose` then checks the dtype of the launch.
         x, weight = x.to(narrow), weight.to(narrow)
     run = dispatch.choose(
         "headwise_linear", backend, {"x": x, "weight": weight, "bias": bias},
         {"rows": x.numel() // max(1, x.shape[-1])}, dtype=narrow or dtype, block=tuple(weight.shape),
     )
     y = run(x, weight)
-    return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower
+    return y if bias is None else y + bias.to(y.dtype)  # Under autocast, y has a lower dtype.
 
 
 def _reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _tiled(x: Tensor, weight: Tensor) -> Tensor:
-    """Join `join` blocks to one, then one matrix product per tile. Tiles read x as it lies."""
+    """Join small blocks to tiles, and compute one matrix product per tile. x is not copied."""
     G, O, I = weight.shape
     join = _blocks_per_tile(G, max(I, O))
     tiles = G // join
@@ -60,7 +60,7 @@ def _tiled(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _blocks_per_tile(G: int, width: int) -> int:
-    """The largest divisor of G with which a tile is not wider than TILE."""
+    """Return the largest number of blocks per tile that divides G and makes a tile at most TILE wide."""
     return max([1, *[n for n in range(2, min(G, TILE // max(width, 1)) + 1) if G % n == 0]])
 
 

@@ -1,6 +1,6 @@
-"""The block-diagonal map of one token, with its blocks in the layout that few tokens want.
+"""The block-diagonal map of one token, with its blocks in the layout that is fastest for few tokens.
 
-G blocks, I features in and O out of each.
+G blocks with I input and O output features each.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from seqblocks.kernels.products import Matrix, prepare_joined
 
-DENSE = 1 << 14  # numbers of a matrix with which one product takes less time than one of all blocks at once
+DENSE = 1 << 14  # Up to so many elements of the padded matrix, one product is faster than a batched one of the blocks.
 
 
 def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:
-    """Return the blocks [G, O, I] as one matrix [G * O, G * I] with zeros around them, unless it would be large."""
+    """Return the blocks [G, O, I] as one matrix [G * O, G * I] padded with zeros, or None if it is large."""
     G, O, I = weight.shape
     return Matrix(torch.block_diag(*weight), bias, G) if G * O * G * I <= DENSE else None
 
@@ -24,7 +24,7 @@ def matrix(weight: Tensor, bias: Tensor | None) -> Matrix | None:
 def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return f(x [B, G * I]) -> [B, G * O], without gradients. weight [G, O, I], bias [G * O]."""
     G, O, I = weight.shape
-    if torch.compiler.is_compiling():  # which would lay out the blocks anew for each token
+    if torch.compiler.is_compiling():  # Compiled code would copy the blocks for each token.
         return lambda x: _plus(torch.einsum("bgi,goi->bgo", x.view(-1, G, I), weight).flatten(1), bias)
     whole = matrix(weight, bias)
     if whole is not None:

@@ -1,12 +1,12 @@
-"""The block-diagonal map in Triton, for blocks of few channels: two ways, one launch forward and one backward in each.
+"""The block-diagonal map in Triton, for blocks of few channels: two methods, each with one launch forward and backward.
 
-Of 16-bit numbers a program takes as many blocks as 64 channels hold as one matrix with zeros around them, and leaves it
-to the matrix units: most of their products are of zeros, and still what moves sets the time. Otherwise a program owns a
-tile of BT tokens and BC output channels, and sums over the I inputs of each channel's block: I loads that the cache
-serves.
+For 16-bit dtypes, a program joins the blocks of up to 64 channels to one matrix padded with zeros, and multiplies by it
+on the matrix units: most products are with zeros, but the time is still limited by memory. Otherwise a program
+processes a tile of BT tokens and BC output channels, and sums over the I inputs of each channel's block with I loads,
+which hit the cache.
 
-Backward, the input's gradient is the same map by the transposed blocks; the weight's is stored in parts, one for
-several tiles of tokens, and added afterwards. Products are summed in float32.
+In the backward pass, the gradient of the input is the same map with transposed blocks. The gradient of the weight is
+stored as partial sums, one for several tiles of tokens, and added afterwards. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from seqblocks.kernels.dispatch.self_check import launch_size, normal
 from seqblocks.kernels.numerics import autocast_dtype, no_second_derivative
 from seqblocks.kernels.triton_common import ceil_div, jit, last_contiguous, tl
 
-BLOCK = 16  # channels into or out of a block, at most: from there on matrix units are faster
-MOST = 4  # tiles of tokens that a program of the backward pass goes through, unless blocks are wide: it would spill
-PROGRAMS = 64  # by tokens alone, at least, or it goes through one
+BLOCK = 16  # The most input or output channels of a block: for wider ones, batched matrix products are faster.
+MOST = 4  # Tiles of tokens per program of the backward pass. With wide blocks it is 1, because registers would spill.
+PROGRAMS = 64  # With fewer programs along the tokens, each processes only one tile.
 
 
 # ------------------------------------------------------------------------------
-# The kernels.   Places: x [R, G * I], y [R, G * O], w [G, O, I]; xs, gs: between rows of x and dy.
+# The kernels.   x [R, G * I], y [R, G * O], w [G, O, I]; xs, gs: row strides of x and dy.
 
 
 @jit
@@ -38,7 +38,7 @@ def _product(
     x, w, r, c, R, C, xs, P: tl.constexpr, Q: tl.constexpr, SP: tl.constexpr, SQ: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):
-    """[BT, BC]: channel c = g P + p is the sum over q of w[g P Q + p SP + q SQ] x[g Q + q]."""
+    """Return [BT, BC], whose channel c = g P + p is the sum over q of w[g P Q + p SP + q SQ] x[g Q + q]."""
     total = tl.zeros((BT, BC), tl.float32)
     block = c // P
     live = (r < R)[:, None] & (c < C)[None, :]
@@ -65,9 +65,10 @@ def _linear_backward(
     dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Parts: dw [programs, G, O, I]. A program has the same places among the channels of x and of dy.
+    """Compute gradients. Partial sums: dw [programs, G, O, I].
 
-    It goes through several tiles of tokens before it adds up what its threads have: that is a third of the work.
+    A program processes the same channel indices of x and dy. It loops over several tiles of tokens before it sums over
+    its threads, because that sum is a third of the work.
     """
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     sums = ()
@@ -90,14 +91,17 @@ def _linear_backward(
         tl.store(part + i, tl.sum(sums[i], 0), c < G * O)
 
 
-# As many blocks as 64 channels hold are one matrix with zeros around them: of 16-bit numbers that is what matrix units
-# are for, however few of their products count.
+# For 16-bit dtypes, the blocks of up to 64 channels are joined to one matrix padded with zeros, because matrix units
+# are so fast that the products with zeros do not matter.
 
 
 @jit
 @no_type_check
 def _matrix(w, g, G, down, across, P: tl.constexpr, Q: tl.constexpr, SP: tl.constexpr, SQ: tl.constexpr):
-    """[p, q] of blocks g, g + 1, ... on the diagonal: w[block P Q + p SP + q SQ], p and q within the block."""
+    """Load blocks g, g + 1, ... as one block-diagonal matrix.
+
+    Element (p, q) of a block is w[block P Q + p SP + q SQ].
+    """
     block = down // P
     own = (block[:, None] == (across // Q)[None, :]) & (g + block < G)[:, None]
     at = (g + block) * (P * Q) + down % P * SP
@@ -133,7 +137,7 @@ def _linear_dot_backward(
     dy, x, w, dx, dw, R, G, gs, xs, I: tl.constexpr, O: tl.constexpr, BLOCKS: tl.constexpr, BI: tl.constexpr,
     BO: tl.constexpr, BT: tl.constexpr, TILES: tl.constexpr,
 ):
-    """Parts: dw [programs, G, O, I], of whose whole product only the blocks on the diagonal are kept."""
+    """Compute gradients. Partial sums: dw [programs, G, O, I], the diagonal blocks of the whole product."""
     g = tl.program_id(1) * BLOCKS
     i, o = tl.arange(0, BI), tl.arange(0, BO)
     inputs, outputs = tl.minimum(g + BLOCKS, G) * I, tl.minimum(g + BLOCKS, G) * O
@@ -159,7 +163,7 @@ def _linear_dot_backward(
 
 
 def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
-    """Blocks that make one matrix, its sides, tokens of a product, and products that a program makes."""
+    """Return the blocks joined to one matrix, its dimensions, the tokens of a product, and products per program."""
     G, O, I = blocks
     many = max(1, min(G, 64 // max(O, I)))
     BI, BO = (max(16, common.power_of_two(many * n)) for n in (I, O))
@@ -168,7 +172,7 @@ def dot_tiles(blocks: tuple[int, int, int], rows: int) -> dict[str, int]:
 
 
 def tiles(width: int, arch: str) -> dict[str, int]:
-    """Tokens and channels of a program, and its warps."""
+    """Return the tokens and channels of a program, and its warps."""
     BC = min(common.power_of_two(width), 64)
     BT = 2048 // BC
     return {"BT": BT, "BC": BC, "num_warps": common.warps(BT * BC, 8)}
@@ -184,7 +188,7 @@ def _narrow(x: Tensor, weight: Tensor) -> bool:
 
 @custom_op("seqblocks::headwise_linear_triton")
 def _op(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, G * I], weight [G, O, I] -> [R, G * O]."""
+    """Apply weight [G, O, I] to x [R, G * I] and return [R, G * O]."""
     G, O, I = weight.shape
     x, weight = last_contiguous(x), weight.contiguous()
     y = _op_fake(x, weight)
@@ -210,7 +214,7 @@ def _op_fake(x, weight):  # type: ignore[no-untyped-def]
 
 @custom_op("seqblocks::headwise_linear_triton_backward")
 def _op_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+    """Return the gradients of x and weight."""
     G, O, I = weight.shape
     dy, x, weight = last_contiguous(dy), last_contiguous(x), weight.contiguous()
     R, width = x.shape[0], G * max(O, I)
@@ -247,7 +251,7 @@ _op_backward.register_autograd(no_second_derivative("headwise_linear", "Triton")
 
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
-    """As `headwise_linear` without a bias. Under autocast operands are narrowed, like those of a matrix product."""
+    """Run `headwise_linear` without a bias. Autocast applies to the operands, as for a matrix product."""
     narrow = autocast_dtype(x.device.type)
     if narrow is not None:
         x, weight = x.to(narrow), weight.to(narrow)
@@ -261,7 +265,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
 @common.can_unless
 def _can(**facts: Any) -> str:
     if max(facts.get("block", (1, 1, 1))[1:]) > BLOCK:
-        return f"blocks of more than {BLOCK} channels are matrix products: torch's own serve them"
+        return f"blocks of more than {BLOCK} channels: torch's own matrix products are faster"
     return ""
 
 

@@ -52,7 +52,7 @@ def slstm(
     if state is None:
         state = SLSTMState(*(i.new_zeros(i.shape[0], H, D, dtype=dtype) for _ in range(4)))
     elif len(state) != 4 or any(s.shape != (i.shape[0], H, D) for s in state):
-        raise ValueError(f"slstm wants a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
+        raise ValueError(f"slstm expects a state y, c, n, m of shape [{i.shape[0]}, {H}, {D}] each")
     state = SLSTMState(*(s.to(dtype) for s in state))
     sizes = {"batch": i.shape[0], "length": i.shape[1]}
     names = ("i", "f", "z", "o", "recurrent", "bias", "y", "c", "n", "m", "resets")
@@ -72,11 +72,11 @@ def _check(
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor, resets: Tensor | None
 ) -> None:
     if recurrent.dim() != 4 or recurrent.shape[1:] != (recurrent.shape[1], 4, recurrent.shape[1]):
-        raise ValueError(f"slstm wants recurrent [H, D, 4, D]; got {list(recurrent.shape)}")
+        raise ValueError(f"slstm expects recurrent [H, D, 4, D]; got {list(recurrent.shape)}")
     H, D = recurrent.shape[:2]
     if bias.shape != (4, H, D):
-        raise ValueError(f"slstm wants bias [4, {H}, {D}]; got {list(bias.shape)}")
+        raise ValueError(f"slstm expects bias [4, {H}, {D}]; got {list(bias.shape)}")
     if i.dim() != 3 or i.shape[2] != H * D or not f.shape == z.shape == o.shape == i.shape:
         shapes = ", ".join(str(list(x.shape)) for x in (i, f, z, o))
-        raise ValueError(f"slstm wants gates [B, S, {H * D}]; got {shapes}")
+        raise ValueError(f"slstm expects gates [B, S, {H * D}]; got {shapes}")
     check_resets("slstm", resets, i.shape[:2])

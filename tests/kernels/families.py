@@ -66,10 +66,10 @@ SLSTM = Kernel(
     bar=slstm_bar,
     roundings=slstm_roundings,
     errors=(
-        (lambda x: {"i": x["i"][..., :5]}, r"slstm wants gates \[B, S, 6\]"),
-        (lambda x: {"recurrent": x["recurrent"][:, :, :3]}, "slstm wants recurrent"),
-        (lambda x: {"bias": x["bias"][:3]}, "slstm wants bias"),
-        (lambda x: {"m": x["m"][:1]}, "slstm wants a state"),
+        (lambda x: {"i": x["i"][..., :5]}, r"slstm expects gates \[B, S, 6\]"),
+        (lambda x: {"recurrent": x["recurrent"][:, :, :3]}, "slstm expects recurrent"),
+        (lambda x: {"bias": x["bias"][:3]}, "slstm expects bias"),
+        (lambda x: {"m": x["m"][:1]}, "slstm expects a state"),
         (lambda x: {"resets": torch.zeros(2, 3)}, r"slstm expects resets \[B, S\] = \[2, 9\]"),
     ),
     facts={"heads": 1, "head_dim": 1024},
@@ -373,7 +373,7 @@ HEAD_NORM = Kernel(
     ),
     facts={"heads": 2, "width": 64},
     refused=(
-        ({"width": 20_000}, "at most 8192"), ({"gate": "gelu"}, "a gate through gelu"),
+        ({"width": 20_000}, "at most 8192"), ({"gate": "gelu"}, "gate activation gelu"),
         ({"dtype": torch.float64}, "float64"),
     ),
 )
