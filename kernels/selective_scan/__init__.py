@@ -1,4 +1,4 @@
-"""The selective scan: a diagonal state space with data-dependent step, input and output matrices (Mamba)."""
+"""The selective scan of Mamba: a diagonal state space model with data-dependent step, input and output matrices."""
 
 from seqblocks.kernels.selective_scan.interface import selective_scan
 

@@ -1,13 +1,12 @@
-"""The selective scan of Mamba (arXiv:2312.00752): a diagonal state per channel whose step, input and output depend on
-the token.
+"""The selective scan of Mamba (arXiv:2312.00752): a diagonal recurrence with token-dependent step, input and output.
 
 B batch, S sequence, E channels, G groups of channels, N states of a channel. With dt = softplus(dt + dt_bias):
 
     h' = exp(dt A) h + dt B u          y = sum_n C h' + D u          y * silu(z)
 
-The decay is exact, the input is Euler's. With complex A, y is twice the real part of the sum.
+The decay is discretised exactly, the input by Euler's method. With complex A, y is twice the real part of the sum.
 
-Implementations: `reference.py` (this), `torch.py` (chunk by chunk), `triton`.
+Implementations: `reference.py` (the definition), `torch.py` (chunk by chunk), `triton`.
 """
 
 from __future__ import annotations
@@ -38,15 +37,16 @@ def selective_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the scan over a sequence.
 
-    u, dt, z [B, S, E]; A [E, N], real (negative) or complex; B, C [E, N] constant, [B, S, N] per token, or
-    [B, S, G, N] per token and group (of B and C one may have fewer groups, which serve several of
-    the other's); D, dt_bias [E]. state [B, E, N]: zeros if not given.
+    u, dt, z [B, S, E]; A [E, N], real (negative) or complex; D, dt_bias [E].
+    B, C: [E, N] constant, [B, S, N] per token, or [B, S, G, N] per token and group. If their numbers of groups differ,
+    one must divide the other.
+    state [B, E, N]: zeros if not given.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
     reverse: scan from right to left.
 
-    Returns y [B, S, E] in u's dtype, and with return_state the state after the last token. The scan runs in float32,
-    float64 if any input is (complex64, complex128 with a complex A). The torch and Triton implementations have first
-    derivatives only. Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    Returns y [B, S, E] in the dtype of u, and with return_state also the state after the last token. The scan is
+    computed in float32, or in float64 if any input is float64 (with complex A: complex64, complex128). The torch and
+    Triton implementations have first derivatives only. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
     _check(u, dt, A, B, C, state, resets)
     double = any(x.dtype in (torch.float64, torch.complex128) for x in (u, dt, A, B, C))
@@ -79,7 +79,7 @@ def _check(
     N = A.shape[1]
     for name, x in (("B", B), ("C", C)):
         grouped = x.dim() == 4 and x.shape[:2] == (batch, S) and x.shape[3] == N and E % max(1, x.shape[2]) == 0
-        # dimensions first: an exporter turns each comparison of sizes into a guard
+        # The number of dimensions comes first, because an exporter turns each comparison of sizes into a guard.
         if not (grouped or (x.dim() == 2 and x.shape == (E, N)) or (x.dim() == 3 and x.shape == (batch, S, N))):
             raise ValueError(
                 f"selective_scan expects {name} [{E}, {N}], [{batch}, {S}, {N}] or [{batch}, {S}, G, {N}]; "

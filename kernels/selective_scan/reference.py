@@ -1,6 +1,6 @@
-"""The selective scan as defined: one token after the other (Mamba, arXiv:2312.00752, eq. 2-4 with exact decay).
+"""The selective scan by its definition, token by token (Mamba, arXiv:2312.00752, eq. 2-4 with exact decay).
 
-B batch, S sequence, G groups of E / G channels that share an input and an output matrix, N states of a channel.
+B batch, S sequence, G groups of E / G channels that share B and C, N states of a channel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
-    """All of `selective_scan` around a bare scan: dtypes, groups, the step's softplus, the skip and the gate."""
+    """Return the run function of an implementation, given its bare scan.
+
+    It adds dtypes, groups, the softplus of the step, the skip and the gate.
+    """
 
     def run(
         u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
@@ -44,7 +47,7 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
         kind = (torch.complex128 if double else torch.complex64) if A.is_complex() else real
         groups = groups_of(B, C)
         if any(x.dim() == 2 for x in (B, C)):
-            groups = E  # a constant differs from channel to channel
+            groups = E  # A constant matrix is different for each channel.
         step = dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real)
         h = u.new_zeros(u.shape[0], E, N, dtype=kind) if state is None else state.to(kind)
         y, last = scan(
@@ -58,7 +61,7 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
             reverse,
         )
         y = y.flatten(2)
-        # where no derivative and no transform reads y: fresh memory for a long sequence costs more than the sum
+        # In place unless a derivative or transform needs y: for a long sequence, allocating takes longer than adding.
         in_place = not torch.is_grad_enabled() and not transformed()
         if D is not None:
             skip = (D.to(real), u.to(real))
@@ -72,12 +75,12 @@ def complete(scan: Callable[..., Pair]) -> Callable[..., Pair]:
 
 
 def groups_of(B: Tensor, C: Tensor) -> int:
-    """As many as the matrix with more of them has; the other's serve several each."""
+    """Return the number of groups: the larger of those of B and C. Each group of the other is shared by several."""
     return max(x.shape[2] if x.dim() == 4 else 1 for x in (B, C))
 
 
 def per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
-    """[B, S, G, N] from a constant, per-token or grouped matrix."""
+    """Return a constant, per-token or grouped matrix as [B, S, G, N]. shape: that of u, [B, S, E]."""
     if x.dim() == 2:
         return x.expand(shape[0], shape[1], *x.shape)
     if x.dim() == 3:
@@ -88,9 +91,9 @@ def per_token(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
 def run(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> Pair:
-    """u, dt [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], state [B, G, E/G, N]; A, B, C, state may be complex.
+    """Run the bare scan and return y [B, S, G, E/G] and the last state.
 
-    Returns y [B, S, G, E/G] and the last state.
+    u, dt [B, S, G, E/G], A [G, E/G, N], B, C [B, S, G, N], state [B, G, E/G, N]; A, B, C and state may be complex.
     """
     with without_autocast(u.device.type):
         if u.shape[1] == 0:

@@ -1,4 +1,4 @@
-"""One token of the selective scan, with what does not depend on the token computed beforehand.
+"""One token of the selective scan, with everything that does not depend on the token computed beforehand.
 
 B batch, E channels, N states of a channel.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 def prepare(A_log: Tensor, D: Tensor | None, softplus: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return f(h [B, E, N], x, dt [B, E], B, C [B, N], z [B, E] or None) -> (y [B, E], the next h).
 
-    A_log [E, N], D [E]. The same numbers as `selective_scan` for one token, without gradients.
+    A_log [E, N], D [E]. f computes the same values as `selective_scan` for one token, without gradients.
     """
-    A = torch.exp(A_log) * -math.log2(math.e)  # torch computes powers of 2 in a fifth of the time of those of e
+    A = torch.exp(A_log) * -math.log2(math.e)  # torch's exp2 takes a fifth of the time of exp.
 
     def step(
         h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None

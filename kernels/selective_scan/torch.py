@@ -1,11 +1,11 @@
 """The selective scan chunk by chunk, with its derivative written out.
 
-Within a chunk the decays exp(dt A) and the inputs dt u B of all its tokens are made at once, and one fused call per
-token runs the recurrence in place. Only the states between chunks are kept for the backward pass, which makes those
-inside a chunk again; so memory is that of one chunk, whatever the length.
+Within a chunk, the decays exp(dt A) and the inputs dt u B of all tokens are computed at once, and one fused call per
+token runs the recurrence in place. Only the states between chunks are saved for the backward pass, which recomputes
+those within a chunk, so the working memory is that of one chunk for any length.
 
-States lie as [L, B, G, N, E], tokens first and channels last: a token's are in one piece, and what is summed over the N
-states of a channel is a sum of rows. A processor without MKL's exponential takes a quarter of the time for exp2.
+States have the layout [L, B, G, N, E], tokens first and channels last: those of a token are contiguous, and a sum over
+the N states of a channel is a sum of rows. Without MKL's exponential, exp2 takes a quarter of the time of exp.
 
 With g_t the gradient of h_t, running backwards g_t = dy_t C_t + exp(dt_(t+1) A) g_(t+1):
 
@@ -28,23 +28,23 @@ from seqblocks.kernels.resets import reset_times
 from seqblocks.kernels.selective_scan import reference as selective_scan_reference
 from seqblocks.kernels.selective_scan.reference import complete
 
-WORKING_SET = 1 << 19  # elements of one chunk's states; twice as many leave the cache, fewer make more calls
+WORKING_SET = 1 << 19  # elements of the states of a chunk: twice as many exceed the cache, fewer need more calls
 
 
 def _length(u: Tensor, N: int) -> int:
-    """Tokens of a chunk."""
+    """Return the number of tokens of a chunk."""
     return max(8, min(128, WORKING_SET // max(1, u.shape[0] * u.shape[2] * u.shape[3] * N)))
 
 
 def _spans(u: Tensor, N: int, reverse: bool) -> list[tuple[int, int]]:
-    """Chunks (first, end), in the order of the scan."""
+    """Return the chunks (first, end) in the order of the scan."""
     S, L = u.shape[1], _length(u, N)
     spans = [(a, min(a + L, S)) for a in range(0, S, L)]
     return spans[::-1] if reverse else spans
 
 
 class _Tokens:
-    """The inputs with tokens first, [S, B, G, E or N], and memory for what chunks of them make."""
+    """The inputs with tokens first, [S, B, G, E or N], and working memory for the decays and states of a chunk."""
 
     def __init__(
         self, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, resets: Tensor | None, reverse: bool, buffers: int
@@ -58,19 +58,22 @@ class _Tokens:
         self.memory = u.new_empty(buffers, L, Bs, G, A.shape[-1], E)
 
     def begins(self, t: int) -> Tensor | None:
-        """[B, 1, 1, 1]: where a sequence begins at token t; None if none does."""
+        """Return a mask [B, 1, 1, 1], true where a sequence begins at token t, or None if none does."""
         if self._resets is None or not self._begins[t]:
             return None
         return self._resets[:, t, None, None, None]
 
     def begin_among(self, a: int, b: int) -> Tensor | None:
-        """[L, B, 1, 1, 1]: the same for some tokens."""
+        """Return the masks [L, B, 1, 1, 1] of tokens a to b, or None if no sequence begins among them."""
         if self._resets is None or not any(self._begins[a:b]):
             return None
         return self._resets[:, a:b].t()[..., None, None, None]
 
     def run(self, h: Tensor, a: int, b: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Decays, states [L, B, G, N, E] of a chunk with h [B, G, N, E] before it, and dt u [L, B, G, E]."""
+        """Return the decays and states [L, B, G, N, E] of a chunk, and dt u [L, B, G, E].
+
+        h [B, G, N, E]: the state before the chunk.
+        """
         step, (decay, states) = self.dt[a:b], self.memory[:2, : b - a]
         scaled = step * self.u[a:b]
         torch.mul(step.unsqueeze(-2), self._exponents, out=decay).exp2_()
@@ -83,9 +86,9 @@ class _Tokens:
         return decay, states, scaled
 
     def run_back(self, grads: Tensor, decay: Tensor, carry: Tensor, a: int) -> Tensor:
-        """Turn grads [L, B, G, N, E] of what is read of the states into those of the states, in place.
+        """Turn the gradients [L, B, G, N, E] from the outputs into the whole gradients of the states, in place.
 
-        carry: of the state after the chunk. Returns that of the state before it.
+        carry: gradient of the state after the chunk. Returns the gradient of the state before it.
         """
         tokens = list(zip(range(a, a + len(grads)), grads.unbind(0), decay.unbind(0), strict=True))
         for t, g, kept in tokens if self._reverse else reversed(tokens):
@@ -97,12 +100,15 @@ class _Tokens:
 
 
 def _over_states(x: Tensor, states: Tensor) -> Tensor:
-    """sum_n x[..., n] states[..., n, e]: [L, B, G, N] and [L, B, G, N, E] to [L, B, G, E]."""
+    """Return the sums over n of x[..., n] states[..., n, e]: [L, B, G, N] and [L, B, G, N, E] to [L, B, G, E]."""
     return (x.unsqueeze(-2) @ states).squeeze(-2)
 
 
 def _over_channels(states: Tensor, x: Tensor, memory: Tensor) -> Tensor:
-    """sum_e states[..., n, e] x[..., e]: [L, B, G, N]. As products of matrices it would take four times as long."""
+    """Return the sums over e of states[..., n, e] x[..., e], [L, B, G, N]. A matrix product takes four times as long.
+
+    memory: buffer like states.
+    """
     return torch.mul(states, x.unsqueeze(-2), out=memory).sum(-1)
 
 
@@ -110,9 +116,9 @@ def _over_channels(states: Tensor, x: Tensor, memory: Tensor) -> Tensor:
 def _scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states between chunks, [chunks, B, G, N, E] in a line.
+    """Return y, the last state, and the states between chunks, [chunks, B, G, N, E] flattened.
 
-    (An axis for the chunks could be one long, and then a compiler would take it for one of just that length.)
+    They are flattened because a compiler specialises on an axis of length 1, and there may be one chunk.
     """
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, resets, reverse, 2)
@@ -128,7 +134,7 @@ def _scan(
 
 @_scan.register_fake
 def _scan_fake(u, dt, A, B, C, h0, resets, reverse):  # type: ignore[no-untyped-def]
-    chunks = -(-u.shape[1] // _length(u, A.shape[-1]))  # no list of them: the length may be unknown
+    chunks = -(-u.shape[1] // _length(u, A.shape[-1]))  # computed without `_spans`, because the length may be symbolic
     return torch.empty_like(u), torch.empty_like(h0), h0.new_empty(chunks * h0.numel())
 
 
@@ -137,7 +143,7 @@ def _scan_backward(
     dy: Tensor, dlast: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, between: Tensor,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, dt, A, B, C and the initial state."""
+    """Return the gradients of u, dt, A, B, C and the initial state."""
     with without_autocast(u.device.type):
         scan = _Tokens(u, dt, A, B, C, resets, reverse, 4)
         du, ddt, dB, dC = (torch.empty_like(x) for x in (u, dt, B, C))
@@ -189,7 +195,7 @@ _scan_backward.register_autograd(no_second_derivative("selective_scan", "torch")
 def run(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """The scan, as `selective_scan_reference.run`, for real A, B, C."""
+    """Run the scan like `selective_scan_reference.run`, for real A, B, C."""
     if u.numel() == 0:
         return selective_scan_reference.run(u, dt, A, B, C, state, resets, reverse)
     u, dt, A, B, C, state = (x.contiguous() for x in (u, dt, A, B, C, state))
@@ -199,7 +205,7 @@ def run(
 
 def _can(**facts: Any) -> tuple[bool, str]:
     if facts.get("complex"):
-        return False, "complex A: only the recurrent definition has it"
+        return False, "complex A: only supported by the reference implementation"
     return True, "chunk by chunk, on any device"
 
 

@@ -1,4 +1,4 @@
-"""The selective scan's backward kernel."""
+"""The backward kernel of the selective scan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from seqblocks.kernels.selective_scan.triton.tokens import (
 )
 from seqblocks.kernels.triton_common import constexpr, exp, jit, reciprocal, silu, softplus, tl
 
-# Planes [CHUNK, BE] of a program's scratch, of which the first has the steps: what the state takes in, dy through the
-# gate, the output before the gate, the gradients of what the state takes in, and of the steps through the decay.
+# Planes [CHUNK, BE] of the scratch of a program. The first has the steps. The others: the input dt u of the state, dy
+# multiplied by the gate, the output before the gate, the gradient of dt u, the gradient of the steps through the decay.
 WRITTEN, GATED, OUTPUT, THROUGH, RATES = (constexpr(plane) for plane in range(1, 6))
 PLANES = constexpr(6)
 LN_2 = constexpr(0.6931471805599453)
@@ -25,14 +25,14 @@ LN_2 = constexpr(0.6931471805599453)
 @jit
 @no_type_check
 def _load_tile(x, t, there):
-    """[ROWS, BE]: from pointers [BE] to a chunk's first token, the numbers t [ROWS, 1] away."""
+    """Load [ROWS, BE] at offsets t [ROWS, 1] from pointers [BE] to the first token of a chunk."""
     return tl.load(x[None, :] + t, there, 0.0)
 
 
 @jit
 @no_type_check
 def _has_gradient(resets, t, there):
-    """Which of the tokens that are there have a gradient."""
+    """Return the mask `there` without the tokens that have no gradient."""
     if resets is not None:
         there = tl.load(resets + t, there, 2) < 2
     return there
@@ -45,15 +45,16 @@ def _prepare(
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
 ):
-    """Store in float32, of the `count` tokens of a chunk, what depends on a token and channel alone.
+    """Store in float32 everything that depends only on a token and channel, for the `count` tokens of a chunk.
 
-    These are the steps, what the state takes in and dy through the gate, in the first three planes [CHUNK, BE], and B
-    and C in rows [CHUNK, BN]. Zeros after `count`, which change no state and no gradient, and for tokens without one.
+    These are the steps, dt u, and dy multiplied by the gate, in the first three planes [CHUNK, BE], and B and C in rows
+    [CHUNK, BN]. For tokens after `count` and those without a gradient, zeros are stored, which change no state and no
+    gradient.
     """
     to = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, CHUNK, 2 * ROWS, num_stages=1):
         xs, dts, gs_, gates = (), (), (), ()
-        for j in tl.static_range(2):  # all is loaded before any is used
+        for j in tl.static_range(2):  # Load everything before the first use, so that latencies overlap.
             i = first + j * ROWS + tl.arange(0, ROWS)[:, None]
             there = _has_gradient(resets, SIGN * i, i < count)
             if not EVEN:
@@ -96,7 +97,7 @@ def _finish(
     SIGN: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gradients of u, dt and z from a chunk's planes, and what it adds to those of D and the bias, [ROWS, BE]."""
+    """Store the gradients of u, dt and z from the planes of a chunk; add to those of D and the bias, [ROWS, BE]."""
     of = planes + tl.arange(0, ROWS)[:, None] * BE + tl.arange(0, BE)[None, :]
     for first in tl.range(0, count, ROWS, num_stages=1):
         i = first + tl.arange(0, ROWS)[:, None]
@@ -140,9 +141,12 @@ def _finish(
 @jit
 @no_type_check
 def _store_sums(to, x, ones, n, N, tokens, DOT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of x [BN, BE] over channels, to N places, if `tokens` is not 0. DOT: by the matrix units, which make
-    COLUMNS equal columns; among threads that hold a channel each, adding takes five exchanges a number. "twice": by
-    units that cut off 13 bits of 24, of the first eleven bits and of the rest."""
+    """Store the N sums of x [BN, BE] over channels, if `tokens` is not 0.
+
+    DOT: the precision of a product with ones on the matrix units, which gives COLUMNS equal columns. It is faster than
+    adding across threads that hold one channel each, which takes five exchanges per sum. None: add across threads.
+    "twice": for units that truncate 13 of 24 bits, sum the first eleven bits and the rest separately.
+    """
     column = tl.arange(0, COLUMNS)
     if DOT is None:
         sums = tl.sum(x, 1)[:, None]
@@ -165,10 +169,11 @@ def scan_backward(
     BE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     LINES: tl.constexpr, SCRATCH: tl.constexpr,
 ):
-    """Parts: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
+    """Compute gradients.
 
-    B: sequences of this launch. gb, gs: strides of dy. dlast [B K, N, E]: what comes to each segment from the one
-    after it. EVEN: the channels have no incomplete block. ROWS, LINES: tokens of a tile with all channels or states.
+    Partial sums: dA [B K, E, N], dD, dbias [B K, E]; dB, dC [blocks, B, S, G, N], or [B K, E, N] if constant.
+    B: sequences of this launch. gb, gs: strides of dy. dlast [B K, N, E]: the gradient of the state after each segment.
+    EVEN: the channels have no incomplete block. ROWS, LINES: tokens of a tile with all channels, or all states.
     """
     b, begin, end, group, within, e = program_share(S, K, L, W, BE)
     groups = tl.num_programs(1) // tl.cdiv(W, BE)
@@ -176,7 +181,7 @@ def scan_backward(
     live = within < W
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
-    along = cells_of(n, e, E) + zero  # as in `scan`: a thread holds a channel
+    along = cells_of(n, e, E) + zero  # As in `scan`, each thread holds one channel.
     rate = load_rates(A, along, own)
     shift, skip, writes, reads = None, None, None, None
     if bias is not None:
@@ -193,7 +198,7 @@ def scan_backward(
     dD_sum = tl.zeros((ROWS, BE), tl.float32)
     dbias_sum = tl.zeros((ROWS, BE), tl.float32)
     mine = tl.program_id(0).to(tl.int64)
-    # the gradient of the state, as it comes from later tokens
+    # The gradient of the state from later tokens.
     carry = tl.zeros((BN, BE), tl.float32)
     if dlast is not None:
         carry = tl.load(dlast + mine * E * N + along, own, 0.0)
@@ -203,14 +208,14 @@ def scan_backward(
     lane = tl.arange(0, BE)
     rows = scratch + PLANES * PLANE
     cells = rows + 2 * CHUNK * BN + n[:, None] * BE + lane[None, :] + zero
-    part = ((block * (tl.num_programs(0) // K) + b) * S * groups + group) * N  # of dB and dC
+    part = ((block * (tl.num_programs(0) // K) + b) * S * groups + group) * N  # offset in dB and dC
     ones = tl.full((BE, COLUMNS), 1.0, tl.float32)
     origin = S - 1 if REVERSE else 0
     SIGN: tl.constexpr = -1 if REVERSE else 1
     for k in range(tl.cdiv(end - begin, CHUNK) - 1, -1, -1):
         first = begin + k * CHUNK
         count = min(end - first, CHUNK)
-        # from here on 32 bits are enough for places
+        # Relative to this token, offsets fit into 32 bits.
         t = tl.cast(origin + SIGN * first, tl.int64)
         x_, dt_ = token_pointers(u, b, t, e, ub, us), token_pointers(dt, b, t, e, db, ds)
         dy_, z_ = token_pointers(dy, b, t, e, gb, gs), token_pointers(z, b, t, e, zb, zs)
@@ -228,11 +233,11 @@ def scan_backward(
             x_, dt_, dy_, z_, B_, C_, resets_, shift, scratch, rows, count, live, n, N, us, ds, gs, zs, Bs, Cs,
             SIGN, SOFTPLUS, EVEN, CHUNK, BE, BN, ROWS, LINES,
         )
-        tl.debug_barrier()  # what follows is read by other threads than wrote it, here and below
+        tl.debug_barrier()  # Other threads read what was written above; likewise below.
 
         h = tl.load(between + (b * tl.cdiv(S, CHUNK) + first // CHUNK) * E * N + along, own, 0.0)
         for i in tl.range(0, count, STEPS, num_stages=1):
-            tl.store(cells + i // STEPS * (BE * BN), h)  # as the token before left it
+            tl.store(cells + i // STEPS * (BE * BN), h)  # the state before these tokens
             for j in tl.static_range(STEPS):
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
@@ -255,11 +260,11 @@ def scan_backward(
         for back in tl.range(0, count, STEPS, num_stages=1):
             i = (count - 1) // STEPS * STEPS - back
             h = tl.load(cells + i // STEPS * (BE * BN))
-            hs, decays, begins = (), (), ()  # states before these tokens
+            hs, decays, begins = (), (), ()  # the states before each of these tokens
             for j in tl.static_range(STEPS):
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 decay = tl.exp2(tl.load(plane)[None, :] * rate)
-                if resets is not None:  # not by a decay of 0: what comes over from a sequence may be infinite
+                if resets is not None:  # A decay of 0 does not suffice: the previous sequence's state may be infinite.
                     fresh = tl.load(resets_ + SIGN * (i + j), i + j < count, 0) != 0
                     h, begins = tl.where(fresh, 0.0, h), begins + (fresh,)
                 hs, decays = hs + (h,), decays + (decay,)
@@ -270,7 +275,7 @@ def scan_backward(
                 plane, row = scratch + (i + j) * BE + lane, rows + (i + j) * BN + n
                 write = tl.load(row)[:, None] if writes is None else writes
                 read = tl.load(row + CHUNK * BN)[:, None] if reads is None else reads
-                grad = tl.load(plane + GATED * PLANE)[None, :] * read + carry  # of the state after this token
+                grad = tl.load(plane + GATED * PLANE)[None, :] * read + carry  # gradient of the state after this token
                 tl.store(plane + THROUGH * PLANE, tl.sum(grad * write, 0))
                 carry = decays[j] * grad
                 if resets is not None:

@@ -1,4 +1,4 @@
-"""The selective scan's forward kernels: the walk, and how segments of a sequence are walked at once."""
+"""The forward kernels of the selective scan: the scan, and two kernels with which segments are scanned in parallel."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ def scan_ends(
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
     BN: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """What each segment leaves to the next if it starts from nothing: of states (x is u, w is B), or, BACK, to the one
-    before of gradients (x is dy, w is C); the sum of its steps, and whether a sequence begins in it."""
+    """Compute the state at the end of each segment from an initial state of zeros, where x is u and w is B.
+
+    With BACK, compute instead the gradient of the state at the start of each segment from a gradient of zeros at its
+    end, where x is dy and w is C. Also store the sum of the steps (dt) of each segment, and how many sequences begin in
+    it.
+    """
     b, first, end, group, within, e = program_share(S, K, L, W, BE)
     live = within < W
     n = tl.arange(0, BN)
@@ -88,7 +92,10 @@ def scan_ends(
 def carry_segments(
     given, A, ends, sums, broken, starts, K, E, N, BACK: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr
 ):
-    """What each segment starts from, `given` [B, E, N] or nothing the first of them (BACK: the last), and so on."""
+    """Compute the initial state of each segment from the results of `scan_ends` for the segments before it.
+
+    given [B, E, N]: that of the first segment (of the last, with BACK); None: zeros.
+    """
     b = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     n = tl.arange(0, BN)
@@ -114,12 +121,12 @@ def _advance(
     h, tokens, i, rest, rate, shift, skip, writes, reads, y, within, W, E,
     SOFTPLUS: tl.constexpr, SIGN: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """The state after these tokens, whose y it stores."""
+    """Return the state after these tokens, and store their y."""
     xs, dts, gates, Bts, Cts, fresh = tokens
     for j in tl.static_range(STEPS):
         x = xs[j].to(tl.float32)
         step = step_of(dts[j], shift, SOFTPLUS)
-        step = tl.where(i + j < rest, step, 0.0)  # a step of nothing leaves the state as it is
+        step = tl.where(i + j < rest, step, 0.0)  # A step of 0 does not change the state.
         if len(fresh) > 0:
             h = tl.where(fresh[j] != 0, 0.0, h)
         write = writes if len(Bts) == 0 else Bts[j].to(tl.float32)[:, None]
@@ -142,15 +149,18 @@ def scan(
     SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):
-    """EVEN: neither channels nor states have an incomplete block. h0 [B K, N, E]: what each of the K segments of L
-    tokens starts from, if not from nothing."""
+    """Scan K segments of L tokens in parallel.
+
+    h0 [B K, N, E]: the initial state of each segment; None: zeros. EVEN: neither channels nor states have an incomplete
+    block.
+    """
     b, begin, end, group, within, e = program_share(S, K, L, W, BE)
     live = within < W
     n = tl.arange(0, BN)
     own = (n < N)[:, None] & live[None, :]
     at = n[:, None] + e[None, :] * N
-    # The first tensors of states settle how threads hold them all: a channel each. So A and h0 have channels side by
-    # side, and `zero` keeps from the compiler that it could load them four at a time.
+    # The layouts of A and h0 determine the layout of all states over the threads: one channel per thread. For this, A
+    # and h0 have adjacent channels, and adding `zero` prevents the compiler from loading four elements at a time.
     along = cells_of(n, e, E) + zero
     rate = load_rates(A, along, own)
     shift = load_shift(bias, e, live)
@@ -168,7 +178,7 @@ def scan(
 
     SIGN: tl.constexpr = -1 if REVERSE else 1
     for start in range(begin, end, CHUNK):
-        # from a chunk's first token on 32 bits are enough for places
+        # Relative to the first token of a chunk, offsets fit into 32 bits.
         t = tl.cast(S - 1 - start if REVERSE else start, tl.int64)
         u_, dt_ = token_pointers(u, b, t, e, ub, us), token_pointers(dt, b, t, e, db, ds)
         z_, B_ = token_pointers(z, b, t, e, zb, zs), matrix_pointers(B, b, t, group, n, Bb, Bs, Bg)
@@ -179,7 +189,7 @@ def scan(
         rest = end - start
         this = load_tokens(u_, dt_, z_, B_, C_, resets_, 0, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS)
         for i in range(0, min(CHUNK, rest), 2 * STEPS):
-            # Tokens are loaded before the previous ones are used, alternating, so that nothing has to be moved.
+            # Tokens are loaded before the previous ones are used, alternately into two variables, which saves moves.
             other = load_tokens(
                 u_, dt_, z_, B_, C_, resets_, i + STEPS, rest, there, known, us, ds, zs, Bs, Cs, SIGN, STEPS
             )

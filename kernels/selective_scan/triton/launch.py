@@ -1,4 +1,4 @@
-"""How the selective scan's kernels are launched, as ops of torch."""
+"""Launches of the selective scan's kernels, as torch ops."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from seqblocks.kernels.selective_scan.triton.forward import carry_segments, scan
 from seqblocks.kernels.selective_scan.triton.token import of_token
 from seqblocks.kernels.triton_common import ceil_div
 
-CHUNK = 32  # tokens between kept states; the states of one chunk are a program's scratch
-STATES = 256  # at most
-SCHEDULERS = 4 * 132  # of an H100 or H200: each issues for one warp at a time
-AT_ONCE = 16 * SCHEDULERS  # warps of a backward launch, about: each of its programs has memory of its own
+CHUNK = 32  # tokens between saved states; in the backward pass, the scratch of a program has the states of one chunk
+STATES = 256  # the largest number of states of a channel
+SCHEDULERS = 4 * 132  # of an H100 or H200; each issues instructions of one warp at a time
+AT_ONCE = 16 * SCHEDULERS  # approximate number of warps of a backward launch, which limits the scratch buffers
 
 
 def tiles(
     states: int, width: int, backward: bool, arch: str, constant: bool = False, resets: bool = False
 ) -> dict[str, int]:
-    """Channels and states of a program, its warps, and tokens at a time.
+    """Return the channels and states of a program (BE, BN), tokens at a time (STEPS), and warps.
 
-    One warp and 16 states a thread (8 on AMD's, backward), which up to 16 states are a channel of its own: nothing but
-    sums over more states crosses threads, and backward those over channels. Two tokens at a time halve the states that
-    the backward pass writes down; on sm_90 registers allow it where B and C are not `constant`, but on Triton 3.6 not
-    with 32 states.
+    A program has one warp with 16 states per thread (8 in the backward pass on AMD GPUs). With up to 16 states, a
+    thread has a channel of its own; only sums over more states and, in the backward pass, over channels cross threads.
+    With two tokens at a time, the backward pass writes half as many states. On sm_90 there are enough registers for
+    this unless B or C is `constant` or, with Triton 3.6, there are 32 states.
     """
     BN = common.power_of_two(states)
     lanes = common.lanes(arch)
@@ -41,9 +41,9 @@ def tiles(
     most = each * lanes // BN
     BE = min(common.power_of_two(width), max(8, min(lanes, most)) if backward else max(1, min(2 * lanes, most)))
     if backward and BN == 32 and width % BE:
-        BE = min(BE, 8)  # masks of an incomplete block take registers too
+        BE = min(BE, 8)  # Masks of an incomplete block take registers too.
     if backward and resets and arch.startswith("gfx"):
-        BE = min(BE, 16)  # and so do marks
+        BE = min(BE, 16)  # Marks take registers too.
     num_warps = common.warps(BE * BN, each, lanes) if backward else 1
     few = BN > 128 or BN == 32 or constant or arch.startswith(("sm_8", "gfx")) if backward else BN > 16
     steps = 1 if few else 2
@@ -51,8 +51,11 @@ def tiles(
 
 
 def _each(arch: str, resets: bool, even: bool, BN: int) -> int:
-    """Numbers that a thread holds of a tile of tokens and channels. Marks of resets, masks of an incomplete block and
-    many states leave registers for fewer than four; sm_90's compiler needs fewer."""
+    """Return the elements per thread of a tile of tokens and channels.
+
+    It is four at most. Marks of resets, masks of an incomplete block and many states leave fewer registers; the
+    compiler needs fewer for sm_90.
+    """
     tight = (BN == 32) + (not even) + resets
     if arch.startswith("sm_8"):
         return 4 if tight == 0 or (BN == 32 and tight == 1) else 2 if tight == 1 else 1
@@ -60,48 +63,54 @@ def _each(arch: str, resets: bool, even: bool, BN: int) -> int:
 
 
 def scratch_of(BE: int, BN: int, STEPS: int, num_warps: int) -> int:
-    """Numbers that a program of the backward pass keeps of the chunk at hand: six a token and channel, B and C, and the
-    state before every STEPS tokens."""
+    """Return the number of elements in the scratch buffer of a program of the backward pass.
+
+    For the current chunk it has six values per token and channel, B and C, and the state before every STEPS tokens.
+    """
     return 6 * CHUNK * BE + 2 * CHUNK * BN + CHUNK // STEPS * BE * BN
 
 
 def _summing(arch: str, B: Tensor, C: Tensor, tile: dict[str, int]) -> tuple[str | None, int]:
-    """How `store_sums` adds, and in how many equal columns."""
+    """Return the arguments DOT and COLUMNS of `_store_sums`."""
     if tile["BE"] < 16 or tile["BN"] < 16:
         return None, 1
     if arch.startswith("gfx"):
         return "ieee", 16
-    # "tf32" cuts off up to 2^-10, always towards zero: little where dB and dC are rounded to bfloat16, up to 2^-8,
-    # but more than rounding to float16 loses, 2^-11
+    # "tf32" truncates, always towards zero, with a relative error of up to 2^-10. That is small compared to rounding dB
+    # and dC to bfloat16 (up to 2^-8), but larger than the rounding error of float16 (2^-11).
     return ("tf32" if B.dtype == C.dtype == torch.bfloat16 else "twice"), 8
 
 
 def segments(warps: int, S: int, backward: bool) -> int:
-    """Into how many parts a sequence is cut: one where each scheduler of a large GPU has more than a warp.
+    """Return the number of segments of a sequence: 1 if each scheduler of a large GPU has more than one warp.
 
-    Alone on its scheduler a warp waits for its own results, some 1.8 times as long as it takes to issue its
-    instructions forward and 2.3 times backward, and other warps could be issued meanwhile. Segments are those warps: as
-    many as registers let a scheduler hold at once, three forward and two backward. They cost a walk more, 0.7 of the
-    forward instructions and 0.26 of the backward ones. None is shorter than 128 tokens.
+    A warp that is alone on its scheduler waits for its own results: about 1.8 times as long as it takes to issue its
+    instructions in the forward pass, and 2.3 times in the backward pass. The warps of other segments can be issued
+    meanwhile. There are as many segments as registers allow a scheduler to hold, three forward and two backward. They
+    cost an additional scan, 0.7 of the forward instructions and 0.26 of the backward ones. No segment is shorter than
+    128 tokens.
     """
     most = (2 if backward else 3) * SCHEDULERS // max(1, warps)
     return 1 if warps > SCHEDULERS else max(1, min(most, S // 128))
 
 
 def _sizes(u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[int, int, int, int, int]:
-    """S, E, N, groups, and channels of a group."""
+    """Return S, E, N, the number of groups, and the channels of a group."""
     groups = groups_of(B, C)
     return u.shape[1], *A.shape, groups, u.shape[2] // groups
 
 
 def _laid_out(*tensors: Any) -> list[Any]:
-    """Parameters and constants contiguous, of the rest the last axis."""
-    far = 2 * CHUNK  # a chunk, and what is loaded ahead
+    """Return parameters and constants contiguous, and the other tensors with the last axis contiguous."""
+    far = 2 * CHUNK  # a chunk, and the tokens loaded ahead
     return [None if x is None else common.near(x, far) if x.dim() > 2 else x.contiguous() for x in tensors]
 
 
 def _strides(*tensors: Tensor | None) -> list[int | None]:
-    """Of [B, S, E] over batch and tokens, of [B, S, G, N] over groups too; None for what is constant or absent."""
+    """Return the strides over batch and tokens of [B, S, E], and also over groups of [B, S, G, N].
+
+    For constant tensors they are None, for absent ones 0.
+    """
     out: list[int | None] = []
     for x in tensors:
         if x is None:
@@ -120,7 +129,7 @@ def _segments_for(
 
 
 class _Cut:
-    """The segments of a launch."""
+    """The segments of a launch: their number K per sequence, their length L, and the grid."""
 
     def __init__(
         self, u: Tensor, A: Tensor, groups: int, W: int, tile: dict[str, int], backward: bool, K: int = 0
@@ -130,7 +139,8 @@ class _Cut:
         self.even = W % tile["BE"] == 0 and tile["BN"] == self.N
         programs = groups * ceil_div(W, tile["BE"])
         K = K or _segments_for(tile, self.batch, self.S, groups, W, backward)
-        self.L = CHUNK * ceil_div(ceil_div(self.S, K), CHUNK)  # kept states lie where chunks begin
+        # Segments consist of whole chunks, because states are saved at the start of chunks.
+        self.L = CHUNK * ceil_div(ceil_div(self.S, K), CHUNK)
         self.K = ceil_div(self.S, self.L)
         self.grid = (self.batch * self.K, programs)
 
@@ -138,7 +148,7 @@ class _Cut:
         self, given: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None,
         resets: Tensor | None, softplus: bool, reverse: bool, back: bool,
     ) -> Tensor:
-        """[B K, N, E]: two launches, see `scan_ends` and `carry_segments`."""
+        """Return the initial state [B K, N, E] of each segment, by launching `scan_ends` and `carry_segments`."""
         ends, starts = (A.new_empty(self.batch * self.K, self.N, self.E) for _ in range(2))
         sums = A.new_empty(self.batch * self.K, self.E)
         broken = None if resets is None else A.new_empty(self.batch * self.K, dtype=torch.int32)
@@ -160,10 +170,13 @@ def _op(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     h0: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last state, and the states between chunks, [B, chunks, E, N] in a line (nothing unless `for_backward`)."""
+    """Return y, the last state, and the states between chunks: [B, chunks, E, N] flattened, or empty.
+
+    The latter are empty unless for_backward.
+    """
     if u.shape[1] == 1 and not for_backward and resets is None and B.dim() == C.dim() == 4:
         return *of_token(u, dt, A, B, C, D, z, bias, h0, softplus), A.new_empty(0)
-    if u.shape[1] > 1:  # here, because in each program it would be three instructions for two numbers
+    if u.shape[1] > 1:  # In each program, the conversion would take three instructions for two elements.
         B, C = B.float(), C.float()
     u, dt, A, B, C, D, z, bias = _laid_out(u, dt, A, B, C, D, z, bias)
     S, E, N, groups, W = _sizes(u, A, B, C)
@@ -194,10 +207,10 @@ def _ends_of_segments(
     cut: _Cut, groups: int, W: int, dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, C: Tensor,
     z: Tensor | None, bias: Tensor | None, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> Tensor | None:
-    """What comes to each segment from the one after it, [B K, N, E]; None for nothing."""
+    """Return the gradient of the state after each segment, [B K, N, E]; None for zeros."""
     if cut.K == 1:
         return None if dlast is None else dlast.transpose(1, 2).contiguous()
-    # a walk like the forward one, and launched like it
+    # This scan is like the forward pass, and is launched with the same tiles.
     forward = tiles(A.shape[1], W, False, common.arch(u))
     ahead = _Cut(u, A, groups, W, forward, True, cut.K)
     return ahead.starts(dlast, dy, dt, A, C, z, bias, resets, softplus, reverse, True)
@@ -206,7 +219,7 @@ def _ends_of_segments(
 def _backward_options(
     arch: str, tile: dict[str, int], even: bool, resets: Tensor | None, B: Tensor, C: Tensor
 ) -> dict[str, Any]:
-    """How a program sums, and how much of a chunk it takes at a time where tokens do not wait for one another."""
+    """Return how a program sums, and how many tokens it processes at a time where these are independent."""
     numbers = _each(arch, resets is not None, even, tile["BN"]) * common.lanes(arch) * tile["num_warps"]
     dot, columns = _summing(arch, B, C, tile)
     rows, lines = min(CHUNK // 2, max(1, numbers // tile["BE"])), min(CHUNK, max(1, numbers // tile["BN"]))
@@ -218,7 +231,7 @@ def _op_backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
     z: Tensor | None, bias: Tensor | None, between: Tensor, resets: Tensor | None, softplus: bool, reverse: bool,
 ) -> list[Tensor]:
-    """Gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
+    """Return the gradients of u, dt, A, B, C, D, z, bias and the initial state; empty for those that are absent."""
     dy, u, dt, A, B, C, D, z, bias = _laid_out(dy, u, dt, A, B, C, D, z, bias)
     resets = backward_marks([dy], [dlast], resets, reverse)
     dlast = None if dlast is None else dlast.contiguous()
@@ -231,7 +244,7 @@ def _op_backward(
     dh0 = parts(batch, E, N)
     du, ddt = (x.new_empty(x.shape) for x in (u, dt))
     dz = A.new_empty(0) if z is None else z.new_empty(z.shape)
-    kept = ceil_div(S, CHUNK) * E * N  # numbers of a sequence
+    kept = ceil_div(S, CHUNK) * E * N  # elements of a sequence
     tile = tiles(N, W, True, common.arch(u), 2 in (B.dim(), C.dim()), resets is not None)
     with common.on(u):
         cut = _Cut(u, A, groups, W, tile, True)
@@ -242,10 +255,10 @@ def _op_backward(
         options = _backward_options(common.arch(u), tile, even, resets, B, C)
         dA, (dD, dbias) = parts(rows, E, N), (parts(rows, E, of=x) for x in (D, bias))
         constants = [parts(rows, E, N, of=x if x.dim() == 2 else None) for x in (B, C)]
-        most = ceil_div(AT_ONCE, K * programs * tile["num_warps"])  # sequences of a launch
+        most = ceil_div(AT_ONCE, K * programs * tile["num_warps"])  # sequences per launch
 
         def walk(first: int) -> list[Tensor]:
-            """Launch for sequences from the first on. Returns what they add to dB and dC."""
+            """Launch for up to `most` sequences, from `first` on. Return their parts of dB and dC."""
             count = min(most, batch - first)
 
             def some(x: Any, each: int = 1) -> Any:
@@ -291,7 +304,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, dlast, _):  # type: ignore[no-untyped-def]
     *tensors, between, resets, h0 = ctx.saved_tensors
-    if between is None:  # the forward pass did not know that a gradient would be needed
+    if between is None:  # The forward pass ran with for_backward=False.
         between = _op(*tensors, h0, resets, *ctx.flags, True)[2]
     grads = _op_backward(common.filled(dy, tensors[0]), dlast, *tensors, between, resets, *ctx.flags)
     present = [None if x is None else g for x, g in zip((*tensors, h0), grads, strict=True)]
@@ -303,8 +316,10 @@ _op_backward.register_autograd(no_second_derivative("selective_scan", "Triton"))
 
 
 def _for_each_group(x: Tensor, shape: torch.Size, groups: int) -> Tensor:
-    """[B, S, G, N]. What several groups share is repeated in float32, so that its gradient, a sum over these groups, is
-    rounded once."""
+    """Return a matrix as [B, S, G, N].
+
+    If groups share it, it is repeated in float32, so that its gradient, a sum over these groups, is rounded only once.
+    """
     shared = groups > (x.shape[2] if x.dim() == 4 else 1)
     return per_token(x.float() if shared else x, shape, groups)
 
@@ -313,7 +328,7 @@ def run(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, softplus: bool, state: Tensor | None, resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The whole of `selective_scan`: y in u's dtype, and the last state."""
+    """Run `selective_scan` with skip and gate. Returns y in the dtype of u, and the last state."""
     h0 = None if state is None else state.float()
     if u.numel() == 0:
         torch_run = implementation("selective_scan", "torch").run
@@ -329,7 +344,7 @@ def run(
 @common.can_unless
 def _can(**facts: Any) -> str:
     if facts.get("complex"):
-        return "complex A: only the recurrent definition has it"
+        return "complex A: only supported by the reference implementation"
     if facts.get("states", 1) > STATES:
         return f"{facts['states']} states of a channel; at most {STATES}"
     return ""

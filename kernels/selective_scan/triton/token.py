@@ -1,6 +1,6 @@
 """One token of a stream in one launch: u, dt, z, y [B, E]; A [E, N]; B, C [B, G, N]; D, bias [E]; h, last [B, E, N].
 
-A program owns BE channels of a sequence and all their states, which lie side by side in memory.
+A program processes BE channels of a sequence and all their states, which are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def token(
     u, dt, A, B, C, D, z, bias, h, y, last, E, N, W, us, ds, bs, cs, zs,
     SOFTPLUS: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
 ):
-    """W channels share a group of B and C, rows of which are bs and cs apart; h None: zeros."""
+    """Run one token. W channels share a group of B and C, whose row strides are bs and cs; h None: zeros."""
     b = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     n = tl.arange(0, BN)
@@ -50,7 +50,7 @@ def of_token(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     h: Tensor | None, softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y and the state after one token; u, dt, z [B, 1, E], B, C [B, 1, G, N], A and h float32."""
+    """Return y and the state after one token. u, dt, z [B, 1, E]; B, C [B, 1, G, N]; A and h are float32."""
     batch, _, E = u.shape
     N, W = A.shape[1], E // B.shape[2]
     u, dt, z = (None if x is None else common.last_contiguous(x[:, 0]) for x in (u, dt, z))  # type: ignore[assignment]
@@ -69,5 +69,5 @@ def of_token(
 
 
 def _row(x: Tensor) -> Tensor:
-    """x [B, 1, G, N] with the groups of a sequence in a line."""
+    """Return x [B, 1, G, N] with the groups of a sequence contiguous."""
     return x if x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3]) else x.contiguous()

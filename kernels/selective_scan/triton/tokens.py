@@ -1,4 +1,4 @@
-"""What the selective scan's kernels share: a program's part of the work, and loads of tokens.
+"""Functions that the kernels of the selective scan share: the part of each program, and loads of tokens.
 
 u, dt, z, y [B, S, E]; A [E, N]; B, C [B, S, G, N] or [E, N]; h0, last [B, E, N]; between [B, chunks, E, N];
 resets [B, S]. W = E / G. xb, xs, xg: strides of x over batch, tokens, groups.
@@ -14,7 +14,7 @@ from seqblocks.kernels.triton_common import binary, jit, softplus, tl
 @jit
 @no_type_check
 def program_share(S, K, L, W, BE: tl.constexpr):
-    """This program's sequence, first token and end, group, and channels within the group and among all."""
+    """Return this program's sequence, first token and end, group, and channels within the group and among all."""
     blocks = tl.cdiv(W, BE)
     begin = tl.program_id(0) % K * L
     group = tl.program_id(1) // blocks
@@ -25,14 +25,14 @@ def program_share(S, K, L, W, BE: tl.constexpr):
 @jit
 @no_type_check
 def cells_of(n, e, E):
-    """Places of a sequence's states in [N, E]: channels next to each other, as threads hold them."""
+    """Return the offsets [BN, BE] of states in [N, E], where channels are adjacent, as in the threads."""
     return n[:, None] * E + e[None, :]
 
 
 @jit
 @no_type_check
 def load_shift(bias, e, live):
-    """The bias of the steps, [BE]."""
+    """Load the bias of the steps, [BE]."""
     out = live.to(tl.float32) * 0.0
     if bias is not None:
         out = tl.load(bias + e, live, 0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def step_of(dt, shift, SOFTPLUS: tl.constexpr):
 @jit
 @no_type_check
 def load_some(x, there):
-    """Load where `there` says, or everywhere if it is None."""
+    """Load x where the mask `there` is true, or everywhere if it is None."""
     return tl.load(x) if there is None else tl.load(x, there, 0.0)
 
 
@@ -60,9 +60,11 @@ def load_some(x, there):
 def load_tokens(
     x, dt, z, B, C, resets, i, rest, live, known, xs, ds, zs, Bs, Cs, SIGN: tl.constexpr, STEPS: tl.constexpr
 ):
-    """The inputs of STEPS tokens as they are stored, from the i-th on after the one that is pointed at.
+    """Load the inputs of STEPS tokens in their dtypes, starting i tokens after the one that the pointers point to.
 
-    There are `rest` of them; after these the last one's are loaded again, without its mark."""
+    `rest` tokens are left from the pointers on. Beyond them, the inputs of the last one are loaded again, without its
+    mark.
+    """
     all_x, all_dt, all_z, all_B, all_C, marks = (), (), (), (), (), ()
     for j in tl.static_range(STEPS):
         t = SIGN * min(i + j, rest - 1)
@@ -82,7 +84,7 @@ def load_tokens(
 @jit
 @no_type_check
 def token_pointers(x, b, t, e, xb, xs):
-    """Where token t of these channels is in x [B, S, E]; None if x is absent."""
+    """Return pointers to token t of these channels in x [B, S, E]; None if x is absent."""
     pointers = None
     if x is not None:
         pointers = x + b * xb + t * xs + e
@@ -92,7 +94,7 @@ def token_pointers(x, b, t, e, xb, xs):
 @jit
 @no_type_check
 def matrix_pointers(x, b, t, group, n, xb, xs, xg):
-    """Where token t of this group is in x [B, S, G, N]; None if x is constant or absent."""
+    """Return pointers to token t of this group in x [B, S, G, N]; None if x is constant or absent."""
     pointers = None
     if xs is not None:
         pointers = x + b * xb + group * xg + t * xs + n
@@ -102,7 +104,7 @@ def matrix_pointers(x, b, t, group, n, xb, xs, xg):
 @jit
 @no_type_check
 def mark_pointer(resets, b, t, S):
-    """Where the mark of token t is in resets [B, S]; None if there are no resets."""
+    """Return a pointer to the mark of token t in resets [B, S]; None if there are no resets."""
     pointer = None
     if resets is not None:
         pointer = resets + b * S + t
@@ -112,5 +114,5 @@ def mark_pointer(resets, b, t, S):
 @jit
 @no_type_check
 def load_rates(A, cells, own):
-    """Binary logarithms of the decay of a unit step: exp2 is what the device has."""
+    """Load the binary logarithms of the decay of a unit step, because exp2 is a hardware instruction."""
     return binary(tl.load(A + cells, own, 0.0))
