@@ -134,7 +134,7 @@ def _scanned(
     else:
         lifted = _lifted(combine, spec, differentiated)
         found = run(lifted, leaves if marks is None else [*leaves, marks])[: len(leaves)]
-    last = [leaf[:, -1] for leaf in found]
+    last = [leaf[:, -1].clone() for leaf in found]  # a view would keep all states alive
     if initial:
         found = [leaf[:, 1:] for leaf in found]
     return [order(leaf) for leaf in found], last

@@ -102,7 +102,7 @@ def attention(
     if keep is None:
         keep = window - 1 if window is not None else keys.shape[1] if state is None else past
     kind_k, kind_v = (k.dtype, v.dtype) if state is None else (state[0].dtype, state[1].dtype)
-    keys, values = _newest(keys, keep), _newest(values, keep)
+    keys, values = (_newest(x, keep, own=state is not None) for x in (keys, values))
     if several and over is not None:
         over = _newest(over, keep)
         keys, values = (x.masked_fill(along(over, x), 0.0) for x in (keys, values))
@@ -176,12 +176,18 @@ def _sequences(
     return torch.cat([torch.where(age <= before[:, None], 0, -1), now], 1)
 
 
-def _newest(x: Tensor, keep: int) -> Tensor:
-    """Return the last `keep` tokens of x [B, T, ...], padded in front with zeros."""
+def _newest(x: Tensor, keep: int, own: bool = True) -> Tensor:
+    """Return the last `keep` tokens of x [B, T, ...], padded in front with zeros.
+
+    A view only if x is our own and has fewer than twice as many: it keeps the whole of x alive.
+    """
     missing = keep - x.shape[1]
     if missing > 0:
         return torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], 1)
-    return x[:, x.shape[1] - keep :]
+    found = x[:, x.shape[1] - keep :]
+    if torch.compiler.is_compiling() or (own and x.shape[1] < 2 * keep):
+        return found
+    return found.clone()
 
 
 def _check(

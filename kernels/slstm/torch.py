@@ -228,7 +228,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
     last = 0 if reverse else -1  # while code is compiled, the length may be unknown
-    return y, y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
+    state = y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
+    return y, *(s.clone() for s in state)  # a view would change with y, and keep all tokens alive
 
 
 register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"), by_hand=True)

@@ -176,6 +176,17 @@ def test_a_state_that_is_not_asked_for(subject: Subject, state: bool) -> None:
     )
 
 
+@cases(SEQUENTIAL, EVERYWHERE, reverse=yes_if("reverse"), gradients=lambda kernel, on: [False, True])
+def test_results_have_memory_of_their_own(subject: Subject, reverse: bool, gradients: bool) -> None:
+    """What changes an output in place changes no state and no input, and a state keeps no whole sequence alive."""
+    x = subject.exact(state=False, **subject.kernel.small)
+    with torch.set_grad_enabled(gradients):
+        out, *state = subject(x, reverse=reverse).values()
+    assert all(last.untyped_storage().nbytes() == last.numel() * last.element_size() for last in state)
+    places = [t.untyped_storage().data_ptr() for t in (*x.values(), out, *state) if t.numel()]
+    assert len(set(places)) == len(places)
+
+
 @cases(SEQUENTIAL, EVERYWHERE, variants=(), output=lambda kernel, on: ("out", *kernel.states))
 def test_a_loss_of_one_output(subject: Subject, output: str) -> None:
     """The rest adds nothing to any gradient."""
