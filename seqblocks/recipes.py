@@ -1,6 +1,6 @@
 """Recipes compute a parameter from official tensors; they are the right-hand sides of a `checkpoint:` map.
 
-A plain name stands for one unchanged tensor; other recipes join, split or rearrange tensors. Each kind is a class that
+A plain name reads one tensor unchanged; other recipes join, split or rearrange tensors. Each kind is a class that
 checks itself against the shape of a parameter, computes the parameter, and converts it back.
 `seqblocks/analysis/maps.py` reads recipes from a spec, and `seqblocks/checkpoint` applies them. torch is imported only
 when a recipe is applied, because graphs contain recipes and must not need torch.
@@ -20,22 +20,26 @@ from seqblocks.errors import Fault, RunError, listing, quote
 from seqblocks.language.expressions import MAX_LENGTH
 
 Shape = tuple[int, ...]
-Tensor = Any  # torch's
+Tensor = Any  # a torch.Tensor, without importing torch
 
 
 class Share(NamedTuple):
-    """The part of an official tensor that one parameter is: `start` to `stop` of a whole that is cut in this way."""
+    """The part of an official tensor that one parameter fills: `start` to `stop` in units of `cut`.
+
+    cut: how the tensor is divided; shares of one tensor must agree on it. whole: the `stop` of the last share, or None
+    if it is unknown.
+    """
 
     cut: tuple[Any, ...]
     start: int
     stop: int
-    whole: int | None = None  # where the last one stops, if that is known
+    whole: int | None = None
 
 
 class Extent(NamedTuple):
-    """The shape of an official tensor, as far as one parameter says; a slice says nothing of what follows it.
+    """The shape of an official tensor as far as one parameter determines it; a slice does not determine the total size.
 
-    share: the part that the parameter is; None where it is all of it.
+    share: the part that the parameter fills, or None if it fills the tensor.
     """
 
     shape: Shape
@@ -47,11 +51,11 @@ class Recipe(ABC):
     """Base class of recipes."""
 
     kind: ClassVar[str] = ""
-    """Its key in a map, which holds the official name or names; empty for a name alone."""
+    """The recipe's key in a map, whose value is the official name or names; empty for a plain name."""
     words: ClassVar[dict[str, bool]] = {}
-    """The keys that go with it, which are its attributes, and whether each is required."""
+    """The other keys of the recipe, which are also its attributes, and whether each is required."""
 
-    def __init__(self, *values: Any, **more: Any) -> None:  # no dataclass: making ten of them takes 3 % of `check`
+    def __init__(self, *values: Any, **more: Any) -> None:  # creating ten dataclasses takes 3 % of `check`
         given = {**dict(zip(self.words, values, strict=False)), **more}
         for word in self.words:
             setattr(self, word, given.get(word))
@@ -65,7 +69,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of the official tensors that it reads."""
+        """Return the names of the official tensors that the recipe reads."""
 
     @abstractmethod
     def renamed(self, change: Callable[[str], str]) -> Recipe:
@@ -77,24 +81,27 @@ class Recipe(ABC):
 
     @abstractmethod
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
-        """Return what is known of the official tensors from our shape. Raise RunError where that is too little."""
+        """Return the extents of the official tensors, derived from the shape of our parameter.
+
+        Raises RunError if the shape does not determine them.
+        """
 
     @abstractmethod
     def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
-        """Write into `out`, the official tensor number `at`, what our parameter has of it."""
+        """Write our parameter's part of the official tensor with index `at` into `out`."""
 
     def as_data(self) -> Any:
-        """Return it as a map has it: a name, or a mapping such as {"concat": ["q", "k"], "axis": 0}."""
+        """Return the recipe as written in a map: a name, or a mapping such as {"concat": ["q", "k"], "axis": 0}."""
         values = {each: getattr(self, each) for each in self.words}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {self.kind: self._source(), **{key: value for key, value in values.items() if value is not None}}
 
     @abstractmethod
     def _source(self) -> str | list[str]:
-        """The official name or names, as a map has them."""
+        """Return the official name or names as they are written in a map."""
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
-        """Return why it cannot make our parameter `name` of this shape, or None."""
+        """Return why the recipe cannot compute our parameter `name` of this shape, or None."""
         return None
 
 
@@ -116,7 +123,7 @@ class FromOne(Recipe):
         return self.official
 
     def put(self, name: str, ours: Tensor, at: int, out: Tensor) -> None:
-        self.make(name, tuple(ours.shape), out).copy_(ours)  # what `make` returns shares its memory with `out`
+        self.make(name, tuple(ours.shape), out).copy_(ours)  # the result of `make` shares its memory with `out`
 
     def _require(self, holds: bool, name: str, whole: Tensor, expected: str) -> None:
         if not holds:
@@ -124,7 +131,7 @@ class FromOne(Recipe):
             raise RunError(f"for {name} the official {self.official} must {expected}, and {found}")
 
     def _require_shape(self, name: str, whole: Tensor, *shapes: Shape) -> None:
-        """Raise RunError for another shape, even one of as many numbers: those would be read in a wrong order."""
+        """Raise RunError for other shapes, even of the same size: elements would be read in the wrong order."""
         expected = " or ".join(dict.fromkeys(str(list(shape)) for shape in shapes))
         self._require(tuple(whole.shape) in shapes, name, whole, f"be {expected}")
 
@@ -154,7 +161,7 @@ class FromSeveral(Recipe):
 
 
 class Name(FromOne):
-    """An official tensor as it is."""
+    """One official tensor, unchanged."""
 
     def as_data(self) -> str:
         return self.official
@@ -168,7 +175,7 @@ class Name(FromOne):
 
 
 class Concat(FromSeveral):
-    """Official tensors joined along an axis of ours: equal parts, or of these `sizes`."""
+    """Official tensors concatenated along `axis`, as equal parts or parts of the given `sizes`."""
 
     kind = "concat"
     words: ClassVar[dict[str, bool]] = {"axis": False, "sizes": False}
@@ -212,7 +219,7 @@ class Concat(FromSeveral):
 
 
 class Stack(FromSeveral):
-    """Official tensors joined along a new axis."""
+    """Official tensors stacked along a new axis."""
 
     kind = "stack"
 
@@ -230,7 +237,10 @@ class Stack(FromSeveral):
 
 
 class Cut(FromSeveral):
-    """As much of official tensors, joined along `axis`, as ours holds, from `start` on. `sizes`: of the tensors."""
+    """A slice of the concatenation of official tensors along `axis`, from `start`, as long as our parameter.
+
+    `sizes`: the size of each tensor along `axis`.
+    """
 
     kind = "cut"
     words: ClassVar[dict[str, bool]] = {"sizes": True, "start": False, "axis": False}
@@ -260,7 +270,7 @@ class Cut(FromSeveral):
         return torch.cat(tensors, self.axis or 0).narrow(self.axis or 0, self.start or 0, shape[self.axis or 0])
 
     def _shares(self, shape: Shape) -> list[tuple[int, int]]:
-        """Return from where to where ours is of each official tensor; both are equal where it has nothing of it."""
+        """Return the start and stop of our parameter's part of each official tensor, equal if that part is empty."""
         first = self.start or 0
         last, begins = first + shape[self.axis or 0], [sum(self.sizes[:at]) for at in range(len(self.sizes))]
         return [
@@ -283,9 +293,9 @@ class Cut(FromSeveral):
 
 
 class Split(FromOne):
-    """One of several equal parts that an official tensor joins or stacks along `axis`, or holds flat.
+    """One of several equal parts of an official tensor: concatenated or stacked along `axis`, or flattened.
 
-    `shape`: that of the official tensor. Without it all three are read, and joined parts are written.
+    `shape`: the official tensor's. Without it, all three layouts can be read, and concatenated parts are written.
     """
 
     kind = "split"
@@ -296,7 +306,7 @@ class Split(FromOne):
     shape: Shape | None
 
     def misfit(self, name: str, shape: Shape) -> Fault | None:
-        fault = _no_axis(self.axis, name, shape, 0, len(shape))  # parts may lie along an axis after ours
+        fault = _no_axis(self.axis, name, shape, 0, len(shape))  # stacked parts may add a last axis
         return fault or _other_shape(self.shape, name, shape, self._shapes(shape))
 
     def _shapes(self, shape: Shape) -> tuple[Shape, ...]:
@@ -317,9 +327,9 @@ class Split(FromOne):
 
 
 class Slice(FromOne):
-    """As much of an official tensor as ours holds, from `start` on along `axis`.
+    """A slice of an official tensor along `axis`, from `start`, as long as our parameter.
 
-    `groups`: the axis is so many groups, such as heads, and a slice of each group is taken.
+    `groups`: the axis consists of this many groups, such as heads, and each group is sliced.
     """
 
     kind = "slice"
@@ -340,7 +350,7 @@ class Slice(FromOne):
         return self._cut(name, shape, *tensors).reshape(shape)
 
     def _cut(self, name: str, shape: Shape, whole: Tensor) -> Tensor:
-        """Return our part of the official tensor, its groups on an axis of their own."""
+        """Return our part of the official tensor, with the groups as a separate axis."""
         axis, start, groups = (self.axis or 0) % len(shape), self.start or 0, self.groups or 1
         length, rest = shape[axis] // groups, divmod(whole.shape[axis], groups)
         if groups > 1:
@@ -361,7 +371,7 @@ class Slice(FromOne):
 
 
 class Transpose(FromOne):
-    """The last two axes swapped. `shape`: that of the official tensor, where the last of our axes are one there."""
+    """The last two axes swapped. `shape`: the official tensor's, needed if it merges the last of our axes into one."""
 
     kind = "transpose"
     words: ClassVar[dict[str, bool]] = {"shape": False}
@@ -373,7 +383,7 @@ class Transpose(FromOne):
         return _other_shape(self.shape, name, shape, [self._swapped(shape, axes) for axes in range(2, len(shape) + 1)])
 
     def _swapped(self, shape: Shape, axes: int) -> Shape:
-        """Return the official shape of so many axes: from the last of them on, our axes are one."""
+        """Return an official shape of `axes` axes; the remaining axes of ours are merged into its last one."""
         *before, a, b = (*shape[: axes - 1], math.prod(shape[axes - 1 :]))
         return (*before, b, a)
 
@@ -393,7 +403,7 @@ class Transpose(FromOne):
 
 
 class Reshape(FromOne):
-    """The same numbers in our shape. `shape`: that of the official tensor."""
+    """The elements of an official tensor in our shape. `shape`: the official tensor's."""
 
     kind = "reshape"
     words: ClassVar[dict[str, bool]] = {"shape": False}
@@ -415,7 +425,7 @@ class Reshape(FromOne):
 
     def extents(self, name: str, shape: Shape) -> tuple[Extent, ...]:
         if self.shape is None:
-            what = f"it is a reshape of {self.official}, whose shape is not known"
+            what = f"it is a reshape of {self.official}, whose shape is unknown"
             raise RunError(f"{what}: add `shape: [...]` to the recipe")
         return (Extent(self.shape),)
 
@@ -424,7 +434,7 @@ class Reshape(FromOne):
 
 
 class _ComplexPart(FromOne):
-    """Base of recipes that take a part of a complex tensor: 0 the real one, 1 the imaginary one."""
+    """Base of recipes that take one part of a complex tensor: 0 is real, 1 is imaginary."""
 
     part: ClassVar[int]
 
@@ -454,7 +464,7 @@ class Imag(_ComplexPart):
 
 
 class Rearrange(FromOne):
-    """Axes split, permuted and joined, in einops' notation. A size may be UNKNOWN while a spec is read."""
+    """Axes split, permuted and merged, in the notation of einops. A size may be UNKNOWN while a spec is read."""
 
     kind = "rearrange"
     words: ClassVar[dict[str, bool]] = {"pattern": True, "sizes": False}
@@ -493,17 +503,17 @@ RECIPES: dict[str, type[FromOne] | type[FromSeveral]] = {
 }
 
 
-LISTS = ("sizes", "shape")  # words that take a list of whole numbers; the others take one
+LISTS = ("sizes", "shape")  # keys whose value is a list of integers; the others take one integer
 
 
 def words_of(kind: str) -> dict[str, bool]:
-    """Return the keys that go with a recipe's kind, and whether each is required."""
+    """Return the other keys of a kind of recipe, and whether each is required."""
     words = RECIPES[kind].words
-    return {"pattern": True} if RECIPES[kind] is Rearrange else words  # its sizes are keys of their own
+    return {"pattern": True} if RECIPES[kind] is Rearrange else words  # the names of its axes are also keys
 
 
 def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> Fault | None:
-    """Return the fault of an axis outside [low, high]."""
+    """Return a fault if an axis is outside [low, high]."""
     if axis is None or low <= axis <= high:
         return None
     found = f"{axis}; {_described(name, shape)}"
@@ -511,7 +521,7 @@ def _no_axis(axis: int | None, name: str, shape: Shape, low: int, high: int) -> 
 
 
 def _other_shape(given: Shape | None, name: str, shape: Shape, known: Iterable[Shape]) -> Fault | None:
-    """Return the fault of a `shape` that a recipe cannot have."""
+    """Return a fault if a recipe cannot read an official tensor of the `shape` that the spec gives."""
     if given is None or given in known:
         return None
     expected = " or ".join(dict.fromkeys(str(list(each)) for each in known))
@@ -526,12 +536,12 @@ def _described(name: str, shape: Shape) -> str:
 
 # --- patterns of `rearrange` ----------------------------------------------------------------------------------------
 
-Groups = tuple[tuple[str, ...], ...]  # axes, in the groups that are one axis of a tensor
+Groups = tuple[tuple[str, ...], ...]  # each group of named axes is one axis of the tensor
 
 
 @lru_cache(maxsize=256)
 def read_pattern(text: str) -> tuple[Groups, Groups]:
-    """Return both sides of an einops pattern. Raise Fault E209 for `...`, `_`, and axes that are on one side only."""
+    """Return both sides of an einops pattern. Raises Fault E209 for `...`, `_`, and axes on one side only."""
     if len(text) > MAX_LENGTH:
         raise Fault("E209", "the pattern is too long", expected=f"at most {MAX_LENGTH} characters")
     sides = [_groups(side) for side in text.split("->")]
@@ -565,7 +575,10 @@ def _groups(side: str) -> Groups:
 
 
 def rearranged(pattern: str, sizes: Mapping[str, Any], shape: Shape) -> tuple[Shape, dict[str, int]]:
-    """Return the official shape that a pattern turns into ours, and the size of each axis. ValueError if none fits."""
+    """Return the official shape that a pattern turns into ours, and the size of each axis.
+
+    Raises ValueError if no shape fits.
+    """
     left, right = read_pattern(pattern)
     if len(right) != len(shape):
         raise ValueError(f"the pattern ends in {len(right)} axes")

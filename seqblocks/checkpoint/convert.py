@@ -25,16 +25,16 @@ from seqblocks.graph import ModelSpec
 from seqblocks.recipes import Extent, Name, Recipe, Shape
 
 OURS = "seqblocks"  # the layout of `save`
-ORIGIN = "converted_from"  # the entry of our config.json that holds the one of others
+ORIGIN = "converted_from"  # the entry of our config.json that stores the original config.json
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128, torch.float16: torch.complex32}
 
 
 class _Piece(NamedTuple):
-    """What one of our parameters has of an official tensor."""
+    """The part of an official tensor that one of our parameters provides."""
 
     name: str
     recipe: Recipe
-    at: int  # the official tensor among those of the recipe
+    at: int  # the index of the official tensor in the recipe
     extent: Extent
 
 
@@ -61,7 +61,7 @@ def convert(
     safetensors()
     model, ours = _source(place, spec, set)
     if to not in (known := [OURS, *layouts(model)]):
-        raise UsageError(f"there is no layout {to!r}, only {listing(known)}")
+        raise UsageError(f"there is no layout {to!r}; use {listing(known)}")
     target = writing.target_of(as_path(out), replace=False)
     found = ours if to == OURS else official_weights(model, ours, to)
     config = (place if place.is_dir() else place.parent) / CONFIG
@@ -79,13 +79,13 @@ def convert(
 
 
 def _carry_config(source: Path, target: Path) -> None:
-    """Copy the config.json that others wrote. In a folder of ours, which has its own, it is an entry of that."""
+    """Copy the original config.json, or store it as an entry if the target folder has its own config.json."""
     config = read_json(source)
     is_ours = isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
     others = config.get(ORIGIN) if is_ours else config
     if others is None:
         return
-    if target.exists():  # write_model has written ours
+    if target.exists():  # write_model wrote it
         others = {**read_json(target), ORIGIN: others}
     elif not is_ours:
         shutil.copyfile(source, target)
@@ -97,19 +97,19 @@ def _source(place: Path, spec: Any, set: Mapping[str, Any] | None) -> tuple[Mode
     """Return a spec and weights under our names."""
     if (place / RECORD).exists():
         if spec is not None:
-            raise UsageError(f"{place} has a spec of its own: leave `spec` out")
+            raise UsageError(f"{place} contains its own spec: remove the argument `spec`")
         return read_model(place, place, set)
     model = spec_of(place, spec, set)
     return model, translated(model, weights_in(place))[0]
 
 
 def graph_ties(model: ModelSpec) -> dict[str, str]:
-    """Return the parameters of a model that are another's, with that one."""
+    """Return the name of each tied parameter, with the name of the parameter that it is tied to."""
     return {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
 
 
 def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
-    """Return our weights as a layout has them, made when they are read. Raise RunError where that is not possible."""
+    """Return our weights in another layout, computed when they are read. Raises RunError if that is impossible."""
     faults: list[str] = []
     headers: dict[str, Tensor] = {}
     pieces = _pieces(model, layout, faults)
@@ -125,7 +125,7 @@ def official_weights(model: ModelSpec, ours: Weights, layout: str) -> Weights:
 
 
 def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[_Piece]]:
-    """Return what every official tensor is made of. A parameter is written by the first of its alternatives."""
+    """Return the pieces of every official tensor. A parameter with alternatives is written by the first."""
     translator = Translator(layout)
     found: dict[str, list[_Piece]] = {}
     for name, items in tied_together(model).items():
@@ -142,38 +142,38 @@ def _pieces(model: ModelSpec, layout: str, faults: list[str]) -> dict[str, list[
 
 
 def _header(official: str, pieces: list[_Piece], headers: Mapping[str, Any]) -> Tensor:
-    """Return the shape and dtype of an official tensor (on meta). Raise RunError where its pieces do not make it up."""
+    """Return the shape and dtype of an official tensor (on meta). Raises RunError if its pieces do not form one."""
     kinds = dict.fromkeys(headers[piece.name].dtype for piece in pieces)
     names = listing([piece.name for piece in pieces], 4)
     if len(kinds) > 1:
-        raise RunError(f"{official} is made of {names}, and they are of {listing(kinds)}")
+        raise RunError(f"{official} combines {names}, whose dtypes differ: {listing(kinds)}")
     (kind,) = kinds
     if pieces[0].extent.complex:
         if kind not in COMPLEX:
-            raise RunError(f"{official} is complex, and there are no complex numbers of {kind}: convert float32")
+            raise RunError(f"{official} is complex, but torch has no complex dtype for {kind}: convert float32 weights")
         kind = COMPLEX[kind]
     if reason := next(_misfits(pieces), None):
-        raise RunError(f"{official} cannot be written: it is made of {names}, and {reason}")
+        raise RunError(f"{official} cannot be written from {names}: {reason}")
     return torch.empty(_shape(pieces), dtype=kind, device="meta")
 
 
 def _shape(pieces: list[_Piece]) -> Shape:
-    """Return the largest shape that a piece asks for: all are the same, except that slices end where they end."""
+    """Return the largest shape that a piece requires; shapes differ only where slices end at different places."""
     return max(piece.extent.shape for piece in pieces)
 
 
 def _misfits(pieces: list[_Piece]) -> Iterator[str]:
-    """Yield why pieces do not make up one tensor."""
+    """Yield the reasons why pieces do not form one tensor."""
     shares = sorted((piece.extent.share for piece in pieces if piece.extent.share), key=lambda share: share[1:3])
     if len(shares) < len(pieces):
         if len(pieces) > 1:
-            yield "one of them is all of it"
+            yield "one of them is the whole tensor"
         return
     if len({len(piece.extent.shape) for piece in pieces}) > 1:
-        yield "they ask for several numbers of axes"
+        yield "they require different numbers of axes"
         return
     if len({share.cut for share in shares}) > 1:
-        yield "they cut it in several ways"
+        yield "they divide it differently"
         return
     end = 0
     for share in shares:
@@ -187,11 +187,11 @@ def _misfits(pieces: list[_Piece]) -> Iterator[str]:
     for piece in pieces:
         shape = piece.extent.shape
         if any(size != expected for at, (size, expected) in enumerate(zip(shape, whole, strict=True)) if at != axis):
-            yield f"{piece.name} asks for {list(shape)} where another asks for {list(whole)}"
+            yield f"{piece.name} requires {list(shape)}, but another requires {list(whole)}"
 
 
 def _made(pieces: list[_Piece], header: Tensor, ours: Weights) -> Tensor:
-    """Return an official tensor."""
+    """Return an official tensor, computed from its pieces."""
     if len(pieces) == 1 and isinstance(pieces[0].recipe, Name):
         return ours.read(pieces[0].name)
     out = torch.empty(header.shape, dtype=header.dtype, device="cpu")

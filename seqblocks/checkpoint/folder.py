@@ -48,17 +48,17 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
     The folder contains `spec.yaml` verbatim, `model.safetensors` (or shards of at most `shard_size` bytes with an index
     as on the Hub; a larger tensor gets its own shard), `seqblocks.json` (overrides, used files, ties and checksums) and
     `config.json`, so that transformers can read the folder after `import seqblocks.hf`. A tied parameter is written
-    once. The folder appears when it is complete; until then an earlier one is unchanged. Links are followed, and
-    its mode is kept. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights are gathered
-    one by one, and the first rank writes them.
+    once. The folder replaces an earlier one only when it is complete. Symbolic links are followed, and the mode of an
+    earlier folder is preserved. For a sharded model (`seqblocks.distributed`), all ranks must call it: weights
+    are gathered one by one, and the first rank writes them.
 
     Raises RunError if the parameters no longer match the spec (replaced or parametrized steps, broken ties) or are on
     the meta device; UsageError for invalid arguments; UnavailableError without safetensors; OSError for disk errors.
     """
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"save writes what build made, not {type(model).__name__}")
+        raise UsageError(f"save needs a model from seqblocks.build, not {type(model).__name__}")
     if model.spec.source is None:
-        raise UsageError("the model does not know the text it was made from, so it cannot be saved with it")
+        raise UsageError("the model was built without the text of its spec, so it cannot be saved")
     limit = checked_size(shard_size)
     safetensors()
     groups = groups_of(model.state_dict(keep_vars=True).values(), model._parts)
@@ -74,7 +74,7 @@ def save(model: SequenceModel, path: str | os.PathLike[str], *, shard_size: int 
 
 
 def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str, str], limit: int) -> None:
-    """Write weights and spec into a folder, as `load` and transformers read them."""
+    """Write weights and spec into a folder that `load` and transformers can read."""
     sums = write_weights(folder, weights, limit)
     kinds = [header.dtype for header in weights.headers.values()]
     dtype = min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
@@ -87,28 +87,28 @@ def write_model(folder: Path, spec: ModelSpec, weights: Weights, tied: dict[str,
 def write_record(
     folder: Path, source: SpecSource, headers: Mapping[str, Any], sums: dict[str, int], tied: dict[str, str]
 ) -> None:
-    """Write what `load` reads besides the weights: the spec, and the record with their checksums."""
+    """Write the files that `load` reads besides the weights: the spec, and the record with all checksums."""
     record = new_record(source, sums, sum(header.numel() for header in headers.values()), tied)
     (folder / SPEC).write_bytes(source.text.encode())
     (folder / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def _tensors(model: SequenceModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's parameters without tied ones, and the ties. Raise RunError where a tie is broken."""
+    """Return a model's parameters without tied ones, and the ties. Raises RunError if a tie is broken."""
     tensors = own_tensors(model)
     tied = {item.name: item.tied for item in graph.parameters(model.graph) if item.tied}
     for name, source in tied.items():
         if not are_equal(tensors[name], tensors[source]):
-            what = f"{name} is tied to {source} in the spec, and they are two parameters with other values"
-            raise RunError(f"{what}: model.tie() ties them again, to the values of {source}")
+            what = f"the spec ties {name} to {source}, but their values differ"
+            raise RunError(f"{what}: call model.tie() to use the values of {source} for both")
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in tied}, tied
 
 
 def checked_size(size: int | str) -> int:
-    """Return the bytes of a shard size such as "5GB". Raise UsageError."""
+    """Return a shard size such as "5GB" in bytes. Raises UsageError if it is invalid."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(|KB|MB|GB)", str(size))
     if match is None or isinstance(size, bool) or not (found := int(float(match[1]) * UNITS[match[2]])):
-        raise UsageError(f'a shard size is a number of bytes, such as 500_000_000 or "5GB", not {size!r}')
+        raise UsageError(f'the shard size must be a number of bytes, such as 500_000_000 or "5GB", not {size!r}')
     return found
 
 
@@ -143,14 +143,14 @@ def _shards(headers: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor on the CPU whose storage holds nothing else."""
+    """Return a contiguous copy on the CPU, unless the tensor already is one that fills its storage."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raise OSError where the disk fails; the library has an error of its own for it."""
+    """Write a safetensors file. Raises OSError for disk errors, translated from the library's exception."""
     library = safetensors()
     try:
         library.torch.save_file(tensors, path, {"format": "pt"})
@@ -172,7 +172,7 @@ def load(
     `set` overrides values of the spec that do not affect parameters, such as dropout, drop_path or the window of
     attention. Names and shapes are compared before the model is allocated, and tensors are read one at a time, so that
     only the model and one tensor are in memory. Raises RunError if the weights do not fit the spec, and UsageError if
-    the folder was not written by `save`, is truncated, or has changed since (checksums are compared).
+    the folder was not written by `save`, is truncated, or has changed (checksums are compared).
     """
     device = checked_device(device)
     target = Path(os.path.realpath(as_path(path)))
@@ -183,7 +183,7 @@ def load(
             return _load(place, path, set, device, dtype)
         except UsageError:
             if _identity(writing.current(target)) == found:
-                raise  # else another process has saved the model meanwhile
+                raise  # otherwise, another process replaced the folder while it was read
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -199,7 +199,7 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
     model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
     if dtype is None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in weights.headers:  # or it is tied
+            if name in weights.headers:  # tied parameters are not in the file
                 parameter.data = parameter.data.to(weights.headers[name].dtype)
     model = model.to_empty(device=device)
     fill(model, weights.headers, weights.read)
@@ -207,7 +207,7 @@ def _load(place: Path, path: Any, set: Mapping[str, Any] | None, device: Any, dt
 
 
 def read_model(place: Path, path: Any, set: Mapping[str, Any] | None = None) -> tuple[ModelSpec, Weights]:
-    """Return the spec of a folder that `save` wrote and its weights, whose checksums are compared as they are read."""
+    """Return the spec and the weights of a folder that `save` wrote; checksums are compared as tensors are read."""
     record, text = _read_record(place, path)
     weights = weights_in(place)
     _check_tensors(path, record, weights)
@@ -225,16 +225,16 @@ def _read_tensor(path: Any, record: Mapping[str, Any], weights: Weights, name: s
 
 
 def _changed(path: Any, what: str) -> str:
-    return f"{path} has changed since it was written: the checksum of {what} differs. Take another copy"
+    return f"{path} has changed since it was written: the checksum of {what} differs. Use an intact copy"
 
 
 def _read_record(place: Path, path: Any) -> tuple[dict[str, Any], str]:
-    """Return the record and the spec's text. Raise UsageError unless `save` wrote them and they are unchanged."""
+    """Return the record and the spec's text. Raises UsageError unless `save` wrote them and they are unchanged."""
     if not place.is_dir():
         what = "is not a folder" if place.exists() else "does not exist"
-        raise UsageError(f"{path} {what}; load reads the folder that save wrote")
+        raise UsageError(f"{path} {what}; load needs a folder written by save")
     if not (place / RECORD).exists():
-        hint = "; seqblocks.from_pretrained reads weights of others" if any(place.iterdir()) else ""
+        hint = "; use seqblocks.from_pretrained for weights from other sources" if any(place.iterdir()) else ""
         raise UsageError(f"{path} was not written by seqblocks.save: it has no {RECORD}{hint}")
     record = read_json(place / RECORD)
     if not isinstance(record, dict):
@@ -244,7 +244,7 @@ def _read_record(place: Path, path: Any) -> tuple[dict[str, Any], str]:
         raise UsageError(f"{path} was written by another version of seqblocks: {versions}")
     for key in ENTRIES:
         if not has_entry(record, key):
-            raise UsageError(f"{path} was not written by seqblocks.save: its {RECORD} lacks a sound {key!r}")
+            raise UsageError(f"{path} was not written by seqblocks.save: its {RECORD} has no valid {key!r}")
     if record["checksum"] != record_checksum(record):
         raise UsageError(_changed(path, RECORD))
     return record, _read_text(place, path, record)
@@ -256,8 +256,8 @@ def _read_text(place: Path, path: Any, record: Mapping[str, Any]) -> str:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {SPEC}: {error.strerror}") from None
     if zlib.crc32(data) != record["spec"]:
-        what = _changed(path, SPEC).removesuffix(". Take another copy")
-        raise UsageError(f"{what}. Take another copy, or seqblocks.build a changed spec and load the weights into it")
+        what = _changed(path, SPEC).removesuffix(". Use an intact copy")
+        raise UsageError(f"{what}. Use an intact copy, or build the changed spec and load the weights into that model")
     return data.decode("utf-8")
 
 
@@ -272,28 +272,28 @@ def _check_tensors(path: Any, record: Mapping[str, Any], weights: Weights) -> No
 
 
 def config_spec(config: Mapping[str, Any], set: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Return the spec that a config.json of ours holds, with further overrides. Raise UsageError and SpecError."""
+    """Return the spec in a config.json of ours, with further overrides. Raises UsageError or SpecError."""
     spec = config.get("spec")
     if not isinstance(spec, str):
-        what = "the config has no spec" if spec is None else f"`spec` of the config is not a text, but {spec!r}"
-        raise UsageError(f"{what}: SeqblocksConfig.of('mamba_small') makes one of a bundled spec, or of a path")
+        what = "the config has no spec" if spec is None else f"`spec` of the config must be a string, not {spec!r}"
+        raise UsageError(f"{what}: use SeqblocksConfig.of('mamba_small'), with a bundled spec or a path")
     files, overrides = (config.get(key) or {} for key in ("files", "overrides"))
     if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
-        raise UsageError(f"`files` of the config is not a mapping of names to texts, but {files!r:.80}")
+        raise UsageError(f"`files` of the config must be a mapping from names to texts, not {files!r:.80}")
     if not isinstance(overrides, dict):
-        raise UsageError(f"`overrides` of the config is not a mapping of names to values, but {overrides!r:.80}")
+        raise UsageError(f"`overrides` of the config must be a mapping from names to values, not {overrides!r:.80}")
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
     name = str(config.get("spec_name") or "config")
     return _analysed({"name": name, "overrides": values, "files": files}, spec, set)
 
 
 def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | None) -> ModelSpec:
-    """Return the spec of a folder with further overrides. They come last, as they may repeat one by another name."""
+    """Return the spec of a folder. New overrides come last: they may set an overridden value by another name."""
     check.checked_overrides(set)
     given = set or {}
     overrides = {key: check.yaml(value) for key, value in record["overrides"].items() if key not in given}
     file, spec = check.check_text(text, record["name"], set={**overrides, **given}, files=record["files"])
-    if spec is not None:  # other warnings were reported when the model was built
+    if spec is not None:  # skip warnings that were reported when the model was built
         known = {f"--set {path}={value}" for path, value in overrides.items()}
         unused = [each for each in spec.warnings if each.code == "W901" and each.span]
         check.warn(each for each in unused if each.span and each.span.source.name not in known)
@@ -301,12 +301,12 @@ def _analysed(record: Mapping[str, Any], text: str, set: Mapping[str, Any] | Non
 
 
 def as_path(path: Any) -> Path:
-    """Return a path. Raise UsageError for something else."""
+    """Return a path. Raises UsageError for other types."""
     try:
         found = Path(path)
         os.fsencode(found)
     except TypeError:
-        raise UsageError(f"a path is a str or a Path, not {type(path).__name__}") from None
+        raise UsageError(f"a path must be a str or a Path, not {type(path).__name__}") from None
     except ValueError as error:
         raise UsageError(f"{path!r} is not a path: {error}") from None
     if "\0" in str(found):

@@ -11,14 +11,14 @@ from seqblocks.graph import ModelSpec, Node
 from seqblocks.types import Wire
 
 MODEL_TYPE = "seqblocks"
-HEADS = ("unembed", "classifier")  # steps that make scores of features
+HEADS = ("unembed", "classifier")  # steps that compute scores from features
 CAUSAL_LM, IMAGE_CLASSIFICATION, FEATURES = (
     "SeqblocksForCausalLM", "SeqblocksForImageClassification", "SeqblocksModel",
 )  # fmt: skip
 
 
 def hub_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json of a model: its spec with all files in use, and what transformers derives from it."""
+    """Return the config.json of a model: its spec with all files in use, and the entries that transformers needs."""
     source = spec.source
     assert source is not None
     return {
@@ -28,7 +28,7 @@ def hub_config(spec: ModelSpec) -> dict[str, Any]:
         "spec": source.text,
         "overrides": dict(source.overrides),
         "files": dict(source.files),
-        "tie_word_embeddings": True,  # ties of the spec are honoured
+        "tie_word_embeddings": True,  # transformers then applies the ties of the spec
         **sizes(spec),
     }
 
@@ -39,7 +39,7 @@ def config_text(config: Any) -> str:
 
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
-    """Return the sizes that transformers reads in a config: of the vocabulary, and the number of classes."""
+    """Return the sizes that transformers reads in a config: vocabulary, and number of classes."""
     found = {}
     if spec.input.kind == "tokens":
         found["vocab_size"] = spec.input.features
@@ -50,36 +50,36 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def architecture(spec: ModelSpec) -> str:
-    """Return the most specific class that fits a spec; all have features."""
+    """Return the most specific class that fits a spec; every spec fits the one that returns features."""
     if causal_lm_obstacle(spec) is None:
         return CAUSAL_LM
     return FEATURES if image_classification_obstacle(spec) else IMAGE_CLASSIFICATION
 
 
 def causal_lm_obstacle(spec: ModelSpec) -> str | None:
-    """Return why a spec is no causal language model, or None if it is one."""
+    """Return why a spec is not a causal language model, or None if it is one."""
     wire = logits(spec)
     if spec.input.kind != "tokens":
-        return f"it reads {spec.input}, and a language model reads token ids (`input: {{tokens: …}}`)"
+        return f"it reads {spec.input}, but a language model reads token ids (`input: {{tokens: …}}`)"
     if wire is None or wire.kind != "sequence" or wire.features != spec.input.features:
-        scores = f"[batch, seq, {spec.input.features}], a score of each token of the vocabulary"
-        return f"its output is {wire}, and a language model has {scores} (`unembed`)"
+        scores = f"[batch, seq, {spec.input.features}], one score per token of the vocabulary"
+        return f"its output is {wire}, but a language model returns {scores} (`unembed`)"
     frame = graph.frame_size(spec.graph)
     if frame > 1:
-        return f"it takes {frame} tokens at a time, and a language model one"
+        return f"it processes {frame} tokens at a time, but a language model processes one"
     if not is_causal(spec):
         return "its output depends on later tokens"
     return None
 
 
 def is_causal(spec: ModelSpec) -> bool:
-    """Whether no output depends on a later token of the input."""
+    """Return whether no output depends on later tokens of the input."""
     ahead = lookahead.find(spec)
     return ahead is None or not ahead.tokens
 
 
 def has_vectors(spec: ModelSpec) -> bool:
-    """Whether an output is a vector for the whole sequence."""
+    """Return whether an output is a vector for the whole sequence."""
     wires = [spec.types[value] for value in spec.graph.results]
     return any(wire is not None and wire.kind == "vector" and not wire.context for wire in wires)
 
@@ -88,31 +88,31 @@ def image_classification_obstacle(spec: ModelSpec) -> str | None:
     """Return why a spec does not classify images, or None if it does."""
     wire = logits(spec)
     if spec.input.kind != "image" or len(spec.inputs) > 1:
-        return f"it reads {spec.input_text}, and a classifier of images reads one image (`input: {{image: …}}`)"
+        return f"it reads {spec.input_text}, but an image classifier reads one image (`input: {{image: …}}`)"
     if wire is None or wire.kind != "vector":
-        return f"its output is {wire}, and a classifier has [batch, classes] (`pool`, then `classifier`)"
+        return f"its output is {wire}, but a classifier returns [batch, classes] (`pool`, then `classifier`)"
     return None
 
 
 def logits_name(spec: ModelSpec) -> str | None:
-    """Return the output that holds scores where outputs have names: the one called logits, or the first."""
+    """Return the name of the output with the scores: `logits`, or the first. None if outputs have no names."""
     return "logits" if "logits" in spec.outputs else next(iter(spec.outputs), None)
 
 
 def logits(spec: ModelSpec) -> Wire | None:
-    """Return the type of the scores, or of the only output."""
+    """Return the type of the output with the scores."""
     name = logits_name(spec)
     return spec.output if name is None else spec.outputs[name]
 
 
 def head(spec: ModelSpec) -> Node | None:
-    """Return the step that makes scores of features, or None: the last of its kind, if the output has no name."""
+    """Return the step that computes scores from features, or None; the last such step if the output has no name."""
     nodes = [] if spec.outputs else [node for node in spec.graph.nodes if node.verb in HEADS]
     return nodes[-1] if nodes and len(nodes[-1].reads) == 1 else None
 
 
 def without_head(spec: ModelSpec) -> ModelSpec:
-    """Return a spec whose output is what its head reads; itself where it has no head."""
+    """Return a spec without its head, whose output is the head's input; without a head, the spec itself."""
     last = head(spec)
     if last is None:
         return spec
@@ -121,5 +121,5 @@ def without_head(spec: ModelSpec) -> ModelSpec:
 
 
 def embedding(spec: ModelSpec) -> Node | None:
-    """Return the step that turns token ids into features, if the input is read by one."""
+    """Return the step that turns token ids into features, or None if no such step reads the input."""
     return next((node for node in spec.graph.nodes if node.verb == "embed" and node.reads == (spec.graph.input,)), None)

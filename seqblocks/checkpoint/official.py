@@ -20,27 +20,27 @@ from seqblocks.ops.positions import resized_grid
 from seqblocks.recipes import Name, Recipe, Shape
 from seqblocks.runtime.model import SequenceModel
 
-MOST = 20  # lines of one error
+MOST = 20  # the most lines of one error
 Pairs = list[tuple[Named, Recipe]]
 
 
 class LeftOut(NamedTuple):
     """The weights that did not fit when loading with `partial=True`."""
 
-    missing: dict[str, str]  # parameters that keep their initial values, and why
+    missing: dict[str, str]  # parameters that stay at their initial values, and why
     left_over: list[str]  # official tensors that were not read
-    resampled: dict[str, Shape]  # positions of an image, interpolated from grids of this shape
+    resampled: dict[str, Shape]  # position embeddings of images, and the grids that they were interpolated from
 
     def __str__(self) -> str:
         resized = [f"{name} is interpolated from {list(shape)}" for name, shape in self.resampled.items()]
-        kept = [f"{name} keeps its initial values: {why}" for name, why in self.missing.items()]
+        kept = [f"{name} stays at its initial values: {why}" for name, why in self.missing.items()]
         spare = [f"not read: {listing(self.left_over, MOST)}"] if self.left_over else []
         more = [f"and {len(kept) - MOST} more"] if len(kept) > MOST else []
         return "\n".join([*resized, *kept[:MOST], *more, *spare])
 
 
 def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) -> LeftOut:
-    """Load an official state dict through the spec's `checkpoint:` maps; its layout is found by its names.
+    """Load an official state dict through the spec's `checkpoint:` maps; its layout is detected from its names.
 
     All tensors must be used. With `partial`, tensors that do not fit are skipped: parameters keep their current values,
     and position embeddings of an image are interpolated to its grid. Returns what was skipped.
@@ -50,7 +50,7 @@ def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) 
     longer matches its spec. Raises UsageError for invalid arguments.
     """
     if not isinstance(model, SequenceModel):
-        raise UsageError(f"load_official fills what build made, not {type(model).__name__}")
+        raise UsageError(f"load_official needs a model from seqblocks.build, not {type(model).__name__}")
     _check_argument(tensors)
     check_writable(model)
     ours, left_out = translated(model._whole_spec, Weights(tensors, tensors.__getitem__), partial)
@@ -61,18 +61,18 @@ def load_official(model: SequenceModel, tensors: Any, *, partial: bool = False) 
 def _check_argument(tensors: Any) -> None:
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
-        raise UsageError(f"load_official needs the official state dict (torch.load or safetensors read it), not {kind}")
+        raise UsageError(f"load_official needs an official state dict (from torch.load or safetensors), not {kind}")
     if not any(isinstance(value, Tensor) for value in tensors.values()):
         for key, value in tensors.items():
             if isinstance(value, Mapping) and any(isinstance(inner, Tensor) for inner in value.values()):
-                raise UsageError(f"the weights are one level down: load_official(model, tensors[{key!r}])")
+                raise UsageError(f"the weights are nested: use load_official(model, tensors[{key!r}])")
 
 
 def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tuple[Weights, LeftOut]:
-    """Return official weights as ours, made when they are read, and what is left out.
+    """Return official weights under our names, computed when they are read, and the weights that were left out.
 
-    Names, shapes and kinds are compared before anything is read. RunError names all that does not fit; with `partial`
-    it is left out. Reading raises RunError where two tensors of one tied parameter differ.
+    Names, shapes and dtypes are compared before anything is read. Raises RunError with everything that does not fit;
+    with `partial`, that is left out instead. Reading raises RunError if two tensors of one tied parameter differ.
     """
     choice = _nearest([_choice(spec, layout, weights.headers) for layout in layouts(spec)], weights)
     headers: dict[str, Tensor] = {}
@@ -97,7 +97,11 @@ def translated(spec: ModelSpec, weights: Weights, partial: bool = False) -> tupl
 
 
 class _Choice(NamedTuple):
-    """What each parameter is made from in one layout, by its name; those tied to it where the file has them."""
+    """How one layout fits a file.
+
+    found: the recipes of each parameter, and of those tied to it if the file contains them. missing: parameters without
+    tensors, with all their recipes. spare: unused tensors.
+    """
 
     found: dict[str, Pairs]
     missing: list[tuple[Named, list[Recipe]]]
@@ -109,7 +113,7 @@ def _distance(choice: _Choice) -> tuple[int, int]:
 
 
 def _nearest(choices: list[_Choice], weights: Weights) -> _Choice:
-    """Return the layout that fits best by its names; of several the first one whose shapes fit."""
+    """Return the layout whose names fit best; among equals, the first whose shapes fit."""
     least = min(map(_distance, choices))
     best = [choice for choice in choices if _distance(choice) == least]
     return next((choice for choice in best if len(best) > 1 and _fits(choice, weights)), best[0])
@@ -123,7 +127,7 @@ def _fits(choice: _Choice, weights: Weights) -> bool:
 
 
 def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice:
-    """Return the first alternative of each parameter that the file holds, in one layout."""
+    """Return, for one layout, the first recipe of each parameter whose tensors the file contains."""
     found: dict[str, Pairs] = {}
     missing: list[tuple[Named, list[Recipe]]] = []
     translator = Translator(layout)
@@ -140,7 +144,7 @@ def _choice(spec: ModelSpec, layout: str, headers: Mapping[str, Any]) -> _Choice
 
 
 def tied_together(spec: ModelSpec) -> dict[str, list[Named]]:
-    """Return all parameters by the name of the one that they are tied to or shared with, or their own."""
+    """Return all parameters, grouped by the name of the parameter that they are tied to or shared with."""
     groups: dict[str, list[Named]] = {}
     for item in graph.parameters(spec.graph, shared=True):
         groups.setdefault(item.tied or item.name, []).append(item)
@@ -152,9 +156,10 @@ def _is_held(recipe: Recipe, headers: Mapping[str, Any]) -> bool:
 
 
 def _header(pairs: Pairs, weights: Weights, resampled: dict[str, Shape] | None) -> Tensor:
-    """Return the shape and dtype (on meta) of a parameter that is made of official tensors. Raise RunError.
+    """Return the shape and dtype (on meta) of a parameter computed from official tensors.
 
-    resampled: where positions of an image that have another grid are noted; None where they are not allowed.
+    resampled: filled with position embeddings of images that have another grid; None if these are errors.
+    Raises RunError if the official tensors do not fit.
     """
     made, headers = [], weights.headers
     for item, recipe in pairs:
@@ -173,14 +178,14 @@ def _header(pairs: Pairs, weights: Weights, resampled: dict[str, Shape] | None) 
 
 
 def _is_other_grid(item: Named, found: Tensor) -> bool:
-    """Return whether a tensor has the positions of an image, [1, rows, columns, features], in another grid."""
+    """Return whether a tensor has position embeddings [1, rows, columns, features] of an image with another grid."""
     shape = item.parameter.shape
     grid = item.node.verb == "position_embed" and len(shape) == found.ndim == 4
     return grid and found.shape != shape and (found.shape[0], found.shape[3]) == (shape[0], shape[3])
 
 
 def _follow(recipe: Recipe, item: Named, parts: list[Tensor]) -> Tensor:
-    """Return a parameter, made as its recipe says. Raise RunError where the official tensors do not fit."""
+    """Return a parameter computed by its recipe. Raises RunError if the official tensors do not fit."""
     try:
         made: Tensor = recipe.make(item.name, item.parameter.shape, *parts)
     except (RuntimeError, IndexError) as error:
@@ -191,17 +196,20 @@ def _follow(recipe: Recipe, item: Named, parts: list[Tensor]) -> Tensor:
 
 
 def _read(name: str, pairs: Pairs, weights: Weights) -> Tensor:
-    """Return a parameter. A file may hold a tied or shared one once, under any of its names, or several times."""
+    """Return a parameter. A file may contain a tied or shared one once, under any of its names, or several times.
+
+    Raises RunError if several copies differ.
+    """
     (first, recipe), *others = pairs
     made = _follow(recipe, first, [weights.read(official) for official in recipe.names])
     for item, recipe in others:
         if not are_equal(_follow(recipe, item, [weights.read(official) for official in recipe.names]), made):
             how = "shares the parameter" if item.shared else "is tied to"
-            raise RunError(f"{item.name} {how} {name}, and the official weights have another for it")
+            raise RunError(f"{item.name} {how} {name}, but the official weights contain different values for it")
     return made
 
 
-# --- everything that does not fit, in one error ----------------------------------------------------------------------
+# --- one error for everything that does not fit ----------------------------------------------------------------------
 
 
 def _missing(choice: _Choice, weights: Weights, partial: bool) -> dict[str, str]:
@@ -213,7 +221,7 @@ def _missing(choice: _Choice, weights: Weights, partial: bool) -> dict[str, str]
     out: dict[str, str] = {}
     for item, recipes in choice.missing:
         absent = [next(name for name in recipe.names if name not in headers) for recipe in recipes]
-        text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, which {item.name} is made from"
+        text = f"the official weights have no {' or '.join(dict.fromkeys(absent))}, needed for {item.name}"
         prefix = next(filter(None, (_prefix_hint(official, names) for official in absent)), None)
         if prefix and not partial:
             more = _more(len(choice.missing) - 1)
@@ -232,13 +240,13 @@ def _more(count: int) -> str:
 
 
 def _raise_if_any(left_out: LeftOut) -> None:
-    """Raise one RunError of all that does not fit. What a hint names already is not listed again."""
+    """Raise one RunError with everything that does not fit. Tensors named in a hint are not listed again."""
     texts = list(left_out.missing.values())
     hints = {match[1] for text in texts if (match := re.search(r"Did you mean (\S+)\?", text))}
     spare = [name for name in left_out.left_over if name not in hints]
     lines = list(_grouped(texts))
     if spare:
-        lines.append(f"the official weights hold more than the spec maps: {listing(_patterns(spare))}")
+        lines.append(f"the official weights contain tensors that the spec does not map: {listing(_patterns(spare))}")
     if len(lines) > MOST:
         lines[MOST - 1 : -1] = [f"and {len(lines) - MOST} more of this kind"]
     if lines:
@@ -246,7 +254,7 @@ def _raise_if_any(left_out: LeftOut) -> None:
 
 
 def _grouped(texts: list[str]) -> Iterator[str]:
-    """Yield messages, those that differ in numbers alone once."""
+    """Yield messages; those that differ only in numbers are yielded once."""
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(re.sub(r"\.\d+(?=\.)", ".#", text), []).append(text)
@@ -255,7 +263,7 @@ def _grouped(texts: list[str]) -> Iterator[str]:
 
 
 def _patterns(names: list[str]) -> list[str]:
-    """Return names, those that differ in the number of their layer once: `layers.{0-23}.norm`."""
+    """Return names, with those that differ only in the number of their layer merged: `layers.{0-23}.norm`."""
     groups: dict[str, list[int]] = {}
     for name in names:
         match = re.search(r"(?<=\.)\d+(?=\.)", str(name))
@@ -266,7 +274,7 @@ def _patterns(names: list[str]) -> list[str]:
 
 
 def _likely(official: str, shape: tuple[int, ...] | None, free: Mapping[str, Any]) -> str | None:
-    """The unused tensor that an absent name most likely means: of the same layer, with a similar name or its shape."""
+    """Return the unused tensor most likely meant by a missing name: same layer, and a similar name or equal shape."""
     numbers = _numbers(official)
     free = {name: size for name, size in free.items() if _numbers(name) == numbers}
     fits = {name: shape is not None and size is not None and tuple(size) == shape for name, size in free.items()}
@@ -285,23 +293,23 @@ def _numbers(name: str) -> list[str]:
 
 
 def _common_end(a: str, b: str) -> int:
-    """How many parts at the end of two dotted names agree; 1 where one is the end of the other."""
+    """Return how many parts at the end of two dotted names agree; 1 if one name is the end of the other."""
     pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
     return next((at for at, (x, y) in enumerate(pairs) if x != y), 1)
 
 
 def _entry_hint(ours: str, official: str) -> str:
-    """The entry of a map that reads an official tensor; none for layers, which have a pattern."""
+    """Return a hint with the map entry that reads an official tensor; empty for layers, which need a pattern."""
     if any(part.isdecimal() for part in ours.split(".")):
         return ""
     while "." in ours and "." in official and ours.rpartition(".")[2] == official.rpartition(".")[2]:
         ours, official = ours.rpartition(".")[0], official.rpartition(".")[0]
-    return f" In `checkpoint:` that is `{ours}: {official}`"
+    return f" In `checkpoint:`, write `{ours}: {official}`"
 
 
 def _prefix_hint(official: str, names: list[str]) -> str | None:
-    """What to do where all names have a common prefix, as wrappers of models add it."""
+    """Return a hint if all names have a common prefix, as wrappers of models add one."""
     for prefix in dict.fromkeys(name.removesuffix(official) for name in names if name.endswith(f".{official}")):
         if all(name.startswith(prefix) for name in names):
-            return f"All names there begin with '{prefix}': take it off, name.removeprefix('{prefix}')"
+            return f"All names in the weights begin with '{prefix}': remove it with name.removeprefix('{prefix}')"
     return None

@@ -1,4 +1,4 @@
-"""A model with weights of others: from a folder as the Hub has it, a file of torch, or a folder of our own."""
+"""Build a model from published weights: a folder from the Hub, a file written by torch, or a folder of seqblocks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,20 @@ def from_pretrained(
     seed: int = 0,
     allow_use: check.Folders = (),
 ) -> SequenceModel:
-    """Return a model with the weights of a folder or file that others have written.
+    """Return a model with the weights of a folder or file written by other software.
 
     path: a folder with `model.safetensors` or `pytorch_model.bin` (or shards of either with their index), or one such
-    file. spec: a path, the name of a bundled spec, or what `load_model` returns; its `checkpoint:` map says what the
-    tensors are called. None reads what `save` wrote, or `save_pretrained` of `seqblocks.hf`, or writes the spec from
-    `config.json`. Each parameter has the dtype of the file, or all have `dtype`; `set` and `allow_use` as in `build`.
+    file. spec: a path, the name of a bundled spec, or what `load_model` returns; its `checkpoint:` map
+    names the tensors. None uses the spec that `save` or `save_pretrained` (`seqblocks.hf`) stored, or generates one
+    from `config.json`. dtype: of all parameters; by default, each has the dtype of the file. set, allow_use: as in
+    `build`.
 
-    partial: what does not fit is left out, with a PartialWarning: such parameters are drawn with `seed`, and positions
-    of an image are interpolated to its grid. Otherwise RunError names all that is missing, left over, or of another
-    shape. UsageError where files or arguments are at fault. Tensors are read one at a time: what is in memory is the
-    model and what one parameter is made of.
+    partial: tensors that do not fit are skipped with a PartialWarning; their parameters are initialised with `seed`,
+    and position embeddings of an image are interpolated to its grid. Tensors are read one at a time, so that only the
+    model and the tensors of one parameter are in memory.
+
+    Raises RunError with all tensors that are missing, unused or of another shape, unless `partial`; UsageError for
+    invalid files or arguments.
     """
     place, device = as_path(path), checked_device(device)
     if spec is None and (place / RECORD).exists():
@@ -66,7 +69,7 @@ def from_pretrained(
 
 
 def own_config(place: Path) -> dict[str, Any] | None:
-    """Return the config.json of a folder if it holds a spec, as `save` and `save_pretrained` write it; else None."""
+    """Return the config.json of a folder if it contains a spec, as `save` and `save_pretrained` write it, else None."""
     file = place / CONFIG
     config = read_json(file) if file.is_file() else None
     return config if isinstance(config, dict) and config.get("model_type") == MODEL_TYPE else None
@@ -75,7 +78,7 @@ def own_config(place: Path) -> dict[str, Any] | None:
 def _own(
     config: Mapping[str, Any], weights: Weights, set: Mapping[str, Any] | None
 ) -> tuple[ModelSpec, Weights, LeftOut]:
-    """Return the spec that a config.json holds, and weights that have its names."""
+    """Return the spec in a config.json, and weights under its names."""
     spec = config_spec(config, set)
     tied = {item.name for item in graph.parameters(spec.graph) if item.tied}
     ours = weights._replace(headers={name: x for name, x in weights.headers.items() if name not in tied})
@@ -84,20 +87,20 @@ def _own(
 
 
 def spec_of(place: Path, spec: Any, set: Mapping[str, Any] | None = None, allow_use: check.Folders = ()) -> ModelSpec:
-    """Return the spec of weights: the one given, or one that is written from the config.json next to them."""
+    """Return the given spec, or one generated from the config.json next to the weights."""
     if isinstance(spec, ModelSpec):
         return spec
     if spec is not None:
         return check.load_model(spec, set, allow_use)
     config = (place if place.is_dir() else place.parent) / CONFIG
     if not config.exists():
-        raise UsageError(f"{place} does not say what its model is: there is no {CONFIG} there. Give a spec")
+        raise UsageError(f"{place} has no {CONFIG} that describes the model. Pass `spec`")
     text = spec_text(read_json(config))
     return check.require_model(*check.load_text(text, f"<{CONFIG} of {place.name}>", set=set))
 
 
 def _model(spec: ModelSpec, ours: Weights, left_out: LeftOut, device: Any, dtype: Any, seed: int) -> SequenceModel:
-    """Allocate a model and fill it; parameters that were left out are drawn."""
+    """Allocate a model and fill it; parameters that were left out are initialised with `seed`."""
     model = build_model(spec, device="meta", dtype=torch.float32 if dtype is None else dtype)
     declared = {item.name: item.parameter for item in graph.parameters(spec.graph)}
     if dtype is None:

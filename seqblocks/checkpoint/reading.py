@@ -1,4 +1,4 @@
-"""Files of tensors, read one tensor at a time: safetensors and torch's, alone or in shards with an index."""
+"""Read safetensors and torch files one tensor at a time, single files or shards with an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqblocks.checkpoint.record import safetensors
 from seqblocks.errors import UnavailableError, UsageError, listing
 
 INDEX = ".index.json"
-WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hub folder; with INDEX, they are in shards
+WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")  # with the suffix INDEX, they list shards
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -27,9 +27,9 @@ DTYPES = {
 
 
 class Weights(NamedTuple):
-    """Tensors by name. `read` reads one.
+    """Tensors by name; `read(name)` returns one.
 
-    `headers` have their shapes and dtypes: they are on meta where `lazy`, else the tensors themselves.
+    `headers` gives their shapes and dtypes: tensors on meta if `lazy`, otherwise the tensors themselves.
     """
 
     headers: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
 
 
 def weights_in(path: Path) -> Weights:
-    """Return the weights of a file, or of a folder as the Hub has it. Raise UsageError where they are at fault."""
+    """Return the weights of a file, or of a folder from the Hub. Raises UsageError if they are invalid."""
     if not path.is_dir():
         return _file(path)
     for name in WHOLE_FILES:
@@ -52,29 +52,29 @@ def weights_in(path: Path) -> Weights:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds. Raise UsageError where it is at fault."""
+    """Return the contents of a JSON file. Raises UsageError if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not JSON, or not to its end ({error})"
+        reason = getattr(error, "strerror", None) or f"it is not valid JSON, or it is truncated ({error})"
         raise UsageError(f"{path} cannot be read: {reason}") from None
 
 
 def _shards(path: Path) -> Weights:
-    """Return the weights of all files that an index names."""
+    """Return the weights of all files in an index."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise UsageError(f"{path} has no weight_map from tensors to files")
+        raise UsageError(f"{path} has no valid `weight_map` from tensors to files")
     files = dict.fromkeys(table.values())
     if odd := [name for name in files if os.path.basename(name) != name or name in ("", ".", "..")]:
         raise UsageError(f"{path} names files outside its folder: {listing(odd, 4)}")
     if missing := [name for name in files if not (path.parent / name).is_file()]:
-        raise UsageError(f"{path.parent} lacks {listing(missing, 4)}, of {len(files)} files that {path.name} names")
+        raise UsageError(f"{path.parent} lacks {listing(missing, 4)}, of the {len(files)} files listed in {path.name}")
     found = {name: _file(path.parent / name) for name in files}
     absent = [name for name, file in table.items() if name not in found[file].headers]
     more = [name for file, weights in found.items() for name in weights.headers if table.get(name) != file]
-    for names, what in ((absent, "are not in the file that the index names"), (more, "are in a file and not in its")):
+    for names, what in ((absent, "are not in the listed file"), (more, "are in a file but not in the index")):
         if names:
             raise UsageError(f"{path} does not describe its files: {listing(names, 4)} {what}")
     headers = {name: found[file].headers[name] for name, file in table.items()}
@@ -94,9 +94,9 @@ def _file(path: Path) -> Weights:
     except (UnavailableError, UsageError):
         raise
     except pickle.UnpicklingError:
-        raise UsageError(f"{path} holds pickled objects that are not tensors; unpickling would run code") from None
-    except Exception as error:  # the libraries' messages are about their own formats
-        raise UsageError(f"{path} is not a file of weights, or not complete ({type(error).__name__})") from None
+        raise UsageError(f"{path} contains pickled objects other than tensors, which could run code") from None
+    except Exception as error:  # the libraries' own messages describe format internals
+        raise UsageError(f"{path} is not a file of weights, or it is truncated ({type(error).__name__})") from None
 
 
 def _safetensors(path: Path) -> Weights:
@@ -105,11 +105,11 @@ def _safetensors(path: Path) -> Weights:
         for name in file.keys():  # noqa: SIM118 - not a dict
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise UsageError(f"{path} holds {name} of {part.get_dtype()}, which torch or seqblocks does not read")
+                raise UsageError(f"{path} contains {name} with dtype {part.get_dtype()}, which is not supported")
             headers[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
 
     def read(name: str) -> Tensor:
-        """Return a tensor. The file is opened for each, as the pages of an open one would stay in memory."""
+        """Return a tensor. The file is opened for each tensor, since pages of an open file would stay in memory."""
         try:
             with safetensors().safe_open(str(path), framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
@@ -122,7 +122,7 @@ def _safetensors(path: Path) -> Weights:
 
 def _torch(path: Path, size: int) -> Weights:
     if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:  # compressed entries could grow to any size; torch compresses nothing
+        with zipfile.ZipFile(path) as archive:  # torch compresses no entries; others could expand to any size
             entries = archive.infolist()
         plain = all(each.compress_type == zipfile.ZIP_STORED for each in entries)
         if not plain or sum(each.file_size for each in entries) > size:
@@ -132,12 +132,12 @@ def _torch(path: Path, size: int) -> Weights:
         data = torch.load(path, map_location="cpu", weights_only=True)
     tensors = _unwrapped(data)
     if tensors is None:
-        raise UsageError(f"{path} holds no tensors by name")
+        raise UsageError(f"{path} contains no mapping from names to tensors")
     return Weights(tensors, tensors.__getitem__, False, str(path))
 
 
 def _unwrapped(data: Any) -> Mapping[str, Tensor] | None:
-    """Return the mapping that holds tensors: this one, or the only one in it that does, as trainers wrap it."""
+    """Return the mapping from names to tensors: `data`, or the only such mapping in it, as saved by training loops."""
     if not isinstance(data, Mapping):
         return None
     if any(isinstance(value, Tensor) for value in data.values()):

@@ -1,4 +1,4 @@
-"""The record of a saved model: what its spec needs besides its text, and checksums of everything."""
+"""The record of a saved model: the other files and overrides of its spec, and checksums of everything."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from seqblocks.graph import SpecSource
 FORMAT = 1
 RECORD = "seqblocks.json"  # the file
 
-# The types of its entries; a pair is those of the keys and values of a mapping.
+# The type of each entry; a pair gives the types of the keys and values of a mapping.
 ENTRIES: dict[str, type | tuple[type, type]] = {
     "format": int,
-    "seqblocks": str,  # the version that wrote it
+    "seqblocks": str,  # the version that wrote the folder
     "name": str,
     "overrides": (str, str),
-    "files": (str, str),  # texts of the files in use: by relative path, bundled ones by name
+    "files": (str, str),  # texts of the files in use, by relative path or, for bundled files, by name
     "parameters": int,
-    "tied": (str, str),  # parameter -> the one that it is, which alone is in the files
+    "tied": (str, str),  # tied parameter -> the parameter that is stored instead
     "spec": int,  # checksum of the spec's text
     "checksums": (str, int),  # of the tensors
     "checksum": int,  # of this record
@@ -49,7 +49,7 @@ def new_record(source: SpecSource, checksums: dict[str, int], parameters: int, t
 
 
 def has_entry(record: Mapping[str, Any], key: str) -> bool:
-    """Whether an entry is there and of its type."""
+    """Return whether an entry exists and has its type."""
     value, kind = record.get(key), ENTRIES[key]
     if isinstance(kind, tuple):
         return type(value) is dict and all(type(k) is kind[0] and type(v) is kind[1] for k, v in value.items())
@@ -59,8 +59,8 @@ def has_entry(record: Mapping[str, Any], key: str) -> bool:
 def checksum(name: str, tensor: Tensor) -> int:
     """Return the CRC-32 of a contiguous CPU tensor with its name, dtype and shape.
 
-    It finds accidents, each flipped bit among them, and no forgery. About 6 GB/s on one core: a small part of the time
-    to read a file.
+    It detects accidental changes, including every single flipped bit, but not forgery. It runs at about 6 GB/s on one
+    core, a small part of the time to read a file.
     """
     start = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     if not tensor.nbytes:
@@ -75,7 +75,7 @@ def record_checksum(record: Mapping[str, Any]) -> int:
 
 
 def safetensors() -> Any:
-    """Return the package. Raise UnavailableError where it is not installed."""
+    """Return the package safetensors. Raises UnavailableError if it is not installed."""
     try:
         import safetensors
         import safetensors.torch

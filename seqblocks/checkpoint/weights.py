@@ -1,4 +1,4 @@
-"""Which tensors may be a model's weights, and copying them into it."""
+"""Check tensors that are to become a model's weights, and copy them into the model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
 def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> str | None:
-    """Return why something is not a plain tensor of floating numbers ("is sparse: …"), or None if it is one.
+    """Return why a value is not a plain floating-point tensor ("is sparse: …"), or None if it is one.
 
-    on_meta: it may be on meta, as what is known of a tensor in a file before it is read.
+    complex_too: allow complex tensors. on_meta: allow tensors on meta, such as the headers of a file.
     """
     if not isinstance(tensor, Tensor):
         return f"is not a tensor, but {type(tensor).__name__}"
     if type(tensor.detach()) is not Tensor:
-        return f"is a {type(tensor).__name__}, and its numbers may be elsewhere too: gather the weights first"
+        return f"is a {type(tensor).__name__}, which may be distributed: gather the weights first"
     if tensor.is_meta and not on_meta:
-        return "is on meta, where no numbers are"
+        return "is on the meta device, which holds no data"
     if tensor.is_nested:
         return "is nested: pad it"
     if tensor.is_quantized:
@@ -38,10 +38,10 @@ def unusable(tensor: Any, complex_too: bool = False, on_meta: bool = False) -> s
         return f"is sparse ({tensor.layout}): to_dense() it first"
     if tensor.dtype not in (*FLOATS, *(COMPLEX if complex_too else ())):
         what = "is complex" if tensor.is_complex() else f"is of {tensor.dtype}"
-        return f"{what}, and weights are float64, float32, float16 or bfloat16"
+        return f"{what}, but weights must be float64, float32, float16 or bfloat16"
     if tensor.is_meta or _has_storage(tensor):
         return None
-    return "has lost its storage, as sharding leaves it: gather the weights first"
+    return "has no storage, probably because it was sharded: gather the weights first"
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -51,9 +51,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
-    """Return a model's tensors by name, whole ones or a rank's.
+    """Return a model's tensors by name, or a rank's parts of them.
 
-    Raise RunError unless they are those of its spec and have numbers.
+    Raises RunError unless they match the spec and hold data.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     _check_own(tensors, {item.name: item.parameter.shape for item in graph.parameters(model.graph)})
@@ -61,31 +61,31 @@ def own_tensors(model: SequenceModel) -> dict[str, Tensor]:
 
 
 def check_writable(model: SequenceModel) -> None:
-    """Raise RunError unless the parameters of the spec are there and can be filled. There may be other tensors."""
+    """Raise RunError unless the spec's parameters exist and can be filled. Other tensors are allowed."""
     shapes = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
     found: dict[str, Tensor] = model.state_dict(keep_vars=True)
     tensors = {name: found[name] for name in shapes if name in found}
     _check_own(tensors, shapes)
     for name, tensor in tensors.items():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise RunError(f"{name} repeats one number in memory (expand), so it cannot be filled: clone it first")
+            raise RunError(f"{name} is an expanded tensor, so it cannot be filled: clone it first")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise RunError(f"{name} was made in inference mode and can be filled there only: torch.inference_mode()")
+            raise RunError(f"{name} was created in inference mode, so fill it under torch.inference_mode()")
 
 
 def _check_own(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise RunError unless these are the spec's own parameters."""
     differences = _differences(tensors, shapes)
     if differences:
-        how = "merge or remove parametrizations, pruning masks and adapters, and put its own steps back"
-        raise RunError(f"the model is no longer what its spec says: {differences}. First {how}")
+        how = "merge or remove parametrizations, pruning masks and adapters, and restore its original steps"
+        raise RunError(f"the model no longer matches its spec: {differences}. First {how}")
     for name, tensor in tensors.items():
         if reason := unusable(local(tensor)):
-            how = ": model.to_empty(device='cpu') makes room" if tensor.is_meta else ""
+            how = ": allocate it with model.to_empty(device='cpu')" if tensor.is_meta else ""
             raise RunError(f"{name} {reason}{how}")
         if tuple(tensor.shape) != tuple(shapes[name]):
-            what = f"{name} is {list(tensor.shape)}, and {list(shapes[name])} there"
-            raise RunError(f"the model is no longer what its spec says: {what}")
+            what = f"{name} is {list(tensor.shape)}, but {list(shapes[name])} in the spec"
+            raise RunError(f"the model no longer matches its spec: {what}")
 
 
 def _differences(names: Iterable[str], expected: Iterable[str]) -> str:
@@ -95,12 +95,12 @@ def _differences(names: Iterable[str], expected: Iterable[str]) -> str:
     spare = [name for name in names if name not in expected]
     return "; ".join(
         f"{len(found)} {'is' if len(found) == 1 else 'are'} {what} ({listing(found, 4)})"
-        for what, found in (("missing", missing), ("not known here", spare)) if found
+        for what, found in (("missing", missing), ("unexpected", spare)) if found
     )
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tied names have the same values, nan included."""
+    """Return whether two tied tensors have the same values; nan equals nan."""
     if a is b:
         return True
     a, b = a.detach().to(b.device), b.detach()
@@ -108,41 +108,41 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_fit(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """Raise RunError unless tensors are those that a spec declares, by name and shape. Nothing is allocated."""
+    """Raise RunError unless tensors have the names and shapes that a spec declares. Nothing is allocated."""
     declared = {item.name: item for item in graph.parameters(spec.graph) if not item.tied}
     differences = _differences(tensors, declared)
     if differences:
-        raise RunError(f"the weights are not this model's: {differences}")
+        raise RunError(f"the weights do not fit this model: {differences}")
     for name, item in declared.items():
         if reason := misfit(item, tensors[name]):
             raise RunError(reason)
 
 
 def misfit(item: Named, found: Tensor) -> str | None:
-    """Return why a tensor cannot be a parameter: its shape is another, or it is complex. None if it can."""
+    """Return why a tensor cannot be a parameter (another shape, or complex), or None if it can."""
     shape = item.parameter.shape
     if tuple(found.shape) != tuple(shape):
-        sizes = f"{item.name} is {list(found.shape)}, and {list(shape)} here"
-        return f"the weights are not this model's: {sizes}{_origin_of_shape(item, tuple(found.shape))}"
+        sizes = f"{item.name} is {list(found.shape)}, but {list(shape)} in the model"
+        return f"the weights do not fit this model: {sizes}{_origin_of_shape(item, tuple(found.shape))}"
     if found.is_complex():
-        return f"the weights for {item.name} are complex, and it is real: {{real: …}} or {{imag: …}} is a part"
+        return f"the weights for {item.name} are complex, but it is real: read one part with {{real: …}} or {{imag: …}}"
     return None
 
 
 def _origin_of_shape(item: Named, found: tuple[int, ...]) -> str:
-    """Name the step that has a parameter of another shape, and what to write in the spec so that it fits."""
+    """Return the step of a parameter whose shape differs, and the change to the spec that makes it fit."""
     step = f" ({item.node.verb}, {item.node.span})"
     if item.node.verb != "position_embed" or len(found) != len(item.parameter.shape):
         return step
     if len(found) == 4:
         grid = f"{{rows: {found[1]}, columns: {found[2]}}}"
-        return f"{step}. `position_embed: {grid}` takes these and fits them to the image"
-    return f"{step}. There are {found[1]} positions: another size, patch or stride of the image, or another length"
+        return f"{step}. Use `position_embed: {grid}` to read them and interpolate them to the image"
+    return f"{step}. The weights have {found[1]} positions: the image's size, patch or stride, or the length, differs"
 
 
 def copy_weights(model: SequenceModel, weights: Weights) -> None:
-    """Copy weights into a model. Raise RunError, and copy none, where a tensor cannot be read or does not fit."""
-    own = model.state_dict(keep_vars=True)  # its names are the spec's, also where a wrapper is in between
+    """Copy weights into a model. Raises RunError, before copying any, if one cannot be read or overflows its dtype."""
+    own = model.state_dict(keep_vars=True)  # wrappers do not change these names
     for name in weights.headers:
         _check_range(name, weights.read(name), own[name].dtype)
     fill(model, weights.headers, weights.read)
@@ -150,12 +150,12 @@ def copy_weights(model: SequenceModel, weights: Weights) -> None:
 
 @torch.no_grad()
 def fill(model: SequenceModel, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
-    """Copy weights that fit into a model, one at a time. Raise RunError where its dtype does not hold them."""
+    """Copy weights that fit into a model, one at a time. Raises RunError if they overflow its dtype."""
     own = model.state_dict(keep_vars=True)
     for name in names:
         _copy(name, own[name], read(name), model._parts)
     if any(item.tied and own[item.name] is not own[item.tied] for item in graph.parameters(model.graph)):
-        model.tie()  # to_empty and load_state_dict separate them
+        model.tie()  # to_empty and load_state_dict untie parameters
 
 
 def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> None:
@@ -166,11 +166,11 @@ def _copy(name: str, target: Tensor, tensor: Tensor, parts: Parts | None) -> Non
 def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if _overflows(tensor, dtype):
         held = str(dtype).removeprefix("torch.")
-        raise RunError(f"the weights for {name} hold numbers that {held} does not hold; use another dtype")
+        raise RunError(f"the weights for {name} overflow {held}; use another dtype")
 
 
 def _overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether finite numbers would be infinite in another dtype."""
+    """Return whether finite values would become infinite in another dtype."""
     if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
         return False
     return bool((tensor.to(dtype).isinf() & tensor.isfinite()).any())

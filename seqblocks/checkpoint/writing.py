@@ -1,4 +1,4 @@
-"""Writing a folder so that it is whole at any moment (docs/decisions/0034-a-model-is-a-folder.md)."""
+"""Write a folder atomically (docs/decisions/0034-a-model-is-a-folder.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from seqblocks.checkpoint.record import RECORD
 from seqblocks.errors import UsageError, listing
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-STALE = 24 * 3600  # seconds without a change, after which an unfinished folder is removed where there are no locks
+STALE = 24 * 3600  # seconds without a change until an unfinished folder is removed, on systems without locks
 OWN_FILES = re.compile(
     rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|spec\.yaml|config\.json|{RECORD}"
 )
@@ -30,9 +30,10 @@ HERE = -100  # AT_FDCWD of Linux
 
 
 def target_of(path: Path, replace: bool = True) -> Path:
-    """Return the folder, present or not, that a path leads to through links. Raise UsageError where it cannot be one.
+    """Return the folder to write, which need not exist, with symbolic links resolved.
 
-    A folder that exists may be empty or, with `replace`, hold what an earlier save wrote and nothing else.
+    An existing folder must be empty or, with `replace`, contain only files that an earlier save wrote. Raises
+    UsageError otherwise, and if the path cannot be a folder.
     """
     mode = 0
     try:
@@ -43,14 +44,14 @@ def target_of(path: Path, replace: bool = True) -> Path:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISLNK(mode):
-        raise UsageError(f"{path} is a link in a ring of links, and save writes a folder")
+        raise UsageError(f"{path} is a symbolic link in a cycle; save needs a folder")
     if mode and not stat.S_ISDIR(mode):
-        raise UsageError(f"{path} is not a folder, and save writes one")
+        raise UsageError(f"{path} is not a folder; save needs one")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent if path.is_symlink() else path.parent}")
     names = sorted(os.listdir(target)) if mode else []
     if names and not replace:
-        raise UsageError(f"{path} is not empty; name a folder that does not exist yet")
+        raise UsageError(f"{path} is not empty; use a new folder")
     _check_own(path, names)
     return target
 
@@ -58,16 +59,16 @@ def target_of(path: Path, replace: bool = True) -> Path:
 def _check_own(path: Path, names: list[str]) -> None:
     others = [name for name in names if not OWN_FILES.fullmatch(name)]
     if others:
-        what = f"{path} holds what save did not write and would remove: {listing(others, 4)}"
-        raise UsageError(f"{what}. Save to a folder of its own")
+        what = f"{path} contains files that save did not write and would remove: {listing(others, 4)}"
+        raise UsageError(f"{what}. Save to another folder")
     if names and RECORD not in names:
-        raise UsageError(f"{path} was not written by save: it has no {RECORD}. Save to a folder of its own")
+        raise UsageError(f"{path} was not written by save: it has no {RECORD}. Save to another folder")
 
 
 def write(target: Path, work: Callable[[Path], None]) -> None:
-    """Call `work(folder)` with a new folder, then put that in the target's place.
+    """Call `work(folder)` with a new folder, then replace the target with it.
 
-    A full disk, an interrupt or a kill leaves the old folder as it was, or the new one complete.
+    After a full disk, an interrupt or a kill, the target is either the unchanged old folder or the complete new one.
     """
     prefix = _prefix(target)
     _recover(target, prefix)
@@ -95,8 +96,8 @@ def _prefix(target: Path) -> str:
 
 
 def _finish(folder: Path, target: Path) -> None:
-    """Give the new files and their folder the modes that are due, and make them survive a power cut."""
-    usual = os.stat(folder).st_mode & 0o666  # by the umask; a library may have made files private
+    """Set the modes of the new files and their folder, and sync them to disk."""
+    usual = os.stat(folder).st_mode & 0o666  # follows the umask; a library may have created the files as private
     before = None
     if target.is_dir():
         before = os.stat(target)
@@ -119,7 +120,7 @@ def _take_owner(path: Path, before: os.stat_result | None) -> None:
 
 
 def _place(folder: Path, target: Path, prefix: str) -> None:
-    """Put a complete folder in the target's place and remove what was there."""
+    """Replace the target with a complete folder, and remove the old one."""
     if not os.path.isdir(target):
         os.rename(folder, target)
     elif _exchange(folder, target):
@@ -136,7 +137,7 @@ def _place(folder: Path, target: Path, prefix: str) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders in one step. Return False where the system cannot."""
+    """Exchange two folders atomically. Return False if the system does not support that."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -144,7 +145,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def current(target: Path) -> Path:
-    """Return where the folder of a target is: there, or under another name after a kill between two renames."""
+    """Return the current path of a target's folder, which differs after a kill between two renames."""
     if not target.exists():
         for found in _siblings(target.parent, _prefix(target), REPLACED):
             return found
@@ -152,7 +153,7 @@ def current(target: Path) -> Path:
 
 
 def _recover(target: Path, prefix: str) -> None:
-    """Undo the first of two renames whose second never came."""
+    """Undo the first of two renames if the second did not happen."""
     for old in _siblings(target.parent, prefix, REPLACED):
         if target.exists():
             _remove(old)
@@ -171,7 +172,7 @@ def _siblings(folder: Path, prefix: str, ending: str) -> Iterator[Path]:
 
 
 def _create(parent: Path, prefix: str) -> tuple[Path, int | None]:
-    """Create an unfinished folder and lock it while it is written: if the lock is free, its writer has ended."""
+    """Create an unfinished folder and lock it while it is written: a free lock means that the writer has exited."""
     while True:
         folder = parent / f"{prefix}{secrets.token_hex(4)}.{UNFINISHED}"
         try:
@@ -184,7 +185,7 @@ def _create(parent: Path, prefix: str) -> tuple[Path, int | None]:
             handle = os.open(folder, os.O_RDONLY)
             if _lock(handle) is not False and _is_at(handle, folder):
                 return folder, handle
-            os.close(handle)  # another save removed it as stale in the moment before it was locked
+            os.close(handle)  # another save removed the folder as stale before it was locked
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -195,7 +196,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open folder. False where another process has locked it; None where there are no locks."""
+    """Lock an open folder. Return False if another process has locked it, None if the system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -208,7 +209,7 @@ def _lock(handle: int) -> bool | None:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Remove unfinished folders of killed saves of the same target. A save that runs holds a lock on its folder."""
+    """Remove unfinished folders of killed saves of the same target. A running save holds a lock on its folder."""
     for folder in _siblings(parent, prefix, UNFINISHED):
         with contextlib.suppress(OSError):
             if _is_stale(folder):
@@ -227,7 +228,7 @@ def _is_stale(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of files. What cannot be removed stays, for the next save to try again."""
+    """Remove a folder of files. Files that cannot be removed are left for the next save."""
     with contextlib.suppress(OSError):
         for file in os.listdir(folder):
             os.unlink(folder / file)
@@ -235,7 +236,7 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file or a rename survive a power cut. A folder is synced where the system can."""
+    """Sync a file or a folder to disk, so that it survives a power cut; folders only if the system supports it."""
     is_folder = path.is_dir()
     try:
         handle = os.open(path, os.O_RDONLY if is_folder or os.name == "posix" else os.O_RDWR)

@@ -122,10 +122,10 @@ def check_loaded(path: Any, info: Mapping[str, Any]) -> None:
 def _check_names(path: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     what = [
         f"{len(names)} {'is' if len(names) == 1 else 'are'} {kind} ({listing(names, 4)})"
-        for kind, names in (("missing", sorted(missing)), ("not known here", sorted(unexpected))) if names
+        for kind, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))) if names
     ]  # fmt: skip
     if what:
-        raise RunError(f"the weights of {path} are not this model's: {'; '.join(what)}")
+        raise RunError(f"the weights of {path} do not fit this model: {'; '.join(what)}")
 
 
 def explained(load: Callable[..., Any]) -> Callable[..., Any]:

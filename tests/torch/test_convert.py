@@ -212,15 +212,15 @@ checkpoint: MAP
         ("{a.weight: {split: w, parts: 2, part: 1}, b.weight: {split: w, parts: 2, part: 0}}", None),
         ("{a.weight: {real: w}, b.weight: {imag: w}}", None),
         ("{a.weight: {slice: w}, b.weight: {slice: w, start: 5}}",
-         r"w cannot be written: it is made of a\.weight, b\.weight, and they leave a gap at 4"),
-        ("{a.weight: {slice: w}, b.weight: {slice: w, start: 3}}", "and they overlap at 3"),
-        ("{a.weight: {slice: w}, b.weight: {slice: w, start: 4, axis: 1}}", "and they cut it in several ways"),
-        ("{a.weight: {slice: w, start: 2}}", "and they leave a gap at 0"),
-        ("{a.weight: w, b.weight: {slice: w}}", "and one of them is all of it"),
+         r"w cannot be written from a\.weight, b\.weight: they leave a gap at 4"),
+        ("{a.weight: {slice: w}, b.weight: {slice: w, start: 3}}", ": they overlap at 3"),
+        ("{a.weight: {slice: w}, b.weight: {slice: w, start: 4, axis: 1}}", ": they divide it differently"),
+        ("{a.weight: {slice: w, start: 2}}", ": they leave a gap at 0"),
+        ("{a.weight: w, b.weight: {slice: w}}", ": one of them is the whole tensor"),
         ("{a.weight: {split: w, parts: 3, part: 0}, b.weight: {split: w, parts: 3, part: 1}}", "they end at 2 of 3"),
         ("{a.weight: {real: w}}", "they end at 1 of 2"),
         ("{a.weight: {reshape: w}}",
-         r"a\.weight cannot be written: it is a reshape of w, whose shape is not known: add `shape: \[\.\.\.\]`"),
+         r"a\.weight cannot be written: it is a reshape of w, whose shape is unknown: add `shape: \[\.\.\.\]`"),
         ("{a.weight: {concat: [u, v, w]}}", r"written: \[4, 6\] is not 3 equal parts: add `sizes: \[\.\.\.\]"),
     ],
 )  # fmt: skip
@@ -239,7 +239,7 @@ def test_parts_of_one_tensor_are_of_one_dtype() -> None:
     model = seqblocks.build_text(PARTS.replace("MAP", "{a.weight: {slice: w}, b.weight: {slice: w, start: 4}}"))
     ours = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     ours["a.weight"] = ours["a.weight"].half()
-    with pytest.raises(seqblocks.RunError, match=r"w is made of a\.weight, b\.weight, and they are of torch\.f"):
+    with pytest.raises(seqblocks.RunError, match=r"w combines a\.weight, b\.weight, whose dtypes differ: torch\.f"):
         official_weights(model.spec, weights(ours), "official")
 
 
@@ -283,11 +283,11 @@ def test_a_config_goes_along(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "out", "more", "message"),
     [
-        ("hbu", "new", {}, "there is no layout 'hbu', only seqblocks, official, hub"),
-        ("hub", "m", {}, "m is not empty; name output folder; must not exist yet"),
+        ("hbu", "new", {}, "there is no layout 'hbu'; use seqblocks, official, hub"),
+        ("hub", "m", {}, "m is not empty; use a new folder"),
         ("hub", "no/where", {}, "there is no folder"),
-        ("hub", "new", {"spec": "mamba_130m"}, "m has a spec of its own: leave `spec` out"),
-        ("hub", "new", {"shard_size": "much"}, "a shard size is a number of bytes"),
+        ("hub", "new", {"spec": "mamba_130m"}, "m contains its own spec: remove the argument `spec`"),
+        ("hub", "new", {"shard_size": "much"}, "the shard size must be a number of bytes"),
     ],
 )
 def test_arguments_at_fault(saved: Path, to: str, out: str, more: dict[str, Any], message: str) -> None:
@@ -317,4 +317,4 @@ def test_the_command(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 22
     assert main(["convert", str(tmp_path / "hub"), "--to", "official", "--out", str(tmp_path / "x")]) == 2
-    assert "does not say what its model is" in capsys.readouterr().err
+    assert "config.json that describes the model" in capsys.readouterr().err

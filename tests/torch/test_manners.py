@@ -47,9 +47,9 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: seqblocks.build_text({}), "expected the text of a spec as str, not dict"),
         (lambda: seqblocks.build_model(seqblocks.load_spec("vil_tiny")), "build_model takes the result of load_model"),
         (lambda: seqblocks.summarise("mlstm_small"), "summarise takes a model, not str"),
-        (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save writes what build made, not Linear"),
+        (lambda: checkpoint.save(torch.nn.Linear(2, 2), "x.pt"), "save needs a model from seqblocks.build, not Linear"),
         (lambda: checkpoint.save(small(), "no/such/folder/x.pt"), "there is no folder no/such/folder"),
-        (lambda: checkpoint.save(small(), "."), r"\. holds what save did not write and would remove: "),
+        (lambda: checkpoint.save(small(), "."), r"\. contains files that save did not write and would remove: "),
         (lambda: small().init_state("x"), "a state is that of a number of sequences, not of 'x'"),
         (lambda: small().stream(torch.ones(2, 3)), "a state is that of a number of sequences, not of Tensor$"),
         (lambda: small().init_state(2.0), "not of 2.0"),
@@ -60,7 +60,7 @@ def small(**more: Any) -> seqblocks.SequenceModel:
         (lambda: small().init_state(1, dtype="x"), "dtype x is not a supported dtype"),
         (lambda: small().parameter_groups("x"), "a weight decay is a number from 0 on, not 'x'"),
         (lambda: small().parameter_groups(-1), "not -1"),
-        (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs the official state dict"),
+        (lambda: checkpoint.load_official(small(), "x.pt"), "load_official needs an official state dict"),
     ],
 )
 def test_building(call: Callable[[], Any], message: str) -> None:

@@ -233,39 +233,39 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
     ("config", "message"),
     [
         ([], "config.json is not a mapping"),
-        ({}, "no model_type, and seqblocks writes specs of mamba, mamba_ssm, mamba2, .*, rwkv7: give"),
-        ({"model_type": "bert"}, "of model_type 'bert', and"),
+        ({}, "no model_type, but seqblocks can only generate specs for mamba, mamba_ssm, mamba2, .*, rwkv7: pass"),
+        ({"model_type": "bert"}, "of model_type 'bert', but"),
         ({**MAMBA, "hidden_size": "16"}, "hidden_size must be a whole number, not '16'"),
         ({**MAMBA, "hidden_size": True}, "hidden_size must be a whole number, not True"),
         ({**MAMBA, "vocab_size": None}, "vocab_size must be a whole number, not None"),
         ({"model_type": "mamba"}, "hidden_size must be a whole number, not None"),
-        ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', and seqblocks writes specs for 'silu' alone"),
-        ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, and expand \* hidden_size is 32"),
+        ({**MAMBA, "hidden_act": "gelu"}, "hidden_act is 'gelu', but seqblocks only supports 'silu'"),
+        ({**MAMBA, "intermediate_size": 30}, r"intermediate_size is 30, but expand \* hidden_size is 32"),
         ({**MAMBA, "use_bias": "no"}, "use_bias must be true or false, not 'no'"),
-        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "layer is 'Mamba3', and seqblocks writes specs for 'Mamba1'"),
+        ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba3"}}, "layer is 'Mamba3', but seqblocks only supports 'Mamba1'"),
         ({**OFFICIAL, "ssm_cfg": {"layer": "Mamba2", "dt_limit": [1]}}, r"must be two numbers of at least 0, not \[1"),
-        ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], and"),
+        ({**OFFICIAL, "attn_layer_idx": [1]}, r"attn_layer_idx is \[1\], but"),
         ({**XLSTM, "norm_eps": "1"}, "norm_eps must be a number"),
-        ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, and expand \* hidden_size is 32"),
+        ({**MAMBA2, "num_heads": 3}, r"num_heads \* head_dim is 24, but expand \* hidden_size is 32"),
         ({**MAMBA2, "time_step_limit": [0.0, -1.0]}, r"must be two numbers of at least 0, not \[0\."),
-        ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', and seqblocks writes specs for"),
-        ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', and seqblocks writes specs for"),
-        ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, and seqblocks writes specs for"),
+        ({**GRIFFIN, "block_types": ["recurrent", "mamba"]}, "block_types has 'mamba', but seqblocks only supports"),
+        ({**GRIFFIN, "rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', but seqblocks only supports"),
+        ({**GRIFFIN, "rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}, but seqblocks only supports"),
         ({**GRIFFIN, "rope_parameters": 3}, "rope_parameters is not a mapping"),
-        ({**QWEN, "attention_bias": True}, "attention_bias is True, and seqblocks writes specs for False alone"),
-        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
-        ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, and seqblocks writes specs for 1 alone"),
-        ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False, and seqblocks writes specs for True alone"),
-        ({**JAMBA, "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, and seqblocks writes specs for"),
+        ({**QWEN, "attention_bias": True}, "attention_bias is True, but seqblocks only supports False"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
+        ({**KIMI, "num_expert_group": 8}, "num_expert_group is 8, but seqblocks only supports 1"),
+        ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False, but seqblocks only supports True"),
+        ({**JAMBA, "mamba_inner_layernorms": False}, "mamba_inner_layernorms is False, but seqblocks only supports"),
         ({**KIMI, "linear_attn_config": 3}, "linear_attn_config is not a mapping"),
         ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
-        ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, and mamba_expand \* hidden_size is 32"),
+        ({**BAMBA, "mamba_d_head": 5}, r"mamba_n_heads \* mamba_d_head is 20, but mamba_expand \* hidden_size is 32"),
         ({**ZAMBA, "layers_block_type": None}, "layers_block_type must be a list, not None"),
-        ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, and num_hidden_layers is 2"),
-        ({**GLA, "use_short_conv": True}, "use_short_conv is True, and seqblocks writes specs for False alone"),
-        ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', and seqblocks writes"),
-        ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, and seqblocks writes specs for None alone"),
-        ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], and seqb"),
+        ({**ZAMBA, "layers_block_type": ["hybrid"]}, "layers_block_type has 1 entries, but num_hidden_layers is 2"),
+        ({**GLA, "use_short_conv": True}, "use_short_conv is True, but seqblocks only supports False"),
+        ({**GLA, "model_type": "linear_attn", "feature_map": "exp"}, "feature_map is 'exp', but seqblocks only"),
+        ({**GLA, "attn": {"layers": [1]}}, r"attn is {'layers': \[1\]}, but seqblocks only supports None"),
+        ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], but seqb"),
     ],
 )
 def test_a_config_that_is_none_of_ours(config: Any, message: str, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_pickled_code_is_not_run(tmp_path: Path, spec: Path) -> None:
             return Path.touch, (tmp_path / "ran",)
 
     torch.save({"wte.weight": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(seqblocks.UsageError, match=r"holds pickled objects that are not tensors; unpickling would run"):
+    with pytest.raises(seqblocks.UsageError, match=r"contains pickled objects other than tensors, which could run"):
         seqblocks.from_pretrained(tmp_path / "evil.pt", spec)
     assert not (tmp_path / "ran").exists()
 
@@ -354,10 +354,10 @@ def test_pickled_code_is_not_run(tmp_path: Path, spec: Path) -> None:
 def test_what_is_left_out_is_reported(tmp_path: Path, spec: Path) -> None:
     other = {**tensors(), "head.bias": torch.ones(3), "extra": torch.ones(2)}
     place = write(tmp_path / "w", "safetensors", other)
-    message = r"unembed\.bias is \[3\], and \[11\] here.*\n.*more than the spec maps: extra"
+    message = r"unembed\.bias is \[3\], but \[11\] in the.*\n.*the spec does not map: extra"
     with pytest.raises(seqblocks.RunError, match=message):
         seqblocks.from_pretrained(place, spec)
-    message = r"was loaded in part\nunembed\.bias keeps its initial values: .*\nnot read: extra"
+    message = r"was loaded in part\nunembed\.bias stays at its initial values: .*\nnot read: extra"
     with pytest.warns(seqblocks.PartialWarning, match=message):
         model = seqblocks.from_pretrained(place, spec, partial=True, seed=5)
     assert torch.equal(model.unembed.bias, seqblocks.build(spec, seed=5).unembed.bias)
@@ -369,7 +369,7 @@ def test_two_tensors_for_a_tied_parameter_must_be_equal(tmp_path: Path, spec: Pa
     twice = {**tensors(), "head.weight": tensors()["wte.weight"].clone()}
     assert seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", twice), spec)
     twice["head.weight"] += 1
-    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, and the official weights"):
+    with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, but the official weights"):
         seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", twice), spec)
 
 
@@ -398,9 +398,9 @@ def named(model: Any) -> dict[str, Tensor]:
     ("content", "message"),
     [
         (None, "w has no weights: there is no model.safetensors or model.safetensors.index.json or pytorch"),
-        ({"model.safetensors": b""}, "model.safetensors is not a file of weights, or not complete"),
-        ({"pytorch_model.bin": b"x" * 100}, "holds pickled objects|is not a file of weights"),
-        ({"model.safetensors.index.json": b"{"}, "index.json cannot be read: it is not JSON"),
+        ({"model.safetensors": b""}, "model.safetensors is not a file of weights, or it is truncated"),
+        ({"pytorch_model.bin": b"x" * 100}, "contains pickled objects|is not a file of weights"),
+        ({"model.safetensors.index.json": b"{"}, "index.json cannot be read: it is not valid JSON"),
     ],
 )
 def test_files_that_are_at_fault(tmp_path: Path, spec: Path, content: Any, message: str) -> None:
@@ -451,7 +451,7 @@ def test_damaged_files_are_one_clear_error(tmp_path: Path, spec: Path, kind: str
         ({"body.bias": torch.ones(4).to(torch.float8_e4m3fn)}, "is of torch.float8_e4m3fn"),
         ({"body.bias": torch.ones(4).cfloat()}, "the weights for body.bias are complex"),
         ({"body.kernel": torch.ones(5, 4)}, "the official body.kernel must be [4, 4], and is [5, 4]"),
-        ({"more": torch.ones(1)}, "the official weights hold more than the spec maps: more"),
+        ({"more": torch.ones(1)}, "the official weights contain tensors that the spec does not map: more"),
     ],
 )
 def test_tensors_that_do_not_fit_are_one_clear_error(
@@ -461,7 +461,7 @@ def test_tensors_that_do_not_fit_are_one_clear_error(
 
 
 def test_without_a_spec_and_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(seqblocks.UsageError, match=r"does not say what its model is: there is no config\.json there\."):
+    with pytest.raises(seqblocks.UsageError, match=r"has no config\.json that describes the model\."):
         seqblocks.from_pretrained(write(tmp_path / "w", "safetensors", tensors()))
 
 
@@ -551,7 +551,7 @@ def test_second_names_of_entries_are_read(config: dict[str, Any], alias: str, na
 
 
 def test_groups_of_experts_are_refused_by_either_name() -> None:
-    with pytest.raises(seqblocks.UsageError, match="num_expert_group is 8, and seqblocks writes specs for 1 alone"):
+    with pytest.raises(seqblocks.UsageError, match="num_expert_group is 8, but seqblocks only supports 1"):
         families.spec_text({**KIMI, "n_group": 8})
 
 

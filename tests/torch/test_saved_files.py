@@ -101,7 +101,7 @@ def test_the_size_of_shards(path: Path, size: Any, files: int) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, "5 gigabytes", "GB", True, None, "0.1"])
 def test_a_size_that_is_none(path: Path, size: Any) -> None:
-    with pytest.raises(seqblocks.UsageError, match="a shard size is a number of bytes, such as"):
+    with pytest.raises(seqblocks.UsageError, match="the shard size must be a number of bytes, such as"):
         save(model(), path, shard_size=size)
     assert not path.exists()
 
@@ -127,7 +127,7 @@ def test_save_follows_links(path: Path, tmp_path: Path) -> None:
     ring = tmp_path / "ring"
     ring.symlink_to(tmp_path / "gnir")
     (tmp_path / "gnir").symlink_to(ring)
-    with pytest.raises(seqblocks.UsageError, match="a link in a ring of links, and save writes a folder"):
+    with pytest.raises(seqblocks.UsageError, match="a symbolic link in a cycle; save needs a folder"):
         save(model(), ring)
 
 
@@ -139,9 +139,9 @@ def test_save_refuses_what_is_no_folder(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(plug))
         for target in (pipe, plug, file, device):
-            with pytest.raises(seqblocks.UsageError, match="is not a folder, and save writes one"):
+            with pytest.raises(seqblocks.UsageError, match="is not a folder; save needs one"):
                 save(model(), target)
-            with pytest.raises(seqblocks.UsageError, match="is not a folder; load reads the folder that save wrote"):
+            with pytest.raises(seqblocks.UsageError, match="is not a folder; load needs a folder written by save"):
                 load(target)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert names(tmp_path) == ["file", "null", "pipe", "s"]
@@ -155,7 +155,7 @@ def test_what_others_wrote_stays(path: Path) -> None:
     path.mkdir()
     save(model(), path)  # an empty folder is taken
     (path / "notes.txt").write_text("mine")
-    with pytest.raises(seqblocks.UsageError, match=r"what save did not write and would remove: notes\.txt\. Save to"):
+    with pytest.raises(seqblocks.UsageError, match=r"save did not write and would remove: notes\.txt\. Save to"):
         save(model(1), path)
     assert names(path) == sorted([*WHOLE, "notes.txt"])
     assert same(load(path), model())
@@ -517,7 +517,7 @@ def test_a_spec_that_has_changed_is_one_clear_error(path: Path, text: str) -> No
 def test_a_record_of_something_else_is_one_clear_error(path: Path, data: str) -> None:
     write(path, *parts())
     (path / RECORD).write_text(data)
-    with pytest.raises(seqblocks.UsageError, match=r"was not written by seqblocks\.save|read: it is not JSON"):
+    with pytest.raises(seqblocks.UsageError, match=r"was not written by seqblocks\.save|read: it is not valid JSON"):
         load(path)
 
 
@@ -560,7 +560,7 @@ def test_a_truncated_or_missing_file_is_one_clear_error(path: Path, name: str) -
 def test_a_missing_shard_is_named(path: Path) -> None:
     save(model(), path, shard_size=96)
     (path / SHARDS[1]).unlink()
-    with pytest.raises(seqblocks.UsageError, match=r"m lacks model-00002-of-00003\.safetensors, of 3 files that"):
+    with pytest.raises(seqblocks.UsageError, match=r"lacks model-00002-of-00003\.safetensors, of the 3 files listed"):
         load(path)
 
 
@@ -569,7 +569,7 @@ def test_shards_that_are_exchanged_are_noticed(path: Path) -> None:
     (path / SHARDS[0]).rename(path / "x")
     (path / SHARDS[2]).rename(path / SHARDS[0])
     (path / "x").rename(path / SHARDS[2])
-    with pytest.raises(seqblocks.UsageError, match=r"does not describe its files: up\.weight, .* are not in the file"):
+    with pytest.raises(seqblocks.UsageError, match=r"does not describe its files: up\.weight, .* not in the listed"):
         load(path)
 
 
@@ -626,7 +626,7 @@ def test_a_folder_that_names_a_huge_model_allocates_nothing(path: Path, monkeypa
     about, _ = parts()
     about |= {"checksums": sums, "spec": zlib.crc32(text.encode())}
     write(path, sealed(about), tensors, text)
-    with pytest.raises(seqblocks.RunError, match=r"linear\.weight is \[3, 3\], and \[1000000, 1000000\] here"):
+    with pytest.raises(seqblocks.RunError, match=r"linear\.weight is \[3, 3\], but \[1000000, 1000000\] in the"):
         load(path)
 
 

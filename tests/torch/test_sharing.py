@@ -372,7 +372,7 @@ def test_a_long_chain_is_copied_and_pickled() -> None:
 def test_official_weights_that_differ() -> None:
     weights = official(*ONCE, "net.1.weight")
     weights["net.1.weight"] += 1
-    with pytest.raises(seqblocks.RunError, match=r"b\.weight shares the parameter a\.weight, and the official weights"):
+    with pytest.raises(seqblocks.RunError, match=r"b\.weight shares the parameter a\.weight, but the official weights"):
         load_official(seqblocks.build_text(OFFICIAL), weights)
 
 

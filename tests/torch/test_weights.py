@@ -73,9 +73,9 @@ def test_the_layout_of_an_error_is_the_nearest() -> None:
     model = seqblocks.build_text(LAYOUTS)
     tensors = {"backbone.embeddings.weight": drawn(4, 4), "layers.0.qk.weight": drawn(8, 4), "more": drawn(1)}
     message = (
-        r"no layers\.1\.qk\.weight, which blocks\.1\.mixer\.q\.weight is made from\.\n"
-        r".*no layers\.1\.qk\.weight, which blocks\.1\.mixer\.k\.weight is made from\.\n"
-        r"the official weights hold more than the spec maps: more$"
+        r"no layers\.1\.qk\.weight, needed for blocks\.1\.mixer\.q\.weight\.\n"
+        r".*no layers\.1\.qk\.weight, needed for blocks\.1\.mixer\.k\.weight\.\n"
+        r"the official weights contain tensors that the spec does not map: more$"
     )
     with pytest.raises(seqblocks.RunError, match=message):
         load_official(model, tensors)
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_left_out_only_where_that_is_asked_for() -> None:
     left_out = load_official(model, tensors, partial=True)
     assert sorted(left_out.missing) == ["body.bias", "head.bias", "head.weight"]
     assert left_out.left_over == ["extra"]
-    assert "head.weight keeps its initial values: the weights are not this model's: head.weight is [3" in str(left_out)
+    assert "head.weight stays at its initial values: the weights do not fit this model: head.weight is" in str(left_out)
     assert torch.equal(model.body.weight, other.body.weight)
     for name in left_out.missing:
         assert torch.equal(model.state_dict()[name], before[name])
@@ -145,7 +145,7 @@ def test_positions_of_another_grid_are_interpolated_where_that_is_asked_for() ->
     )
     small = seqblocks.build_text(text.replace("SIZE", "16").replace("CLASSES", "3")).eval()
     large = seqblocks.build_text(text.replace("SIZE", "24").replace("CLASSES", "3"), seed=1).eval()
-    with pytest.raises(seqblocks.RunError, match=r"is \[1, 4, 4, 8\], and \[1, 6, 6, 8\] here"):
+    with pytest.raises(seqblocks.RunError, match=r"is \[1, 4, 4, 8\], but \[1, 6, 6, 8\] in the model"):
         load_official(large, small.state_dict())
     left_out = load_official(large, small.state_dict(), partial=True)
     assert left_out == ({}, [], {"position_embed.weight": (1, 4, 4, 8)})

@@ -1,4 +1,4 @@
-"""Specs from the config.json of models that others publish: one function per family writes the spec as text."""
+"""Generate specs from the config.json of published models; one function per family returns the spec as text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Callable[[Config], str]] = {
     "rwkv7": fla.rwkv7,
 }
 
-# Second names of entries, which transformers reads as the first: `attribute_map` of its configs.
+# Aliases of entries, from `attribute_map` in the configs of transformers.
 ALIASES: dict[str, dict[str, str]] = {
     "recurrent_gemma": {"sliding_window": "attention_window_size"},
     "kimi_linear": {
@@ -50,15 +50,15 @@ ALIASES: dict[str, dict[str, str]] = {
 
 
 def spec_text(config: Any) -> str:
-    """Return a spec, as YAML, of the model that a config.json describes. Raise UsageError where that is not known."""
+    """Return a spec, as YAML, of the model in a config.json. Raises UsageError if it is not supported."""
     if not isinstance(config, dict):
         raise UsageError("config.json is not a mapping")
     kind = config.get("model_type") or ("mamba_ssm" if {"d_model", "n_layer"} <= config.keys() else None)
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = f"config.json is of model_type {kind!r}" if kind else "config.json has no model_type"
         known = listing(FAMILIES, len(FAMILIES))
-        raise UsageError(f"{what}, and seqblocks writes specs of {known}: give a spec of your own")
+        raise UsageError(f"{what}, but seqblocks can only generate specs for {known}: pass `spec`")
     try:
         return FAMILIES[kind](renamed(config, ALIASES.get(kind, {})))
     except ZeroDivisionError:
-        raise UsageError(f"config.json: its numbers do not make a model of {kind}: heads have no features") from None
+        raise UsageError(f"config.json: the sizes do not fit a {kind} model: heads have no features") from None

@@ -1,4 +1,4 @@
-"""Language models of flash-linear-attention, from the config.json that it writes."""
+"""Language models of flash-linear-attention, from its config.json."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def retnet(config: Config) -> str:
 
 
 def _attention(config: Config, heads: int, expand_k: float, expand_v: float) -> dict[str, float]:
-    """Return the arguments that GLA and RetNet have in common, of those that make the same layer."""
+    """Return the arguments that GLA and RetNet have in common; reject entries that would change the layer."""
     require(config, feature_map=(None,), use_short_conv=(False, None), use_output_gate=True, elementwise_affine=True)
     return _sizes(config, heads, expand_k, expand_v)
 
@@ -144,7 +144,7 @@ def _eps(config: Config) -> float:
 
 
 def _hidden(config: Config, ratio: float, share: float = 2 / 3, multiple: int = 256) -> int:
-    """Return the width of the networks; without one in the config, a share of the model's."""
+    """Return the hidden width of the networks; if the config has none, a share of the model's width."""
     given = ratio if config.get("hidden_ratio") is None else number(config, "hidden_ratio")
     of_dim = whole(config, "hidden_size") * given * share
     return whole_or(config, "intermediate_size", -(-int(of_dim) // multiple) * multiple)
@@ -159,7 +159,7 @@ def _language(config: Config, about: str, use: list[str]) -> Language:
 def _model(
     config: Config, about: str, use: str, verb: str, arguments: Mapping[str, float | str], ratio: float = 4
 ) -> str:
-    """Write a model whose layers are all of one kind."""
+    """Write a model with one kind of layer."""
     return _text(config, about, use, verb, f"{verb}: {{dim: dim, {written(arguments)}}}", ratio)
 
 
@@ -173,7 +173,7 @@ def _text(config: Config, about: str, use: str, verb: str, mixer: str, ratio: fl
 
 
 def hgrn2(config: Config) -> str:
-    """Write an HGRN2 language model, whose layers share the parameters of their lower decays."""
+    """Write an HGRN2 language model; one parameter holds the lower bounds of the decays of all layers."""
     require(config, hidden_act=("swish", "silu", None), use_short_conv=(False, None), elementwise_affine=True)
     dim, depth = whole(config, "hidden_size"), depth_of(config)
     key = whole_or(config, "expand_ratio", 0) or dim // whole(config, "num_heads")
@@ -202,12 +202,12 @@ def hgrn2(config: Config) -> str:
 
 
 def rwkv7(config: Config) -> str:
-    """Write an RWKV-7 language model; its first layer is written by itself, as later ones read its values."""
+    """Write an RWKV-7 language model; its first layer is written separately, since later ones read its values."""
     require(config, hidden_act=("sqrelu", None), norm_first=True)
     dim, depth = whole(config, "hidden_size"), depth_of(config)
     if set(numbers(config, "value_dim") or [dim]) != {dim}:
         found = config["value_dim"]
-        raise UsageError(f"config.json: value_dim is {found!r}, and seqblocks writes specs for {dim} alone")
+        raise UsageError(f"config.json: value_dim is {found!r}, but seqblocks only supports {dim}")
     head = whole_or(config, "head_dim", 0) or dim // whole(config, "num_heads")
     eps = number(config, "norm_eps", 1e-5)
     mixer = {

@@ -63,7 +63,7 @@ def recurrent_gemma(config: Config) -> str:
 
 
 def in_bfloat16(number: float) -> float:
-    """Return a number rounded to bfloat16, ties to even: transformers keeps the embedding's factor so."""
+    """Return a number rounded to bfloat16, ties to even: transformers stores the embedding's scale in bfloat16."""
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])

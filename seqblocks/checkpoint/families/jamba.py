@@ -1,4 +1,4 @@
-"""Jamba and Bamba from the config.json of transformers: attention among layers of Mamba, of Mamba-2."""
+"""Jamba and Bamba from the config.json of transformers: attention layers between layers of Mamba or Mamba-2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("model.embed_tokens", "model.final_layernorm")
 
 
 def jamba(config: Config) -> str:
-    """Write a Jamba language model: Mamba and attention, networks dense or of experts."""
+    """Write a Jamba language model: Mamba and attention, with dense or mixture-of-experts networks."""
     require(config, use_mambapy=(False, True, None), mamba_inner_layernorms=True)
     eps, count = number(config, "rms_norm_eps", 1e-6), whole(config, "num_experts", 16)
     mixers = {"mamba": _mamba(config, eps), "attention": _attention(config)}
@@ -95,7 +95,7 @@ def bamba(config: Config) -> str:
 
 
 def _rotary(config: Config) -> tuple[float, float]:
-    """Return the base of rotary positions and the share of a head that turns, read below `rope_parameters` alone."""
+    """Return the base of rotary positions and the share of a head that is rotated, from `rope_parameters` only."""
     return rotary({key: value for key, value in config.items() if key != "partial_rotary_factor"}, 0.5)
 
 
@@ -106,7 +106,7 @@ def _mamba2(config: Config, eps: float) -> str:
     head = inner // heads if config.get("mamba_d_head") in (None, "auto") else whole(config, "mamba_d_head")
     if heads * head != inner:
         raise UsageError(
-            f"config.json: mamba_n_heads * mamba_d_head is {heads * head}, and mamba_expand * hidden_size is {inner}"
+            f"config.json: mamba_n_heads * mamba_d_head is {heads * head}, but mamba_expand * hidden_size is {inner}"
         )
     arguments = {
         "state": whole(config, "mamba_d_state", 256),

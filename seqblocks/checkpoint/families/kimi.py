@@ -24,7 +24,10 @@ NETWORKS = ("dense", "sparse")
 
 
 def kimi_linear(config: Config) -> str:
-    """Write a Kimi Linear language model: Kimi Delta Attention and latent attention, networks dense or of experts."""
+    """Write a Kimi Linear language model.
+
+    Its layers have Kimi Delta Attention or latent attention, and dense or mixture-of-experts networks.
+    """
     require(config, hidden_act="silu", num_expert_group=(1, None), topk_group=(1, None), mla_use_nope=True)
     require(config, moe_router_activation_func="sigmoid", moe_layer_freq=1)
     eps, linear = number(config, "rms_norm_eps", 1e-5), _linear(config)
@@ -39,7 +42,7 @@ def kimi_linear(config: Config) -> str:
         {"kda_mixer": "self_attn", "latent_attention_mixer": "self_attn"},
         {"swiglu": "mlp", "corrected_network": "block_sparse_moe"},
     )
-    if "mlp" in names:  # transformers writes all networks under the name of those with experts
+    if "mlp" in names:  # transformers saves dense networks under the name of the mixture of experts, too
         lines = swiglu("layers.{layer}.decoder_layer.channel.network.swiglu", "model.layers.{layer}.block_sparse_moe")
         names += "layouts:\n  transformers:\n" + "".join(f"    {line}\n" for line in lines.splitlines())
     model = language(config, "Kimi Linear language model", ["kda", "attention", "hybrids"], eps)
@@ -47,7 +50,7 @@ def kimi_linear(config: Config) -> str:
 
 
 def _linear(config: Config) -> dict[str, Any]:
-    """Return the entries of Kimi Delta Attention, which releases have in a mapping of their own."""
+    """Return the entries of Kimi Delta Attention, which releases store in a separate mapping."""
     found = config.get("linear_attn_config") or {}
     if not isinstance(found, dict):
         raise UsageError("config.json: linear_attn_config is not a mapping")
@@ -57,7 +60,7 @@ def _linear(config: Config) -> dict[str, Any]:
 
 
 def _types(config: Config, linear: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer; the lists of releases count from 1."""
+    """Return the kind of each layer; the lists in releases count layers from 1."""
     depth, full = depth_of(config), numbers(linear["lists"], "full_attn_layers")
     usual = [TYPES[bool(at and at % 4 == 0)] for at in range(depth)]
     if full and config.get("layer_types") is None:
@@ -70,7 +73,7 @@ def _networks(config: Config) -> list[str]:
     if config.get("mlp_layer_types") is not None:
         found = words(config, "mlp_layer_types", NETWORKS)
         if len(found) != depth:
-            raise UsageError(f"config.json: mlp_layer_types has {len(found)} entries, and num_hidden_layers is {depth}")
+            raise UsageError(f"config.json: mlp_layer_types has {len(found)} entries, but num_hidden_layers is {depth}")
         return found
     dense = whole(config, "first_k_dense_replace", 1, least=0)
     return [NETWORKS[at >= dense] for at in range(depth)]

@@ -1,4 +1,4 @@
-"""Layers of decoders: a mixer of tokens and a network, each in a residual branch, and what others call their parts."""
+"""Layers of decoders: a token mixer and a network, each in a residual branch, and the official names of their parts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OFFICIAL = "model.layers.{layer}"
 
 
 def decoder(mixer: str, network: str, eps: float, gain: str = "plain", verb: str = "decoder_layer") -> str:
-    """Return the step of a layer."""
+    """Return the step of a decoder layer as YAML."""
     return f"- {verb}: {{mixer: [{{{mixer}}}], network: [{{{network}}}], gain: {gain}, eps: {scalar(eps)}}}"
 
 
 def gated_network(config: Config) -> str:
-    """Return the step of a dense network."""
+    """Return the step of a dense gated network as YAML."""
     require(config, hidden_act="silu")
     return f"swiglu: {whole(config, 'intermediate_size')}"
 
@@ -33,7 +33,8 @@ def layer_map(
 ) -> str:
     """Return the lines of a map. norms, mixers, networks: official names within a layer, by our verbs.
 
-    bias: whether dense networks have biases. What no layer has is left out: an entry that never applies is an error.
+    bias: whether dense networks have biases. Kinds that no layer uses are omitted, since an unused
+    entry is an error.
     """
     steps = [text for text in kinds.values() if f"{verb}:" in text]
     ours = f"layers.{{layer}}.{verb}"
@@ -54,7 +55,7 @@ def layer_types(config: Config, usual: Sequence[str]) -> list[str]:
     found = list(usual) if config.get("layer_types") is None else words(config, "layer_types", TYPES)
     depth = depth_of(config)
     if len(found) != depth:
-        raise UsageError(f"config.json: layer_types has {len(found)} entries, and num_hidden_layers is {depth}")
+        raise UsageError(f"config.json: layer_types has {len(found)} entries, but num_hidden_layers is {depth}")
     return found
 
 

@@ -65,7 +65,7 @@ def mamba_ssm(config: Config) -> str:
 
 
 def _second(inner: Config) -> dict[str, float | str]:
-    """Return the arguments that Mamba-2 alone has, from `ssm_cfg`."""
+    """Return the arguments that only Mamba-2 has, from `ssm_cfg`."""
     return {
         "head": whole(inner, "headdim", 64),
         "groups": whole(inner, "ngroups", 1),
@@ -83,7 +83,7 @@ def mamba2(config: Config) -> str:
     expand, head = expansion(config), whole(config, "head_dim", 64)
     inner, heads = int(expand * whole(config, "hidden_size")), whole(config, "num_heads", 128)
     if heads * head != inner:
-        raise UsageError(f"config.json: num_heads * head_dim is {heads * head}, and expand * hidden_size is {inner}")
+        raise UsageError(f"config.json: num_heads * head_dim is {heads * head}, but expand * hidden_size is {inner}")
     return _mamba_text(
         "mamba2",
         dim=whole(config, "hidden_size"),
@@ -103,7 +103,7 @@ def mamba2(config: Config) -> str:
 
 
 def limits(config: Config) -> dict[str, float]:
-    """Return the limits of the steps where a config has any: `dt_least` and `dt_most`."""
+    """Return the limits of the step sizes, `dt_least` and `dt_most`, if a config has any."""
     found = config.get("time_step_limit") or [0.0, math.inf]
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in found] if isinstance(found, list) else []
     if len(ends) != 2 or not all(type(end) in (int, float) and end >= 0 for end in ends):
@@ -144,7 +144,7 @@ checkpoint:
 
 
 def falcon_mamba(config: Config) -> str:
-    """Write a FalconMamba language model: Mamba with norms without gains on dt, B and C."""
+    """Write a FalconMamba language model: Mamba with norms (without gains) on dt, B and C."""
     require(config, hidden_act="silu", use_mambapy=(False, True, None))
     dim, low = whole(config, "hidden_size"), rank(config.get("time_step_rank", "auto"))
     bias = scalar(flag(config, "use_bias", False))

@@ -6,14 +6,14 @@ from seqblocks.checkpoint.families.layers import TYPES, decoder, gated_network, 
 from seqblocks.checkpoint.families.text import language
 from seqblocks.checkpoint.families.values import Config, depth_of, flag, number, rotary, whole, whole_or, written
 
-# transformers writes another name for a norm of the layers with attention than the releases have
+# In attention layers, transformers saves one norm under a different name than the releases.
 LAYOUT = """layouts:
   transformers: {"layers.{layer}.postnorm_layer.token.norm": "model.layers.{layer}.feedforward_layer_norm"}
 """
 
 
 def olmo_hybrid(config: Config) -> str:
-    """Write an OLMo hybrid language model: Gated DeltaNet, and attention whose norms come after it."""
+    """Write an OLMo hybrid language model: Gated DeltaNet, and attention followed by norms."""
     eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
     usual = [TYPES[at % 4 == 3] for at in range(depth)]
     types = layer_types(config, usual if TYPES[1] in usual else [*usual[:-1], TYPES[1]])
@@ -65,7 +65,7 @@ def _attention(config: Config, eps: float) -> str:
 
 
 def _rotary(config: Config) -> float:
-    """Return the base of rotary positions; 0 where the config has null for it."""
+    """Return the base of rotary positions; 0 if it is null in the config."""
     found = config.get("rope_parameters") or {}
     if isinstance(found, dict) and {"rope_theta": 10000.0, **config, **found}["rope_theta"] is None:
         return 0

@@ -19,7 +19,10 @@ from seqblocks.checkpoint.families.values import (
 
 
 def qwen3_next(config: Config) -> str:
-    """Write a Qwen3-Next language model: Gated DeltaNet and gated attention, networks dense or of experts."""
+    """Write a Qwen3-Next language model.
+
+    Its layers have Gated DeltaNet or gated attention, and dense or mixture-of-experts networks.
+    """
     require(config, attention_bias=False)
     eps, depth = number(config, "rms_norm_eps", 1e-6), depth_of(config)
     every = whole_or(config, "full_attention_interval", 4)

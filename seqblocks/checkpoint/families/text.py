@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 from seqblocks.checkpoint.families.values import Config, flag, scalar, whole
 
-CACHE = 2048  # most tokens of a stream where attention has no window; `set={"cache": …}` changes it
+CACHE = 2048  # tokens cached by attention without a window; change it with `set={"cache": …}`
 
 
 class Language(NamedTuple):
-    """What language models have in common. norm: the last one, as a step. names: of the embedding and of that norm."""
+    """The common parts of language models.
+
+    norm: the step of the last norm. names: the official names of the embedding and of that norm. before, after: steps
+    after the embedding and after the head. share: the parameters that layers of one kind share.
+    """
 
     about: str
     use: Sequence[str]
@@ -21,9 +25,9 @@ class Language(NamedTuple):
     norm: str
     tied: bool
     names: tuple[str, str] = ("model.embed_tokens", "model.norm")
-    before: str = ""  # steps after the embedding
-    after: str = ""  # steps after the head
-    share: str = ""  # what layers of one kind share
+    before: str = ""
+    after: str = ""
+    share: str = ""
 
     def text(self, layers: Sequence[str], kinds: Mapping[str, str], checkpoint: str) -> str:
         """Return the spec. layers: the kind of each; kinds: their steps, line by line; checkpoint: lines of the map."""
@@ -54,7 +58,10 @@ checkpoint:
 def language(
     config: Config, about: str, use: Sequence[str], eps: float, *, gain: str = "plain", tied: bool = False
 ) -> Language:
-    """Return what most configs call by the same names. eps, gain: of the last norm; tied: if the config is silent."""
+    """Return the parts that most configs store under the same names.
+
+    eps, gain: of the last norm. tied: the default if the config does not say whether embeddings are tied.
+    """
     return Language(
         about,
         use,
@@ -66,7 +73,7 @@ def language(
 
 
 def pattern(layers: Sequence[str]) -> str:
-    """Return words with counts: a a b becomes a*2 b."""
+    """Return a pattern with repeated kinds counted: a a b becomes a*2 b."""
     runs = [(word, len(list(some))) for word, some in groupby(layers)]
     return " ".join(word if count == 1 else f"{word}*{count}" for word, count in runs)
 

@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 
 def renamed(config: Config, aliases: Mapping[str, str]) -> Config:
-    """Return a config with one name for each entry. UsageError where two names of one entry have other values."""
+    """Return a config with aliases replaced. Raises UsageError if two names of one entry have different values."""
     found = dict(config)
     for alias, name in aliases.items():
         value = found.pop(alias, None)
@@ -21,17 +21,17 @@ def renamed(config: Config, aliases: Mapping[str, str]) -> Config:
             found[name] = value
         if value is not None and found[name] != value:
             what = f"{alias} is {value!r} and {name} is {found[name]!r}"
-            raise UsageError(f"config.json: {what}: these are two names of one entry, leave one out")
+            raise UsageError(f"config.json: {what}: these are two names of one entry. Remove one")
     return found
 
 
 def require(config: Config, **values: Any) -> None:
-    """Raise UsageError unless entries that are there have one of these values: others would be another model."""
+    """Raise UsageError unless the entries, where present, have one of these values: others describe another model."""
     for key, allowed in values.items():
         allowed = allowed if isinstance(allowed, tuple) else (allowed, None)
         if config.get(key) not in allowed:
             expected = repr(next((value for value in allowed if value is not None), None))
-            raise UsageError(f"config.json: {key} is {config[key]!r}, and seqblocks writes specs for {expected} alone")
+            raise UsageError(f"config.json: {key} is {config[key]!r}, but seqblocks only supports {expected}")
 
 
 def _value(config: Config, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
@@ -50,7 +50,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
 
 
 def depth_of(config: Config) -> int:
-    """Return the number of layers, which are listed one by one."""
+    """Return the number of layers, limited because the spec lists them one by one."""
     found = whole(config, "num_hidden_layers")
     if found > MAX_REPEATS:
         raise UsageError(f"config.json: num_hidden_layers must be at most {MAX_REPEATS}, not {found}")
@@ -58,7 +58,7 @@ def depth_of(config: Config) -> int:
 
 
 def numbers(config: Config, key: str) -> list[int]:
-    """Return a list of whole numbers, which may be null."""
+    """Return a list of whole numbers, empty if the entry is null."""
     found = config.get(key)
     if found is not None and not (isinstance(found, list) and all(type(each) is int for each in found)):
         raise UsageError(f"config.json: {key} must be a list of whole numbers, not {found!r}")
@@ -66,7 +66,7 @@ def numbers(config: Config, key: str) -> list[int]:
 
 
 def whole_or(config: Config, key: str, default: int) -> int:
-    """Return a whole number; the default where the entry is null, too."""
+    """Return a whole number, or the default if the entry is absent or null."""
     return default if config.get(key) is None else whole(config, key, least=min(default, 1))
 
 
@@ -87,12 +87,12 @@ def words(config: Config, key: str, allowed: Iterable[str]) -> list[str]:
     for word in found:
         if word not in allowed:
             known = listing(allowed)
-            raise UsageError(f"config.json: {key} has {word!r}, and seqblocks writes specs for {known} alone")
+            raise UsageError(f"config.json: {key} has {word!r}, but seqblocks only supports {known}")
     return list(found)
 
 
 def rank(value: Any) -> int:
-    """Return the rank of dt; 0 stands for the usual one, a sixteenth of the width."""
+    """Return the rank of dt; 0 means the default, a sixteenth of the width."""
     return 0 if value == "auto" else whole({"time_step_rank": value}, "time_step_rank")
 
 
@@ -101,7 +101,7 @@ def expansion(config: Config) -> float:
     inner, dim = config.get("intermediate_size"), whole(config, "hidden_size")
     if inner is not None and inner != int(expand * dim):
         expected = f"expand * hidden_size is {int(expand * dim)}"
-        raise UsageError(f"config.json: intermediate_size is {inner!r}, and {expected}")
+        raise UsageError(f"config.json: intermediate_size is {inner!r}, but {expected}")
     return expand
 
 
@@ -116,9 +116,10 @@ def scalar(value: float | str) -> str:
 
 
 def rotary(config: Config, part: float = 1.0, base: float = 10000.0) -> tuple[float, float]:
-    """Return the base of rotary positions and the share of a head that turns; other kinds raise UsageError.
+    """Return the base of rotary positions and the share of a head that is rotated.
 
-    They are below `rope_parameters`, or, as older versions of transformers wrote them, at the top.
+    They are read from `rope_parameters` or, for older versions of transformers, from the top level. Raises UsageError
+    for other kinds of positions.
     """
     found = config.get("rope_parameters") or {}
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Zamba-2 from the config.json of transformers: layers of Mamba-2, some of them after a shared block of attention."""
+"""Zamba-2 from the config.json of transformers: Mamba-2 layers, some preceded by a shared attention block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from seqblocks.checkpoint.families.values import (
 )
 from seqblocks.errors import UsageError
 
-# Parts of a block, in its uses and in the official block: those that are shared, then the adapters of each use.
+# Our and the official names of a block's parts: the shared ones, then the adapters of each use.
 SHARED = {
     "input_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
@@ -42,7 +42,7 @@ LEGACY = {"mamba": "linear_attention", "mamba2": "linear_attention"}  # older na
 
 
 def zamba2(config: Config) -> str:
-    """Write a Zamba-2 language model; layers that run a shared block are kinds of their own, by block."""
+    """Write a Zamba-2 language model; layers with a shared block are separate kinds, one per block."""
     require(config, hidden_act=("gelu", None), use_long_context=(False, None))
     types, blocks = _types(config), whole(config, "num_mem_blocks", 1)
     hybrids = [at for at, kind in enumerate(types) if kind == "hybrid"]
@@ -69,7 +69,7 @@ def _types(config: Config) -> list[str]:
     """Return the kind of each layer."""
     found = words(config, "layers_block_type", ("linear_attention", "hybrid", *LEGACY))
     if len(found) != (depth := depth_of(config)):
-        raise UsageError(f"config.json: layers_block_type has {len(found)} entries, and num_hidden_layers is {depth}")
+        raise UsageError(f"config.json: layers_block_type has {len(found)} entries, but num_hidden_layers is {depth}")
     return [LEGACY.get(kind, kind) for kind in found]
 
 
@@ -104,7 +104,7 @@ def _block(config: Config) -> str:
 
 
 def _names(layers: Sequence[str], firsts: dict[str, int]) -> Iterator[str]:
-    """Yield the lines of the map but for the adapters."""
+    """Yield the lines of the map, except those for adapters."""
     official = "model.layers.{layer}"
     if "mamba" in layers:
         yield f"layers.{{layer}}.mamba.norm: {official}.input_layernorm"
@@ -119,7 +119,7 @@ def _names(layers: Sequence[str], firsts: dict[str, int]) -> Iterator[str]:
 
 
 def _adapters(config: Config, layers: Sequence[str], hybrids: list[int], firsts: dict[str, int]) -> Iterator[str]:
-    """Yield the lines for adapters: officially those of all uses are in the block, by the number of the use."""
+    """Yield the lines for adapters; the official block contains those of all its uses, numbered by use."""
     attention = flag(config, "use_shared_attention_adapter", False)
     for number_of_use, layer in enumerate(hybrids):
         place = f"model.layers.{firsts[layers[layer]]}.shared_transformer"
