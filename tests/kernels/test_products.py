@@ -119,6 +119,22 @@ def test_onednn_is_for_plain_calls_in_float32(onednn: list[torch.Size], monkeypa
     assert not onednn
 
 
+@pytest.mark.parametrize("bias", [torch.arange(16.0)[::2], torch.ones(1).expand(8), torch.ones(1), torch.ones(12, 8)])
+def test_onednn_takes_any_bias_that_torch_takes(bias: torch.Tensor, onednn: list[torch.Size]) -> None:
+    """It would read beyond one with strides."""
+    x, weight = drawn((12, 10), (8, 10), dtype=torch.float32)
+    torch.testing.assert_close(products.linear(x, weight, bias), linear(x, weight, bias))
+    assert bool(onednn) == (bias.shape == (8,))
+
+
+@pytest.mark.usefixtures("onednn")
+def test_errors_are_those_of_torch() -> None:
+    x, weight = drawn((12, 9), (8, 10), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        products.linear(x, weight)
+    assert products.linear(x, x[0]).shape == (12,)
+
+
 def test_onednn_gets_no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of a slice takes a thousand times as long."""
     seen = []
