@@ -1,8 +1,8 @@
-"""Random specs that are meant to be right: every verb and combinator, with wires, orders, merges, blocks and ties.
+"""Compose random specs that should be valid: all verbs and combinators, with wires, orders, merges, blocks and ties.
 
-The composer follows the types of the wires as a person does who writes a spec, in a model of its own (`Kind`), so that
-most of what it writes is accepted. It imports nothing of seqblocks: what the checker says of a spec is compared with
-what a run of it does, not with this.
+The composer tracks the type of each wire, as the author of a spec does, in a small model of its own (`Kind`), so that
+most of the specs it writes are accepted. It imports nothing from seqblocks: the checker's verdict on a spec is compared
+with a run of that spec, not with the composer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.composed import Body, Call, Kind, Step, has_own
 
 
 class Composer(Mixers, Rates, Contexts):
-    """One random spec."""
+    """Write one random spec."""
 
     def conv2d(self, body: Body) -> None:
         if body.now.grid is None:
@@ -30,7 +30,7 @@ class Composer(Mixers, Rates, Contexts):
         self.add(body, "conv2d", body.now, kernel=self.chance.choice([1, 3]), activation="silu", bias=self.maybe(0.5))
 
     def through_an_image(self, body: Body) -> None:
-        """Tokens as an image, and cut again."""
+        """Reshape tokens into an image, and back into tokens."""
         if body.now.grid is None or body.columns:
             self.pointwise(body)
             return
@@ -61,7 +61,7 @@ class Composer(Mixers, Rates, Contexts):
     # --- combinators
 
     def inner(self, body: Body, steps: int, fixed: bool = True, width: int | None = None, **more: Any) -> Body:
-        """The steps of a combinator on what is current."""
+        """Write the steps of a combinator that starts at the current wire."""
         own: dict[str, Any] = {"wires": dict(body.wires), "linears": list(body.linears), "owners": list(body.owners)}
         made = replace(body, fixed=fixed, **{**own, "steps": [], "depth": body.depth + 1, **more})
         self.fill(made, steps)
@@ -69,7 +69,7 @@ class Composer(Mixers, Rates, Contexts):
         return made
 
     def restore(self, body: Body, wanted: Kind) -> None:
-        """End with a wire of this kind."""
+        """End with a wire of the given kind."""
         if body.now.name == "sequence":
             if body.now.rate > wanted.rate:
                 factor = body.now.rate // wanted.rate
@@ -175,7 +175,7 @@ class Composer(Mixers, Rates, Contexts):
         )  # fmt: skip
 
     def block(self, body: Body) -> None:
-        """Call a block that is there for such a wire, or write one."""
+        """Call a block that fits the current wire: an existing one, or a new one."""
         now = body.now
         usable = [call for call in self.calls if call.reads == now]
         if not usable or self.maybe(0.5):
@@ -194,7 +194,7 @@ class Composer(Mixers, Rates, Contexts):
         self.add_maybe(body, call.block, call.makes, **arguments)
 
     def run_argument(self, body: Body) -> dict[str, Body]:
-        """Run an argument that is steps, once or twice; return it by name, with the body that it is."""
+        """Run an argument that is a list of steps, once or twice. Return its name and body."""
         name = self.fresh("steps")
         place = replace(body, fixed=True)
         if self.maybe(0.3):
@@ -245,7 +245,7 @@ class Composer(Mixers, Rates, Contexts):
                 self.move(body)(body)
 
     def move(self, body: Body) -> Callable[[Body], None]:
-        """The next thing to do, of what the current wire allows."""
+        """Append a random step that the current wire allows."""
         deep = body.depth > 3
         nested = [] if deep else [self.residual, self.parallel, self.repeat, self.block, self.experts]
         if body.alone:
@@ -309,7 +309,7 @@ class Composer(Mixers, Rates, Contexts):
         where = self.chance.choice(["first", "middle", "last"])
         self.add(body, "class_token", replace(now, length=now.length + 1, grid=None), position=where)
 
-    # --- the whole
+    # --- whole specs
 
     def entering(self) -> tuple[Kind, dict[str, Any]]:
         chance = self.chance
@@ -329,7 +329,7 @@ class Composer(Mixers, Rates, Contexts):
         return Kind("sequence", width, length), given
 
     def compose(self) -> str:
-        """The spec as text."""
+        """Return the text of the spec."""
         kind, written = self.entering()
         for _ in range(self.chance.randint(0, 2)):
             self.numbers[self.fresh("l")] = self.chance.choice([1, 2, 3, 4])
@@ -361,5 +361,5 @@ class Composer(Mixers, Rates, Contexts):
 
 
 def compose(seed: int) -> str:
-    """A random spec; the same one for the same seed."""
+    """Return a random spec; the same seed gives the same spec."""
     return Composer(random.Random(seed)).compose()

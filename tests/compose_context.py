@@ -1,6 +1,6 @@
-"""Inputs that do not stream, in random specs (compose.py): sequences that attention reads, vectors that meet tokens.
+"""Inputs without streaming in random specs (compose.py): sequences that attention reads, vectors combined with tokens.
 
-In `Body.wires` they are of the kinds "context" and "note", so that no other step reads them.
+`Body.wires` stores them under the kinds "context" and "note", so that no other step reads them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tests.composed import Body, Kind, Step, Writer
 
 
 class Contexts(Writer):
-    """What reads an input that does not stream. Its steps are above or inside those that stream."""
+    """Write readers of an input that does not stream. Their steps are outside or inside the ones that stream."""
 
     def contexts(self) -> tuple[dict[str, Kind], dict[str, Any]]:
-        """Return the inputs after the first as wires, and as they are written."""
+        """Return the inputs after the first: as wires, and as text of the spec."""
         wires: dict[str, Kind] = {}
         written: dict[str, Any] = {}
         if self.maybe(0.6):
@@ -31,7 +31,7 @@ class Contexts(Writer):
         return any(kind.name in ("context", "note") for kind in body.wires.values())
 
     def context(self, body: Body) -> None:
-        """Read an input that does not stream, after a step or two of its own."""
+        """Read an input that does not stream, after one or two steps that process it."""
         now, source = body.now, self.named(body)
         found = {name: kind for name, kind in body.wires.items() if kind.name in ("context", "note")}
         name, kind = self.chance.choice(list(found.items()))
@@ -47,7 +47,7 @@ class Contexts(Writer):
         self.meet(body, source, now, name)
 
     def mapped(self, body: Body, verb: str, kind: Kind, **arguments: Any) -> str:
-        """Append a step on the context and name its output."""
+        """Append a step on the context, and name its output."""
         name = self.fresh("w")
         self.add(body, verb, kind, **arguments, **{"as": name})
         del body.steps[-1][verb]["name"]
@@ -55,7 +55,7 @@ class Contexts(Writer):
         return name
 
     def encoded(self, body: Body, name: str, kind: Kind) -> tuple[str, Kind]:
-        """Let steps run over the context, which need not stream."""
+        """Apply steps to the context. They need not stream."""
         steps: list[Step] = [{"causal_conv": {"kernel": 2}}]
         order = self.chance.choice(["forward", "reverse", ["forward", "reverse"]])
         found = self.mapped(body, "scan", kind, **{"from": name, "order": order, "steps": steps})
@@ -74,7 +74,7 @@ class Contexts(Writer):
         return self.mapped(body, "linear", replace(kind, width=width), **{"from": source, "features": width})
 
     def meet(self, body: Body, source: str, now: Kind, name: str) -> None:
-        """Let a vector meet each token."""
+        """Combine a vector with each token."""
         if self.maybe(0.3):
             width = self.width()
             both = [source, name]

@@ -1,4 +1,4 @@
-"""Steps that a composer of random specs (compose.py) writes: mixers, with what they read."""
+"""Mixers, and the steps that prepare their inputs, for random specs (compose.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.composed import Body, Kind
 
 
 class Mixers(Tokens):
-    """What reads earlier tokens, or their number."""
+    """Write steps that depend on earlier tokens or on the position."""
 
     def project(self, body: Body, source: str, before: Kind, width: int) -> str:
         name, bias = self.fresh("w"), self.maybe(0.5)
@@ -32,7 +32,7 @@ class Mixers(Tokens):
         self.add_maybe(body, "causal_conv", body.now, kernel=kernel, activation=activation, mixing=mixing, bias=bias)
 
     def earlier(self, body: Body) -> None:
-        """Tokens before the current one, or their number."""
+        """Read earlier tokens or the position."""
         now, verb = body.now, self.chance.choice(["shift", "token_shift", "rotary", "sinusoids", "constant"])
         if verb == "shift":
             self.add_maybe(body, verb, now, by=self.chance.choice([1, 2, 3, 9]))
@@ -52,7 +52,7 @@ class Mixers(Tokens):
             self.add(body, "add", now, **{"from": source, "with": self.named(body)})
 
     def rotation(self, body: Body) -> None:
-        """Heads, each of them several times, and turned by angles that tokens choose."""
+        """Split features into heads, repeat each head, and rotate them by angles that depend on the tokens."""
         heads, width, times = self.chance.randint(1, 2), 2 * self.chance.randint(1, 2), self.chance.randint(1, 2)
         self.linear(body, heads * width)
         self.add(body, "repeat_heads", replace(body.now, width=times * heads * width), heads=heads, times=times)
@@ -100,11 +100,12 @@ class Mixers(Tokens):
         self.add(body, verb, replace(now, width=v), **wires, heads=heads, **extra)
 
     def matrix_memory(self, body: Body) -> None:
-        """Linear attention by any rule, with a decay of any kind. Decays and beta go through what bounds them."""
+        """Append linear attention with a random rule and decay. Decays and beta are bounded by an activation."""
         now, source = body.now, self.named(body)
         heads, groups = self.chance.randint(1, 2), self.chance.randint(1, 2)
         rule = self.chance.choice(["add", "delta", "dplr"])
-        # keys of the delta rule have length 1, and the gradient of a single number of length 1 is nothing but rounding
+        # The delta rule normalises its keys. With one feature, a normalised key is 1 or -1 and its gradient is
+        # rounding error.
         K, V, of_values = self.chance.randint(2 if rule == "delta" else 1, 3), self.chance.randint(1, 3), heads * groups
         writes = self.chance.randint(1, 3) if rule == "delta" else 1
         wires = {name: self.project(body, source, now, width)
@@ -130,7 +131,7 @@ class Mixers(Tokens):
         )  # fmt: skip
 
     def channel_memory(self, body: Body) -> None:
-        """A gated recurrence, with a decay of any kind."""
+        """Append a gated recurrence with a random decay."""
         now, source = body.now, self.named(body)
         kind = self.chance.choice(["softplus", "rate", "logsigmoid", "bounded", "sigmoid", "exp", "rg_lru"])
         self.project(body, source, now, now.width)

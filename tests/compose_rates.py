@@ -1,4 +1,4 @@
-"""Steps that a composer of random specs (compose.py) writes: those that make fewer tokens, or more."""
+"""Steps that reduce or increase the number of tokens, for random specs (compose.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.composed import Body, Kind
 
 
 class Rates(Tokens):
-    """Merged and split tokens."""
+    """Merge and split tokens."""
 
     def down(self, body: Body) -> None:
         now = body.now
@@ -32,7 +32,7 @@ class Rates(Tokens):
         self.add(body, "upsample", made, factor=factor)
 
     def windows(self, body: Body) -> None:
-        """Tokens merged into features, or features split into tokens, by a pattern."""
+        """Merge tokens into features, or split features into tokens, by a pattern."""
         now = body.now
         factors = [f for f in (2, 3) if not now.length or now.length % f == 0]
         spread = [f for f in range(2, now.width + 1) if now.width % f == 0 and now.rate % f == 0]
@@ -55,7 +55,7 @@ class Rates(Tokens):
             self.add(body, "rearrange", now, pattern="seq (heads d) -> seq (d heads)", heads=heads)
 
     def merged_patches(self, body: Body) -> None:
-        """Neighbouring patches of an image as one token."""
+        """Merge neighbouring patches of an image into one token."""
         now = body.now
         if now.grid is None or body.columns or now.width > 12:
             self.windows(body)
@@ -68,7 +68,7 @@ class Rates(Tokens):
         self.add(body, "rearrange", made, pattern=pattern, p=p, q=q)
 
     def conv1d(self, body: Body) -> None:
-        """A dense convolution at the same rate, or one that leaves fewer tokens, or more."""
+        """Append a dense convolution that keeps, reduces or increases the number of tokens."""
         now, width, finer = body.now, self.width(), [s for s in (2, 3, 4) if body.now.rate % s == 0]
         groups = self.chance.choice([g for g in range(1, width + 1) if now.width % g == 0 and width % g == 0])
         coarser = [s for s in (2, 3, 4) if now.rate < 12 and (not now.length or now.length % s == 0)]

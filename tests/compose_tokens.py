@@ -1,4 +1,4 @@
-"""Steps that a composer of random specs (compose.py) writes: those that treat each token on its own."""
+"""Steps that process each token separately, for random specs (compose.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INITS = (
 )  # fmt: skip
 
 class Tokens(Writer):
-    """Maps, norms, activations, splits and joins."""
+    """Write maps, norms, activations, splits and joins."""
 
     def pointwise(self, body: Body) -> None:
         now, chance = body.now, self.chance
@@ -36,7 +36,7 @@ class Tokens(Writer):
             (chance.choice(ACTIVATIONS), {}),
             ("soft_cap", {"cap": 3.0}),
             ("dropout" if now.width % 2 else "drop_path", {"p": 0.2}),
-            # the norm of a single number is 0, and its gradient nothing but rounding
+            # The norm of a single number is constant, so its gradient is rounding error.
             ("layer_norm", gain) if now.width > 1 else ("sigmoid", {}),
             ("rms_norm", {**gain, **shared, "groups": heads}),
             ("head_norm", {**gain, **shared, "heads": normed}) if now.width > 1 else ("gelu", {}),
@@ -73,13 +73,13 @@ class Tokens(Writer):
         body.linears.append((inside["name"], before, width, bias))
 
     def shares(self, body: Body) -> None:
-        """Features of heads divided by their sum, which is not close to 0: they are positive."""
+        """Divide the features of each head by their sum. They are positive, so the sum is not close to 0."""
         heads = self.divisor(body.now.width)
         self.add(body, "softplus", body.now)
         self.add(body, "sum_norm", body.now, heads=heads, eps=self.chance.choice([None, 0.5]))
 
     def split(self, body: Body) -> None:
-        """Cut what a step makes, and use one part, or both."""
+        """Split the output of a step, and use one part or both."""
         a, b = self.fresh("w"), self.fresh("w")
         if self.maybe(0.5):
             width = self.width()
@@ -112,7 +112,7 @@ class Tokens(Writer):
             self.add(body, self.chance.choice(ACTIVATIONS), kinds[part], **{"from": names[part]})
 
     def join(self, body: Body) -> None:
-        """Bring in another wire."""
+        """Combine the current wire with another one."""
         others = self.like(body)
         same = self.like(body, body.now.width)
         if same and self.maybe(0.8):
@@ -130,7 +130,7 @@ class Tokens(Writer):
                     ("rms_norm", {"z": other, "gate": self.chance.choice(["before", "after"]), **gated}),
                 ]
             )
-            if verb == "divide":  # by what is not 0
+            if verb == "divide":  # the divisor is not 0
                 source = self.named(body)
                 self.add(body, "sigmoid", now, **{"from": other})
                 arguments = {"from": source, "by": self.named(body)}

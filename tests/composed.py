@@ -1,4 +1,4 @@
-"""What the composer of random specs (compose.py) knows of a spec that it writes."""
+"""Data structures of the composer of random specs (compose.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Step = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a wire is: sequence, vector, image or tokens."""
+    """Describe a wire: sequence, vector, image or tokens."""
 
     name: str
     width: int
@@ -27,7 +27,7 @@ class Kind:
 
 
 class Owner(NamedTuple):
-    """A step that was written, with what it reads and makes."""
+    """Record a step of the spec, with its input and output."""
 
     verb: str
     inside: Step
@@ -36,7 +36,7 @@ class Owner(NamedTuple):
 
 
 def has_own(owner: Owner) -> bool:
-    """Whether a step has parameters of its own for sure, and its output is one wire."""
+    """Return whether the step certainly has parameters of its own and a single output wire."""
     own = {"linear", "causal_conv", "conv1d", "conv_transpose1d", "centaurus", "swiglu", "slstm"}
     verbs = set(re.findall(r'"(\w+)": \{', json.dumps({owner.verb: owner.inside})))
     return bool(verbs & own) and not {"when", "as", "from", "tie", "share"} & set(owner.inside)
@@ -44,26 +44,26 @@ def has_own(owner: Owner) -> bool:
 
 @dataclass
 class Body:
-    """A list of steps under way: its wires by name, and what the next step reads."""
+    """Collect a list of steps: its wires by name, and the input of the next step."""
 
     now: Kind
     wires: dict[str, Kind]
     steps: list[Step] = field(default_factory=list)
-    linears: list[tuple[str, int, int, bool]] = field(default_factory=list)  # that a tie may name
+    linears: list[tuple[str, int, int, bool]] = field(default_factory=list)  # names that a tie may use
     depth: int = 0
-    fixed: bool = False  # the kind that leaves must be the kind that entered, but for the width
-    columns: bool = False  # in a scan by columns
-    owned: bool = False  # in a scan whose orders own parameters
-    layered: bool = False  # in a repeat, whose layer has a number
+    fixed: bool = False  # the last wire must have the kind of the first, except for the width
+    columns: bool = False  # inside a scan by columns
+    owned: bool = False  # inside a scan whose orders have parameters
+    layered: bool = False  # inside a repeat, where the layer has a number
     owners: list[Owner] = field(default_factory=list)  # steps whose parameters later steps may share
-    alone: bool = False  # in an expert, which computes each token by itself
+    alone: bool = False  # inside an expert, which processes each token separately
 
 
 class Call(NamedTuple):
-    """What a block can be called with: the wire that it reads, its wire arguments, its numbers, and its steps.
+    """Describe the arguments of a block: the wire it reads, wire arguments, numbers, and steps.
 
-    steps: by argument, a body with the wire that the block passes in, and that it wants back.
-    """
+    steps: by argument name, a body with the wire that the block passes in and the wire that it expects back.
+"""
 
     block: str
     reads: Kind
@@ -74,19 +74,19 @@ class Call(NamedTuple):
 
 
 class Writer:
-    """A spec under way, and small things to write. `streams`: only of what runs step by step."""
+    """Write a spec, with helpers for its small parts. `streams`: use only steps that run token by token."""
 
     def __init__(self, chance: random.Random, streams: bool | None = None) -> None:
         self.chance = chance
         self.streams = chance.random() < 0.5 if streams is None else streams
-        self.numbers: dict[str, int] = {}  # what expressions may name
-        self.let: dict[str, int] = {}  # of these, what the file's own `let:` names
+        self.numbers: dict[str, int] = {}  # names that expressions may use
+        self.let: dict[str, int] = {}  # the subset of these that the file's own `let:` defines
         self.blocks: dict[str, Any] = {}
         self.calls: list[Call] = []
         self.count = 0
-        self.budget = self.chance.randint(3, 12)  # steps that do not only finish something
+        self.budget = self.chance.randint(3, 12)  # steps other than those that only complete another
 
-    # --- small things
+    # --- helpers
 
     def fresh(self, letter: str) -> str:
         self.count += 1
@@ -96,7 +96,7 @@ class Writer:
         return self.chance.random() < share
 
     def number(self, value: int) -> int | str:
-        """The number, or an expression of that value."""
+        """Return the number, or an expression of that value."""
         if self.numbers and self.maybe(0.2):
             name, known = self.chance.choice(list(self.numbers.items()))
             if known == value:
@@ -113,7 +113,7 @@ class Writer:
         return self.chance.choice([1, 2, 3, 4, 4, 6, 8])
 
     def add(self, body: Body, verb: str, made: Kind, **arguments: Any) -> Step:
-        """Append a step whose output is the next one's input."""
+        """Append a step whose output is the input of the next one."""
         inside = {"name": self.fresh("n"), **{key: value for key, value in arguments.items() if value is not None}}
         body.steps.append({verb: inside})
         body.owners.append(Owner(verb, inside, body.now, made))
@@ -121,7 +121,7 @@ class Writer:
         return inside
 
     def share(self, body: Body) -> bool:
-        """Write a step again that uses the parameters of an earlier one; whether there is such a step."""
+        """Repeat a step that reuses the parameters of an earlier one. Return whether such a step exists."""
         alike = [owner for owner in body.owners if owner.reads == body.now and has_own(owner)]
         if not alike or body.owned:
             return False
@@ -136,12 +136,12 @@ class Writer:
         return self.chance.choice([True, False, "1 > 2", "not 1 > 2 and 2 == 2"])
 
     def add_maybe(self, body: Body, verb: str, made: Kind, **arguments: Any) -> None:
-        """Append a step; where it keeps the kind of its input, it may have a condition."""
+        """Append a step. If it keeps the kind of its input, it may get a condition."""
         when = self.condition(body) if made == body.now and self.maybe(0.15) else None
         self.add(body, verb, made, **arguments, when=when)
 
     def named(self, body: Body) -> str:
-        """A name for what the next step would read."""
+        """Return a name for the input of the next step."""
         if not body.steps:
             return "input"
         ((_, inside),) = body.steps[-1].items()
@@ -152,7 +152,7 @@ class Writer:
         return str(inside["as"])
 
     def like(self, body: Body, width: int | None = None) -> list[str]:
-        """Other wires that go together with the current one."""
+        """Return other wires that can be combined with the current one."""
         return [
             name for name, kind in body.wires.items()
             if kind.place == body.now.place and (width is None or kind.width == width)

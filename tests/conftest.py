@@ -1,4 +1,4 @@
-"""What every test may lean on. Nothing here imports torch: the tests of the language must run where it is absent."""
+"""Fixtures and settings of all tests. Nothing here imports torch, because the language tests must run without it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "100"}
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
-# Triton settles when it is first imported whether it interprets its kernels. Where there is no GPU that is how they are
-# tested; `auto` does not choose interpreted kernels, so that the other tests run what they always ran.
+# Triton decides at its first import whether to interpret its kernels. Without a GPU they are tested in the
+# interpreter.
+# `auto` never selects interpreted kernels, so the other tests are unaffected.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if IN_WORKER:  # one process per core already: more threads would only wait for each other
+if IN_WORKER:  # there is already one process per core, so more threads would only compete
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = "1"
 
-# The default is the same on every machine and every day; `--hypothesis-profile=thorough` goes looking for new failures.
+# The default profile is deterministic. Use `--hypothesis-profile=thorough` to search for new failures.
 settings.register_profile(
     "ci", deadline=None, derandomize=True, database=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: item.get_closest_marker("timing") is not None)  # stable: the rest keep their order
+    items.sort(key=lambda item: item.get_closest_marker("timing") is not None)  # stable: the others keep their order
 
 
 def _cuda_is_available() -> bool:
@@ -65,11 +66,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _share_of_the_machine(item: pytest.Item) -> Iterator[None]:
-    """Under xdist every test holds a common lock, shared by all but those that measure time: these hold it alone."""
+    """Hold a common lock during each test under xdist: shared by most tests, exclusive for those that measure time."""
     if not IN_WORKER:
         yield
         return
-    import fcntl  # absent on Windows, where the tests run in one process
+    import fcntl  # missing on Windows, where the tests run in one process
 
     with (item.config.cache.mkdir("machine") / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX if item.get_closest_marker("timing") else fcntl.LOCK_SH)
@@ -78,23 +79,24 @@ def _share_of_the_machine(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The root of the checkout."""
+    """Return the root of the checkout."""
     return ROOT
 
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    """True where a snapshot test should write what it sees instead of comparing."""
+    """Return whether a snapshot test should write the actual output instead of comparing it."""
     return request.config.getoption("--update-golden")
 
 
 @pytest.fixture(scope="session")
 def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `seqblocks ARGUMENTS` in a process of its own, from the checkout, installed or not.
+    """Run `seqblocks ARGUMENTS` in a separate process from the checkout, installed or not.
 
-    The result has `returncode`, `stdout` and `stderr`; nothing is asserted about them. Without `env` the output is
-    plain and 100 columns wide, so that it can be compared.
-    """
+    The result has `returncode`, `stdout` and `stderr`; the caller checks them. Without `env` the output has no colour
+    and
+    is 100 columns wide, so that it can be compared.
+"""
 
     def run(
         *arguments: object,
@@ -118,10 +120,11 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def run_here(
+def run_main(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `seqblocks ARGUMENTS` in this process. For `build`, which else would import torch anew; see `run_cli`."""
+    """Run `seqblocks ARGUMENTS` in this process, as `run_cli` does in a new one. `build` then imports torch only once.
+    """
 
     def run(*arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
         from seqblocks.cli.main import main

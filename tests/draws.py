@@ -1,4 +1,4 @@
-"""Numbers of tests, the same on every machine."""
+"""Random numbers of the tests, the same on every machine."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
-    """Normal numbers in float64."""
+    """Return normally distributed numbers in float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Random specs with one thing changed: most of them are faulty."""
+"""Change one thing in a random spec. Most of the results are invalid."""
 
 from __future__ import annotations
 

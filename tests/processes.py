@@ -1,4 +1,4 @@
-"""Processes of the tests: they are interrupted as a terminal would, and none outlives its test."""
+"""Run child processes that can be interrupted as in a terminal, and that end with their test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# A child inherits that interrupts are ignored: a shell sets that for what it runs in the background. Python then never
-# raises KeyboardInterrupt, and a test that interrupts its child would wait for ever.
+# A child process inherits ignored interrupts, and a shell ignores them for background jobs. Python would then never
+# raise KeyboardInterrupt, and a test that interrupts its child would wait forever.
 LISTENING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 _INTERRUPTED = f"""
@@ -29,10 +29,10 @@ entry()
 
 
 def interrupted(root: Path, after: float, *words: str) -> tuple[int, str]:
-    """Exit status and standard error of `seqblocks WORDS` that is interrupted so many seconds after it took over.
+    """Run `seqblocks WORDS`, interrupt it that many seconds after its start, and return exit status and standard error.
 
-    Before that Python itself starts, which no program has a say in.
-    """
+    The start of Python itself comes first; no program can control that.
+"""
     command = [sys.executable, "-c", _INTERRUPTED, str(after), *words]
     env = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -49,7 +49,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @contextlib.contextmanager
 def listening(script: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A Python script that an interrupt reaches, whoever started the tests. It ends with the test."""
+    """Return a Python script that reacts to interrupts however the tests were started. It ends with the test."""
     command = [sys.executable, "-c", _SCRIPT, *script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as child:
         try:

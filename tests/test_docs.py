@@ -1,9 +1,9 @@
-"""Every code block of the README, of CONTRIBUTING and of docs/ is run.
+"""Run every code block of the README, of CONTRIBUTING and of docs/.
 
-```yaml      beginning with `seqblocks:`: a spec, must validate; others: a fragment, must be YAML of the dialect
-```python    run in order, one namespace a page; `# file.py` as first line also makes it importable under that name
-```console   lines after `$ ` are run, and what they print must be what the page shows (`…` stands for anything)
-```sh        set-up: run by `.ci/run` and by `test_the_first_command_of_the_readme` below
+```yaml      that begins with `seqblocks:` is a spec and must validate; others are fragments and must be valid YAML
+```python    blocks run in order, one namespace a page; a first line `# file.py` also makes the block importable
+```console   lines after `$ ` run, and their output must match the page (`…` matches anything)
+```sh        set-up commands: run by `.ci/run` and by `test_the_first_command_of_the_readme` below
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_places_in_the_tree_exist() -> None:
-    """The tables of CONTRIBUTING name files and folders."""
+    """Files and folders named in CONTRIBUTING's tables exist."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     places = re.findall(r"`((?:seqblocks|kernels|cli|specs|tests|docs)/[\w./]*)`", page)
     assert len(places) > 20
@@ -109,7 +109,7 @@ def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _write_official_weights(path: Path) -> None:
-    """Random weights under the official names of `vil_tiny`, in place of the published file."""
+    """Write random weights under the official names of `vil_tiny`, in place of the published file."""
     import torch
 
     import seqblocks
@@ -120,7 +120,7 @@ def _write_official_weights(path: Path) -> None:
 
 
 def _write_hub_folder(folder: Path) -> None:
-    """A narrow Mamba with random weights and the vocabulary of the release, in place of the published folder."""
+    """Write a narrow Mamba with random weights and the published vocabulary, in place of the published folder."""
     import seqblocks
     from seqblocks.checkpoint.convert import convert
 
@@ -133,7 +133,7 @@ def _write_hub_folder(folder: Path) -> None:
 def test_the_picture_is_of_the_spec() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "docs/picture.py", "--check"], cwd=ROOT, env=env)
-    assert done.returncode == 0, "python docs/picture.py draws docs/hybrid.svg again"
+    assert done.returncode == 0, "run python docs/picture.py to draw docs/hybrid.svg again"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(k == "console" for k, _, _ in blocks(p))], ids=ids)
@@ -151,13 +151,13 @@ def test_console(page: Path, tmp_path: Path, update_golden: bool) -> None:
         if update_golden:
             text = text.replace(code, shown)
         else:
-            assert _matches(code, shown), f"{ids(page)}:{line} shows\n{code}\nand it prints\n{shown}"
+            assert _matches(code, shown), f"{ids(page)}:{line} shows\n{code}\nbut the output is\n{shown}"
     if update_golden:
         page.write_text(text, encoding="utf-8")
 
 
 def _run(command: str, folder: Path) -> str:
-    """What a reader sees: both streams, 100 columns wide, no colour."""
+    """Return the output as a reader sees it: stdout and stderr, 100 columns wide, without colour."""
     shim = folder / "bin" / "seqblocks"
     shim.parent.mkdir(exist_ok=True)
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqblocks.cli "$@"\n')
@@ -184,7 +184,7 @@ def _matches(shown: str, printed: str) -> bool:
 
 @pytest.mark.slow
 def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
-    """From a clean clone on a machine with Python alone."""
+    """The first command works in a clean clone with Python alone."""
     pytest.importorskip("torch", reason="installs torch again, which needs the same registry")
     first = next(code for kind, code, _ in blocks(ROOT / "README.md") if kind == "sh")
     clone = tmp_path / "clone"

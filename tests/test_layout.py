@@ -1,7 +1,7 @@
-"""The shape of the tree: which file may import which, what stays free of torch, what is packaged.
+"""Check the structure of the repository: imports between files, files without torch, package contents.
 
-The order of the rooms is the table ROOMS. A file may import what is above it, at its top, inside a function or for
-type checkers only. A new file fails these tests until it has its place in the table.
+The table ROOMS gives the order of the rooms. A file may import only rooms above its own, whether at its top, inside
+a function or for type checkers. A new file fails these tests until it is listed in the table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The files and rooms of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import what is
-# above, and its neighbours as long as they do not import it in turn.
+# The files and rooms of seqblocks/, from the top down. `ops/*` means all files of the folder: each may import the
+# rooms
+# above it, and other files of the folder unless that closes a circle.
 ROOMS = """
     _version
     errors
@@ -55,11 +56,11 @@ ROOMS = """
 """
 
 LINKS = {"kernels": "../kernels", "cli": "../cli", "specs": "../specs"}
-MAY_USE_KERNELS = "ops/*"  # the first room that may; above it nothing computes
+MAY_USE_KERNELS = "ops/*"  # the first room that may import torch; rooms above it compute nothing
 KERNELS_MAY_IMPORT = {"errors"}
-HEAVY = {"torch", "triton", "numpy"}  # what the rooms above the torch line leave alone until something runs
+HEAVY = {"torch", "triton", "numpy"}  # packages that the rooms above the torch line import only when something runs
 
-# What may be imported from outside, and the requirement in pyproject.toml that brings it.
+# External packages that may be imported, and the requirement in pyproject.toml that installs each.
 REQUIREMENTS = {
     "pydantic": "pydantic",
     "pydantic_core": "pydantic",
@@ -70,11 +71,11 @@ REQUIREMENTS = {
     "torch": "torch",
     "torchtitan": "torchtitan",  # an extra
     "triton": "triton",
-    "safetensors": "safetensors",  # extras, from here on: imported where they are used, never at the top of a file
+    "safetensors": "safetensors",  # extras from here on: imported inside functions, never at the top of a file
     "transformers": "transformers",  # see below
     "onnx_ir": "onnxscript",
 }
-ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported on request alone: at the top of a file too
+ROOMS_OF_EXTRAS = {"hf/*": {"transformers"}}  # a room that is imported only on request: also at the top of a file
 
 TABLE = [line.strip() for line in ROOMS.strip().splitlines()]
 LINE = next(place for place, name in enumerate(TABLE) if name.startswith("---"))
@@ -88,12 +89,12 @@ PLACE = {name: place for place, name in enumerate(TABLE) if place != LINE}
 class Import(NamedTuple):
     module: str  # absolute: "seqblocks.op", "torch.nn"
     line: int
-    at_import: bool  # it runs when the file is imported, not when a function does
-    annotation: bool = False  # for type checkers only: it never runs
+    at_import: bool  # it runs when the file is imported, not inside a function
+    annotation: bool = False  # for type checkers only: never executed
 
 
 def python_files(folder: str) -> list[Path]:
-    """Every .py file below a root folder, where it really lies (links are not followed)."""
+    """Return every .py file below a root folder, at its real location (links are not followed)."""
     found = []
     for here, folders, files in os.walk(ROOT / folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not (Path(here) / name).is_symlink())
@@ -149,7 +150,7 @@ def room(module: str) -> str:
 
 
 def part(module: str) -> str:
-    """Which of the folders at the root a module belongs to, or "" for a module from elsewhere."""
+    """Return the root folder that a module belongs to, or "" for an external module."""
     if module.split(".")[0] != "seqblocks":
         return ""
     second = [*module.split("."), ""][1]
@@ -166,14 +167,14 @@ CORE = [path for path in LIBRARY if part(module_name(path)) == "seqblocks"]
 def test_every_file_has_a_place():
     rooms = {room(module_name(path)): path for path in CORE}
     homeless = sorted(relative(path) for name, path in rooms.items() if name not in PLACE)
-    assert not homeless, f"give {homeless} a place in the order of ROOMS, at the top of tests/test_layout.py"
+    assert not homeless, f"add {homeless} to ROOMS, at the top of tests/test_layout.py"
     gone = sorted(set(PLACE) - set(rooms))
-    assert not gone, f"ROOMS names {gone}, which seqblocks/ does not have: take the rows out"
+    assert not gone, f"ROOMS names {gone}, missing from seqblocks/: remove these rows"
 
 
 @pytest.mark.parametrize("path", CORE, ids=relative)
 def test_arrows_point_up(path):
-    """A file imports only what is above it."""
+    """A file imports only rooms above its own."""
     own = room(module_name(path))
     wrong = []
     for module, line, *_ in imports(path):
@@ -186,7 +187,8 @@ def test_arrows_point_up(path):
 
 
 def test_no_file_reaches_itself():
-    """No circle of imports, those for annotations included: neighbours in a room import each other one way only."""
+    """Imports have no circles, including those for annotations: files of a room import each other in one direction
+    only."""
     edges = {
         name: {each.module for each in imports(path) if each.at_import or each.annotation} & set(MODULES) - {name}
         for name, path in MODULES.items()
@@ -206,7 +208,8 @@ def test_no_file_reaches_itself():
 
 @pytest.mark.parametrize("path", python_files("kernels"), ids=relative)
 def test_kernels_stand_alone(path):
-    """Functions on tensors, usable without any YAML: of seqblocks they know the errors and each other."""
+    """Kernels are functions on tensors, usable without YAML. Of seqblocks they import only the errors and each other.
+    """
     allowed = {f"seqblocks.{name}" for name in KERNELS_MAY_IMPORT}
     wrong = [
         f"{relative(path)}:{line} imports {module}"
@@ -227,7 +230,7 @@ def test_nobody_imports_the_command_line():
 
 
 def test_nobody_imports_a_root_folder_by_its_bare_name():
-    """From the root `import kernels` would work too, and make a second copy of every module in it."""
+    """Nothing imports `kernels` from the root, which would work too but load a second copy of every module."""
     everywhere = [*LIBRARY, *(path for folder in ("tests", "benchmarks", "examples") for path in python_files(folder))]
     wrong = [
         f"{relative(path)}:{line} imports {module}"
@@ -239,7 +242,7 @@ def test_nobody_imports_a_root_folder_by_its_bare_name():
 
 
 def test_imports_from_outside_are_declared():
-    """What is imported is required by pyproject.toml; what only an extra brings is imported where it is used."""
+    """Imported packages are required by pyproject.toml. Packages of extras are imported inside functions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     required = {_distribution(text) for text in project["dependencies"]}
     optional = {_distribution(text) for extra in project["optional-dependencies"].values() for text in extra}
@@ -263,7 +266,7 @@ def test_what_is_required_is_imported():
     names |= {module.split(".")[0] for path in LIBRARY for module, *_ in imports(path)}
     imported = {REQUIREMENTS.get(name) for name in names}
     unused = {_distribution(text) for text in project["dependencies"]} - imported
-    assert not unused, f"every installation pays for {', '.join(unused)}, and no file imports it"
+    assert not unused, f"pyproject.toml requires {', '.join(unused)}, but no file imports it"
 
 
 def _distribution(requirement: str) -> str:
@@ -273,13 +276,13 @@ def _distribution(requirement: str) -> str:
 # ------------------------------------------------------------------------------
 # The torch line
 
-# `import seqblocks` itself must stay light too, although its room is the last.
+# `import seqblocks` itself must stay light too, although its room is the last one.
 LIGHT = [path for path in CORE if room(module_name(path)) == "__init__" or PLACE.get(room(module_name(path)), 0) < LINE]
 
 
 @pytest.mark.parametrize("path", LIGHT, ids=relative)
 def test_above_the_line_torch_waits(path):
-    """Read from the text: importing a file above the line imports no torch, no kernel and no room below the line."""
+    """By its source text, a file above the line imports no torch, no kernels and no room below the line."""
     wrong = []
     for module, line, at_import, _ in imports(path):
         below = part(module) == "seqblocks" and module != "seqblocks" and PLACE[room(module)] > LINE
@@ -289,7 +292,7 @@ def test_above_the_line_torch_waits(path):
 
 
 def test_above_the_line_torch_stays_unloaded():
-    """Seen from outside: importing all modules above the line, and the whole command line, loads nothing heavy."""
+    """At run time, importing all modules above the line and the whole command line loads no heavy package."""
     names = [module_name(path) for path in [*LIGHT, *python_files("cli")] if path.name != "__main__.py"]
     _run(
         f"""
@@ -303,7 +306,8 @@ for name in {names}:
 
 
 def test_kernels_import_without_triton():
-    """Triton exists for Linux alone: elsewhere every form must load, and those written in it say what they miss."""
+    """Triton exists only on Linux. Elsewhere all implementations must load, and those that need Triton must report it.
+    """
     names = [module_name(path) for path in python_files("kernels")]
     _run(
         f"""
@@ -331,7 +335,7 @@ def _run(program: str) -> None:
 
 
 def test_every_folder_is_packaged():
-    """What `packages` and `package-data` do not name is missing from the wheel, and no tool says so."""
+    """Everything is named in `packages` and `package-data`. The wheel silently lacks what they do not name."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     files = [path for folder in ("seqblocks/language", "specs") for path in (ROOT / folder).rglob("*.*")]
     data = [path for path in files if path.is_file() and path.suffix not in (".py", ".pyc")]
@@ -347,7 +351,7 @@ def test_the_links_lead_to_the_root(name):
     assert os.readlink(ROOT / "seqblocks" / name) == LINKS[name]
     tracked = _git("ls-files", "-s", f"seqblocks/{name}")
     if tracked is not None:
-        assert tracked.startswith("120000 "), f"git must hold seqblocks/{name} as a link: git add seqblocks/{name}"
+        assert tracked.startswith("120000 "), f"git must track seqblocks/{name} as a link: git add seqblocks/{name}"
 
 
 def test_the_readme_and_ci_run_the_same_command():
@@ -370,7 +374,7 @@ def test_no_file_names_a_place_on_somebodys_machine():
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says, or None where this is no checkout or there is no git."""
+    """Return the output of git, or None without a checkout or without git."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:

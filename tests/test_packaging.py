@@ -1,4 +1,4 @@
-"""What a user installs: built from what git would hold, put into empty environments and looked at there."""
+"""Check the installed package: built from the files that git tracks, installed into empty environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one worker builds, once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one worker does all builds, once
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.pyc")
@@ -26,7 +26,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A clean copy, links and all: a build in the checkout itself would see, and leave, old build folders."""
+    """Return a clean copy, including links. A build in the checkout itself would read and leave old build folders."""
     copy = tmp_path_factory.mktemp("checkout") / "seqblocks"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
     shutil.copytree(ROOT / ".ci", copy / ".ci")
@@ -35,14 +35,14 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(checkout) -> tuple[Path, Path, str]:
-    """The source archive, the wheel made from the unpacked source archive, and what the build said."""
+    """Return the source archive, the wheel built from it after unpacking, and the output of the build."""
     said = run(sys.executable, "-m", "build", "--no-isolation", cwd=checkout)
     return *(checkout / "dist").glob("*.tar.gz"), *(checkout / "dist").glob("*.whl"), said
 
 
 @pytest.fixture(scope="module")
 def direct_wheel(checkout, built) -> Path:
-    """The wheel made from the checkout, without the detour."""
+    """Return the wheel built directly from the checkout."""
     out = checkout / "direct"
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", out, cwd=checkout)
     return next(out.glob("*.whl"))
@@ -54,13 +54,13 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def install(archive: Path, folder: Path) -> Path:
-    """An empty environment with nothing but this archive in it; its site-packages."""
+    """Install only this archive into an empty environment. Return its site-packages folder."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
     if archive.name.endswith(".whl"):
         run(sys.executable, "-m", "pip", "--python", python, "install", *options, archive, cwd=folder)
-    else:  # pip builds with the interpreter it installs into, which is empty: build here, install there
+    else:  # pip would build with the empty interpreter it installs into, so build here and install there
         run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, archive, cwd=folder)
         return install(next(folder.glob("*.whl")), folder / "from-source")
     return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
@@ -84,7 +84,7 @@ def test_only_seqblocks_is_installed(site_packages):
 
 
 def test_every_file_arrives(site_packages):
-    """Every Python file, every spec and the mark of a typed package, at the place its import name says."""
+    """The wheel contains every Python file, every spec and the `py.typed` marker at its import path."""
     expected = {"py.typed"}
     code = [(folder, "*.py") for folder in ("seqblocks", "kernels", "cli")]
     for folder, pattern in (*code, ("seqblocks", "language/*.yaml"), ("specs", "*.yaml")):

@@ -1,4 +1,4 @@
-"""Functions and files stay short enough to read at once."""
+"""Check that functions and files stay short."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ids(path: Path) -> str:
 
 
 def lengths(paths: list[Path]) -> list[int]:
-    """Lines of every function, nested ones and methods included, in ascending order."""
+    """Return the lengths in lines of all functions, nested ones and methods included, in ascending order."""
     trees = (ast.parse(path.read_text("utf-8")) for path in paths)
     functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
 
 
 def test_functions_are_short() -> None:
-    """Outside Triton, where splitting a kernel into functions has a cost."""
+    """Functions outside Triton are short. Splitting a Triton kernel into functions has a cost."""
     found = lengths([path for path in LIBRARY if "triton" not in ids(path)])
     assert len(found) > 1000
     assert statistics.median(found) <= 8

@@ -1,4 +1,4 @@
-"""A model whose steps share no parameters, to hold one whose steps do against."""
+"""Copies of models without shared parameters, to compare with models that share them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from seqblocks.testing import random_context, random_input
 
 
 def unshared(model: SequenceModel) -> tuple[SequenceModel, dict[str, str]]:
-    """Return a model with the same weights in which each step has its own, and whose each of its parameters is."""
+    """Return a copy with the same weights in which no step shares a parameter, and the names of the original
+    parameters."""
     spec = copy.deepcopy(model.spec)
     nodes = list(graph.walk(spec.graph))
     for node in nodes:

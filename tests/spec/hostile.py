@@ -1,6 +1,6 @@
-"""Specs within the limits of size that once took minutes, or would: many unknown names, deep nests, long lists, bombs.
+"""Specs of legal size that are, or once were, slow to check: unknown names, deep nesting, long lists, YAML bombs.
 
-Each is a function of a scale: the largest scale (at most 1) whose text is a legal document is what the tests use.
+Each case is a function of a scale. The tests use the largest scale, at most 1, whose text is within the limits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def case(make: Callable[[float], str]) -> Callable[[float], str]:
 
 
 def text_of(name: str) -> str:
-    """The text of a case at the largest scale that the document's limits allow."""
+    """Return the text of a case at the largest scale that the limits of a document allow."""
     for scale in (1, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1):
         text = CASES[name](scale)
         report = Report()
@@ -34,7 +34,7 @@ def text_of(name: str) -> str:
 
 
 def each(text: str, count: float) -> str:
-    """The text so many times, with `#` as the number and `<` as the one before."""
+    """Repeat the text that many times, with `#` replaced by the number and `<` by the previous number."""
     return "".join(text.replace("#", str(i)).replace("<", str(i - 1)) for i in range(int(count)))
 
 
@@ -43,12 +43,12 @@ def spec(steps: str, head: str = "", input: str = "{features: 8}") -> str:
 
 
 def chain(first: str, block: str, count: int, last: str = "b{}", more: str = "", input: str = "{features: 8}") -> str:
-    """Blocks b0, b1, … each made of the one before, and a model of the last."""
+    """Return blocks b0, b1, … that each use the previous one, and a model of the last."""
     blocks = "".join("  " + block.replace("#", str(i)).replace("<", str(i - 1)) + "\n" for i in range(1, count))
     return f"{HEAD}{more}blocks:\n  {first}\n{blocks}model: {{input: {input}, steps: [{last.format(count - 1)}]}}\n"
 
 
-# --- what is unknown, beside much that is known ---
+# --- unknown names among many known ones ---
 
 
 @case
@@ -237,7 +237,7 @@ def map_of_a_long_pattern(k: float) -> str:
     return spec("    - linear: {features: 8}\n") + f"checkpoint: {{linear.weight: {recipe}}}\n"
 
 
-# --- steps without end ---
+# --- nested and repeated steps ---
 
 BOTH = "scan: {order: [forward, reverse], own: all, steps: [b<]}"
 GRID = "scan: {order: [forward, reverse, rows, rows_reverse, columns, columns_reverse], own: all, steps: [b<]}"
@@ -325,7 +325,7 @@ def long_patterns(k: float) -> str:
     return spec(f"    - repeat:\n        pattern: '{words}'\n" + each("        w#: [silu]\n", 4000 * k))
 
 
-# --- arguments that every layer reads again ---
+# --- arguments evaluated for each layer ---
 
 
 @case

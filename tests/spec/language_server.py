@@ -1,4 +1,4 @@
-"""A client for yaml-language-server, as small as a test needs."""
+"""A minimal client for yaml-language-server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VARIABLE = "SEQBLOCKS_YAML_LANGUAGE_SERVER"
 
 
 def executable() -> str | None:
-    """The server, from the environment variable or the path."""
+    """Return the path of the server, from the environment variable or PATH."""
     return os.environ.get(VARIABLE) or shutil.which("yaml-language-server")
 
 
 class Client:
-    """One server over its standard streams, with one schema for every file."""
+    """Run one server over its standard streams, with one schema for every file."""
 
     def __init__(self, schema: Path) -> None:
         command = executable()
@@ -55,14 +55,14 @@ class Client:
             pass
 
     def open(self, uri: str, text: str) -> list[dict[str, Any]]:
-        """Open a document; the alarms about it."""
+        """Open a document and return its diagnostics."""
         self.diagnostics[uri] = queue.Queue()
         document = {"uri": uri, "languageId": "yaml", "version": 1, "text": text}
         self.notify("textDocument/didOpen", {"textDocument": document})
         return self.diagnostics[uri].get(timeout=30)
 
     def complete(self, uri: str, line: int, column: int) -> list[str]:
-        """What is offered at a place (both from 0)."""
+        """Return the completions at a position (line and column from 0)."""
         place = {"textDocument": {"uri": uri}, "position": {"line": line, "character": column}}
         found = self.request("textDocument/completion", place)
         items = found["items"] if isinstance(found, dict) else found or []

@@ -122,8 +122,8 @@ def test_close_matches_are_named(run_cli: Run, folder: Path) -> None:
         ("buidl good.yaml", "there is no verb 'buidl': did you mean 'build'?"),
     ],
 )
-def test_a_misspelt_option(words: str, message: str, run_here: Run, folder: Path) -> None:
-    done = run_here(*words.split(), cwd=folder)
+def test_a_misspelt_option(words: str, message: str, run_main: Run, folder: Path) -> None:
+    done = run_main(*words.split(), cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
@@ -147,8 +147,8 @@ def test_specs_may_follow_an_option_and_help_is_a_verb_too(run_cli: Run, folder:
         ("--image-size", "²", "--image-size takes N or HxW, for instance 224 or 192x256, not '²'"),
     ],
 )
-def test_a_number_that_is_none(option: str, given: str, message: str, run_here: Run, folder: Path) -> None:
-    done = run_here("build", "good.yaml", option, given, cwd=folder)
+def test_invalid_numbers(option: str, given: str, message: str, run_main: Run, folder: Path) -> None:
+    done = run_main("build", "good.yaml", option, given, cwd=folder)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -196,7 +196,7 @@ def test_standard_input(run_cli: Run) -> None:
     assert "mine.yaml:3:42" in done.stderr
 
 
-def test_colours_are_asked_for(run_cli: Run, folder: Path) -> None:
+def test_colours_on_request(run_cli: Run, folder: Path) -> None:
     assert "\x1b[" not in run_cli("check", "bad.yaml", cwd=folder).stderr
     assert "\x1b[1;31m" in run_cli("check", "bad.yaml", "--color", "always", cwd=folder).stderr
     forced = {"NO_COLOR": "", "FORCE_COLOR": "1"}
@@ -256,8 +256,8 @@ SHOWN = r"a\x1b]0;title\x07\n::error::b\u202e\x9b2J"
         ("build good.yaml --image-size {}", GOOD),
     ],
 )
-def test_text_of_others_does_not_steer_a_terminal(
-    words: str, text: str | None, form: str, run_here: Run, tmp_path: Path
+def test_untrusted_text_contains_no_terminal_controls(
+    words: str, text: str | None, form: str, run_main: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "good.yaml").write_text(GOOD)
     if text is not None and text != BAD:
@@ -265,7 +265,7 @@ def test_text_of_others_does_not_steer_a_terminal(
     elif text is not None:
         (tmp_path / f"{ODD}.yaml").write_text(text.replace("linaer", f'"{SHOWN}"'))
     given = [word.replace("{}", ODD) for word in words.split(" ")]
-    done = run_here(*given, "--format", form, cwd=tmp_path)
+    done = run_main(*given, "--format", form, cwd=tmp_path)
     printed = done.stdout + done.stderr
     assert done.returncode in (0, 1, 2)
     assert printed or (form == "github" and text == GOOD)
@@ -340,10 +340,10 @@ def test_ctrl_c_within_main(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_at_any_moment_ends_quietly(root: Path) -> None:
     ended = [interrupted(root, 0.02 * n, "check", "vil_tiny", "mamba_small", "xlstm_125m_7_1") for n in range(8)]
     assert ended[0] == (130, "")
-    assert set(ended) <= {(130, ""), (0, "")}  # a late one finds that all is done
+    assert set(ended) <= {(130, ""), (0, "")}  # the process may have finished before a late interrupt
 
 
-def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root: Path) -> None:
+def test_without_torch_only_building_fails(run_cli: Run, folder: Path, root: Path) -> None:
     fake = folder / "fake"
     fake.mkdir()
     (fake / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
@@ -373,7 +373,7 @@ def test_without_torch_only_building_is_missed(run_cli: Run, folder: Path, root:
         ("import nonesuch_anywhere", "ModuleNotFoundError: No module named 'nonesuch_anywhere'"),
     ],
 )
-def test_a_torch_that_does_not_load(line: str, message: str, run_cli: Run, folder: Path, root: Path) -> None:
+def test_torch_fails_to_load(line: str, message: str, run_cli: Run, folder: Path, root: Path) -> None:
     fake = folder / "fake"
     fake.mkdir()
     (fake / "torch.py").write_text(f"{line}\n")
@@ -403,8 +403,8 @@ def test_ops_explain_and_show(run_cli: Run) -> None:
 
 
 @pytest.mark.parametrize("name", bundled())
-def test_show_prints_the_source_of_a_bundled_spec(name: str, run_here: Run) -> None:
-    done = run_here("show", name, "--source")
+def test_show_prints_the_source_of_a_bundled_spec(name: str, run_main: Run) -> None:
+    done = run_main("show", name, "--source")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == bundled()[name].read_text(encoding="utf-8")
 
@@ -502,7 +502,7 @@ def test_a_library_of_blocks_is_shown_as_one(run_cli: Run) -> None:
     assert shown.stdout == run_cli("show", "mamba", "--stage", "spec").stdout
     assert "block mamba_mixer: input projection, convolution" in shown.stdout
     assert "    dim        int, required\n" in shown.stdout
-    for stage in ("graph", "plan"):  # there is none
+    for stage in ("graph", "plan"):  # the file has none
         done = run_cli("show", "mamba", "--stage", stage)
         assert done.returncode == 1
         assert "the file defines blocks but no model" in done.stderr
@@ -538,7 +538,7 @@ def test_ops_lists_the_blocks_of_a_file(run_cli: Run, folder: Path) -> None:
 
 
 def test_check_leaves_torch_rich_and_numpy_alone(root: Path) -> None:
-    """And the search for pydantic's plug-ins: it is slow, and `check` has none."""
+    """`check` does not load them, nor does it search for pydantic's plug-ins, which is slow."""
     code = (
         "import sys; before = set(sys.modules); from seqblocks.cli import main; main._disable_pydantic_plugins();"
         "main.main(['check', 'vil_tiny']); new = set(sys.modules) - before;"
@@ -551,8 +551,8 @@ def test_check_leaves_torch_rich_and_numpy_alone(root: Path) -> None:
 
 
 def cpu_of_children() -> float:
-    """Seconds of CPU time that the children so far have used: other programs on the machine add little to it."""
-    import resource  # absent on Windows
+    """Return the seconds of CPU time used by child processes so far. Other programs on the machine add little to it."""
+    import resource  # missing on Windows
 
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -569,9 +569,9 @@ def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": str(root)}
     commands = [["-c", "import pydantic, yaml"], ["-m", "seqblocks.cli", "check", str(spec)]]
-    for attempt in range(4):  # who shares a core shares its caches: the best round is the measurement
+    for attempt in range(4):  # programs on the same core share its caches: the best round is the measurement
         times: list[list[float]] = [[], []]
-        for _ in range(11):  # the first of each warms the caches
+        for _ in range(11):  # the first run of each fills the caches
             for words, found in zip(commands, times, strict=True):
                 before = cpu_of_children()
                 subprocess.run([sys.executable, *words], env=env, check=True, capture_output=True)
@@ -580,7 +580,7 @@ def test_check_of_48_layers_is_as_fast_as_its_imports(tmp_path: Path, root: Path
         print(f"check {check * 1e3:.0f} ms, imports {imports * 1e3:.0f} ms, ratio {check / imports:.2f}")
         if check <= 2.5 * imports or attempt == 3:
             break
-    assert check <= 0.4 * max(1.0, imports / 0.08)  # 0.4 s where the imports take their quiet 0.05 to 0.08 s
+    assert check <= 0.4 * max(1.0, imports / 0.08)  # 0.4 s on a machine whose imports take 0.05 to 0.08 s when idle
     assert check <= 2.5 * imports
 
 
@@ -619,7 +619,7 @@ UNUSUAL: dict[str, tuple[str, int, str]] = {
 @pytest.mark.skipif(os.name != "posix", reason="shells of other systems do other things")
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_situations(name: str, folder: Path, root: Path) -> None:
-    """Each has the exit status that is promised, and says what is wrong: no traceback, no internal error."""
+    """Each case has the documented exit status and a clear message, without a traceback or internal error."""
     line, status, message = UNUSUAL[name]
     (folder / "-dash.yaml").write_text(GOOD)
     (folder / "gone").mkdir()

@@ -1,4 +1,4 @@
-"""Warnings on the command line and in Python: where they go, and what `--strict` makes of them."""
+"""Warnings on the command line and in Python: where they are reported, and the effect of `--strict`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_in_python() -> None:
     with pytest.warns(SpecWarning, match=r"W904.*`decay` is a log decay") as caught:
         check.load_text(LEAKING)
     (warning,) = caught
-    assert warning.filename == __file__, "it points at the call"
+    assert warning.filename == __file__, "the warning should name the line of the call"
     assert isinstance(warning.message, SpecWarning)
     assert warning.message.diagnostic.severity == "warning"
     assert str(pickle.loads(pickle.dumps(warning.message))) == str(warning.message)

@@ -1,4 +1,4 @@
-"""The catalogue of codes is what the package can say, and its examples are true."""
+"""The catalogue lists exactly the codes that the package reports, and its examples are correct."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from seqblocks.errors import SpecError
 from seqblocks.language.codes import CODES, framed, text
 
 
-def test_the_catalogue_holds_every_code_and_no_other(root: Path) -> None:
+def test_the_catalogue_lists_exactly_the_codes_in_use(root: Path) -> None:
     sources = [p for folder in ("seqblocks", "cli") for p in (root / folder).rglob("*.py") if p.name != "codes.py"]
     used = {code for path in sources for code in re.findall(r'"([EW]\d{3})"', path.read_text(encoding="utf-8"))}
     assert used == set(CODES)
 
 
 @pytest.mark.parametrize("code", [code for code, known in CODES.items() if known.example])
-def test_an_example_gets_its_code_and_the_mended_one_none(code: str) -> None:
+def test_examples_report_their_code_and_fixed_examples_do_not(code: str) -> None:
     known = CODES[code]
     with pytest.raises(SpecError) as caught:
         check.load_text(framed(known.example), strict=True)
@@ -36,4 +36,4 @@ def test_what_explain_prints(code: str) -> None:
 def test_every_code_that_a_file_can_get_has_a_snapshot(root: Path) -> None:
     golden = "".join(p.read_text(encoding="utf-8") for p in (root / "tests" / "golden" / "faults").glob("*.txt"))
     seen = set(re.findall(r"(?:error|warning)\[([EW]\d{3})\]", golden))
-    assert set(CODES) - seen == {"E310", "E803", "W901"}, "those of the command are in test_cli.py"
+    assert set(CODES) - seen == {"E310", "E803", "W901"}, "codes of the command line are tested in test_cli.py"

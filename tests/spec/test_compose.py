@@ -1,4 +1,4 @@
-"""The composer of random specs (tests/compose.py) writes every verb of the language, and mostly what is accepted."""
+"""The composer of random specs (tests/compose.py) covers the whole language, and most of its specs are accepted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from seqblocks.errors import SpecError
 from seqblocks.op import builtin_verbs
 from tests.compose import Composer, compose
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may produce warnings
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 
 SPECS = [compose(seed) for seed in range(500)]
 
@@ -42,7 +42,7 @@ def test_every_verb_and_key_is_written() -> None:
 
 
 def test_most_are_accepted() -> None:
-    """What the composer gets wrong is rejected: a few in a hundred."""
+    """A few specs in a hundred may be rejected."""
     accepted = 0
     for text in SPECS:
         try:
@@ -63,8 +63,8 @@ MIXERS = {
 }  # fmt: skip
 
 
-def test_every_mixer_meets_every_combinator_in_what_streams() -> None:
-    """So that the state law is checked of each, inside each."""
+def test_streaming_specs_cover_every_mixer_in_every_combinator() -> None:
+    """The state law is therefore checked for each mixer inside each combinator."""
     met: set[tuple[str, str]] = set()
 
     def visit(node: Any, around: frozenset[str]) -> None:
@@ -81,5 +81,5 @@ def test_every_mixer_meets_every_combinator_in_what_streams() -> None:
         visit(json.loads(Composer(random.Random(seed), streams=True).compose()), frozenset())
     wanted = {(outer, inner) for outer in {*COMBINATORS, "blocks"} for inner in MIXERS | set(COMBINATORS)}
     wanted |= {("when", verb) for verb in COMBINATORS}
-    wanted -= {("experts", mixer) for mixer in MIXERS}  # an expert computes single tokens (E417)
+    wanted -= {("experts", mixer) for mixer in MIXERS}  # an expert processes single tokens (E417)
     assert wanted - met == set()

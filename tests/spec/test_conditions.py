@@ -1,4 +1,4 @@
-"""`when:`, patterns by name, repeats of no layers: a spec is what it is with the step written, or left out."""
+"""`when:`, patterns by name, repeats of no layers: each equals the spec with the step written out or removed."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def spec(steps: str, let: str = "{}", more: str = "") -> ModelSpec:
 
 
 def shape(model: ModelSpec) -> list[tuple[str, str, object]]:
-    """The steps, and what they read by label."""
+    """Return the steps, and the inputs that they read by label."""
     return [
         (node.name, node.verb, [[model.labels[v] for v in values] for values in node.inputs.values()])
         for node in model.graph.nodes

@@ -1,4 +1,4 @@
-"""Parameter counts of the official tables (measured by instantiating the official classes), to the unit."""
+"""Parameter counts match the official tables exactly. The counts were measured on instances of the official classes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_layers(file: str, step: str, width: int, wanted: int) -> None:
 
 
 def test_centaurus() -> None:
-    """By the closed forms: neck 3NM + N + N(H + G), pointwise 2NM + N + NM(H + G), full 3NM + 3N with N = H G."""
+    """Closed forms: neck 3NM + N + N(H + G), pointwise 2NM + N + NM(H + G), full 3NM + 3N with N = H G."""
 
     def neck(h: int, g: int, n: int, m: int = 8) -> int:
         return 3 * n * m + n + n * (h + g)

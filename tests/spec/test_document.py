@@ -1,4 +1,4 @@
-"""YAML with positions: the dialect's scalars, where nodes stand, and what is refused."""
+"""YAML with positions: scalars of the dialect, positions of nodes, rejected documents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_core_schema_scalars(text: str, value: Any) -> None:
 
 
 @given(st.integers(-(10**40), 10**40) | st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_come_back(value: float) -> None:
+def test_numbers_survive_a_round_trip(value: float) -> None:
     assert plain(read(f"[{value!r}]"))[0] == value
 
 
@@ -86,7 +86,7 @@ def test_block_scalars_are_words() -> None:
     assert plain(read("a: |\n  12\nb: >\n  x\n  y\n")) == {"a": "12\n", "b": "x y\n"}
 
 
-def test_too_large_a_text_without_aliases_says_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_text_without_aliases_does_not_mention_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "MAX_NODES", 10)
     for text, told in (("[1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", False), ("[&a [1, 1, 1, 1], *a, *a]", True)):
         with pytest.raises(SpecError, match=r"E104.* too large") as caught:
@@ -131,7 +131,7 @@ def test_the_tree_as_text() -> None:
         ("- a:\n    x:2\n    y: [z]", "x: 2"),
     ],
 )
-def test_what_is_most_likely_wrong(text: str, hint: str) -> None:
+def test_the_likely_mistake_is_reported(text: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         read(text + "\n")
     (fault,) = caught.value.diagnostics

@@ -1,4 +1,4 @@
-"""Expressions: values, whole quotients, what is refused."""
+"""Expressions: values, exact quotients, rejected text."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_values(text: str, wanted: Any) -> None:
         ("(" * 150 + "1" + ")" * 150, None),
     ],
 )
-def test_what_is_refused(text: str, code: str | None) -> None:
-    if code is None:  # deep, but short: Python's parser may or may not take it
+def test_invalid_expressions(text: str, code: str | None) -> None:
+    if code is None:  # short but deeply nested: versions of Python differ in whether their parser accepts it
         with contextlib.suppress(Fault):
             assert value(text) == 1
         return
@@ -107,7 +107,7 @@ def test_what_is_refused(text: str, code: str | None) -> None:
     assert caught.value.code == code
 
 
-def test_an_unknown_name_says_where_it_stands() -> None:
+def test_an_unknown_name_is_reported_with_its_position() -> None:
     with pytest.raises(Fault) as caught:
         value("2 * (dim + dmi)")
     assert caught.value.offset == 11  # type: ignore[attr-defined]

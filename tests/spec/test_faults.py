@@ -1,4 +1,4 @@
-"""Every kind of fault a spec can have, each with the message a person reads (tests/golden/faults)."""
+"""Each kind of error in a spec produces the expected message (tests/golden/faults)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = sorted(path.stem for path in FAULTS.glob("*.yaml"))
 
 
 def errors_of(name: str, monkeypatch: pytest.MonkeyPatch) -> SpecError:
-    """Return the errors of a spec, or its warnings where it has no errors."""
+    """Return the errors of a spec, or its warnings if it has no errors."""
     monkeypatch.chdir(FAULTS)
     try:
         file, _ = check.check_text(*locate(f"{name}.yaml"))
@@ -58,7 +58,7 @@ def codes(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [d.code for d in errors_of(name, monkeypatch).diagnostics]
 
 
-def test_independent_faults_come_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independent_faults_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes("several_independent_faults", monkeypatch) == ["E102", "E201", "E301", "E302", "E303"]
 
 
@@ -66,8 +66,9 @@ def test_a_fault_in_a_block_of_48_layers_is_one_fault(monkeypatch: pytest.Monkey
     assert codes("one_fault_in_48_layers", monkeypatch) == ["E401"]
 
 
-def test_what_hangs_on_a_fault_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong argument of a block, or one wrong value handed to several, is one fault; what is independent stays."""
+def test_consequences_of_a_fault_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong argument of a block, or a wrong value used several times, is one error. Independent errors are all
+    reported."""
     found = errors_of("one_argument_of_bundled_blocks", monkeypatch).diagnostics
     assert [d.span and d.span.line for d in found] == [6, 7, 8, 9, 10]  # one for each step of the file
     assert codes("one_value_for_several_blocks", monkeypatch) == ["E401", "E404"]
@@ -114,7 +115,7 @@ def test_an_override_of_an_unknown_verb_does_not_hide_it() -> None:
 
 
 def test_a_fault_is_known_by_its_code_and_cause() -> None:
-    """A wrong number is one fault wherever it is used, in whatever order; two wrong lines are two faults."""
+    """A wrong number is one error wherever and in whatever order it is used. Two wrong lines are two errors."""
     head = "seqblocks: 1\nuse: [xlstm, transformer]\nlet: {n: 5, none: 0}\nmodel: {input: {features: 64}, steps: ["
 
     def lines(*steps: str) -> list[int | None]:
@@ -141,28 +142,29 @@ def test_a_fault_in_a_bundled_block_is_reported_where_the_block_is_used() -> Non
         assert all(any(note.span and note.span.source.bundled for note in d.notes) for d in caught.value.diagnostics)
         return [(span.source.name, span.line, span.column) for span in spans]
 
-    # at the argument, where it alone is to blame; else at the block
+    # The caret is at the argument if that alone is wrong, otherwise at the block.
     assert places("vil: {dim: 64, heads: 3}") == [("my.yaml", 7, 29)]
     assert places("vil: {dim: 32}") == [("my.yaml", 7, 7)]
     assert places("vil: {dim: 64, heads: wrong}") == [("my.yaml", 7, 29)]
-    # one line is one fault, however often it is used; two lines are two
+    # A wrong line is one error however often it is used. Two wrong lines are two errors.
     assert len(places("repeat: {times: 48, steps: [{vil: {dim: 64, heads: 3}}]}")) == 1
     two = places("vil: {dim: 64, heads: 3, name: a}", "vil: {dim: 64, heads: 7, name: b}")
     assert two == [("my.yaml", 7, 29), ("my.yaml", 8, 29)]
-    # a block of the user's own around a bundled one: the caret is in the innermost of the two
+    # Where a block of the user contains a bundled one, the caret is in the inner one that is the user's.
     own = head.replace("let:", "blocks: {mine: {steps: [{vil: {dim: 64, heads: 3}}]}}\nlet:") + "    - mine\n"
     with pytest.raises(SpecError) as caught:
         check.load_text(own)
     (fault,) = caught.value.diagnostics
     assert (fault.span and fault.span.line) == 3
     assert fault.notes[-1].text == "in block mine, used"
-    # a value given from outside has no line: the caret is at the block
+    # A value from the command line has no line, so the caret is at the block.
     assert places("vil: {dim: 64}", more={"model.vil.heads": 3}) == [("my.yaml", 7, 7)]
 
 
 @pytest.mark.parametrize("name", ["<bundled mine>", "--set dim=3", "set={'dim': 3}"])
-def test_a_source_is_what_it_is_whatever_its_name(name: str) -> None:
-    """The name of a file cannot make it a bundled one or an override: notes lead into it."""
+def test_a_file_name_does_not_make_a_source_bundled(name: str) -> None:
+    """A file is classified by its content, not by its name: notes point into a file that is named like a bundled one.
+    """
     text = "seqblocks: 1\nlet: {n: 3}\nmodel: {input: {features: 8}, steps: [{head_norm: {heads: n}}]}\n"
     with pytest.raises(SpecError) as caught:
         check.load_text(text, name)

@@ -1,4 +1,4 @@
-"""Whatever is written, the answer is a proof or diagnostics: no other exception, bounded time, bounded memory."""
+"""Any text is either accepted or gets diagnostics, without other exceptions, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seqblocks.analysis import check
 from seqblocks.errors import SpecError
 from seqblocks.language.spec import bundled
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 
-SECONDS = 10.0  # of CPU time for one text: twice the promised 5 s, for slower machines
+SECONDS = 10.0  # of CPU time for one text: twice the documented 5 s, for slower machines
 
 
-def judged(text: str, **options: Any) -> SpecError | None:
+def checked(text: str, **options: Any) -> SpecError | None:
     start = time.process_time()
     error: SpecError | None = None
     try:
@@ -46,7 +46,7 @@ TOKENS = [
 
 
 def mutated(text: str, seed: int) -> str:
-    """A bundled spec with a few random edits."""
+    """Return a bundled spec with a few random edits."""
     chance = random.Random(seed)
     lines = text.splitlines()
     for _ in range(chance.randint(1, 4)):
@@ -76,13 +76,13 @@ def mutated(text: str, seed: int) -> str:
 @settings(max_examples=300)
 @given(st.sampled_from(SPECS), st.integers(0, 10**9))
 def test_mutated_specs(text: str, seed: int) -> None:
-    judged(mutated(text, seed))
+    checked(mutated(text, seed))
 
 
 @settings(max_examples=150)
 @given(st.text(max_size=200))
 def test_random_text(text: str) -> None:
-    assert judged(text) is not None
+    assert checked(text) is not None
 
 
 WORDS = """seqblocks about use let blocks model input steps args expect checkpoint from as name init tie residual scan
@@ -98,17 +98,17 @@ def test_random_structures(steps: Any, other: Any) -> None:
     from seqblocks.language.overrides import as_text
 
     head = "seqblocks: 1\nuse: [vil]\n"
-    judged(f"{head}model: {{input: {{features: 8}}, steps: [{as_text(steps)}]}}\n")
-    judged(f"{head}let: {as_text(other)}\nmodel: {as_text(steps)}\n")
-    judged(f"{head}blocks: {{b: {{args: {as_text(other)}, steps: {as_text(steps)}}}}}\n")
-    judged(as_text(steps))
+    checked(f"{head}model: {{input: {{features: 8}}, steps: [{as_text(steps)}]}}\n")
+    checked(f"{head}let: {as_text(other)}\nmodel: {as_text(steps)}\n")
+    checked(f"{head}blocks: {{b: {{args: {as_text(other)}, steps: {as_text(steps)}}}}}\n")
+    checked(as_text(steps))
 
 
 @settings(max_examples=100)
 @given(st.text(max_size=20), st.text(max_size=20) | st.integers() | st.lists(st.integers(), max_size=3))
 def test_random_overrides(path: str, value: Any) -> None:
-    judged(SPECS[0], set={path: value})
-    judged(SPECS[0], set={f"let.{path}": check.yaml(str(value))})
+    checked(SPECS[0], set={path: value})
+    checked(SPECS[0], set={f"let.{path}": check.yaml(str(value))})
 
 
 MILLION = 10**6
@@ -154,18 +154,18 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_texts(name: str) -> None:
-    judged(HOSTILE[name])
+    checked(HOSTILE[name])
 
 
 @pytest.mark.slow
 def test_memory_stays_bounded() -> None:
-    """All of the hostile texts in one process, within 1 GB of address space beyond what Python starts with."""
+    """All hostile texts in one process use at most 1 GB of address space more than Python itself."""
     code = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_AS, ({2**30 + 2**28}, {2**30 + 2**28}))
-from tests.spec.test_fuzz import HOSTILE, judged
+from tests.spec.test_fuzz import HOSTILE, checked
 for text in HOSTILE.values():
-    judged(text)
+    checked(text)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Several inputs and outputs, without torch: types, costs, state, what is shown, overrides and expectations."""
+"""Several inputs and outputs, without torch: types, costs, state, listings, overrides and expectations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(text: str = TEXT) -> ModelSpec:
     return model
 
 
-def test_types_say_what_is_context() -> None:
+def test_types_mark_context() -> None:
     model = load()
     assert model.input_text == "words [batch, words], image [batch, 3, 4, 6], style [batch, 5]"
     assert model.output_text == "logits [batch, words, 10], value [batch, 1]"
@@ -74,7 +74,7 @@ def test_what_is_shown() -> None:
     assert lines[-1] == "  return logits=%10, value=%11"
 
 
-def test_an_open_context_is_not_counted_and_said() -> None:
+def test_a_context_of_open_length_is_reported_and_not_counted() -> None:
     steps = "[{linear: {from: notes, features: 4, as: k}}, {cross_attention: {q: x, k: k, v: k, heads: 1}}]"
     text = f"seqblocks: 1\nmodel:\n  inputs: {{x: {{features: 4}}, notes: {{features: 3}}}}\n  steps: {steps}\n"
     found = summarise(load(text))
@@ -89,7 +89,7 @@ def test_an_open_context_is_not_counted_and_said() -> None:
     assert cost.count_state(fixed.graph) == 20
 
 
-def test_a_block_is_analysed_apart_for_the_stream_and_for_the_context() -> None:
+def test_a_block_is_analysed_separately_for_stream_and_context() -> None:
     text = """seqblocks: 1
 blocks: {half: {steps: [{causal_conv: {kernel: 3}}, {linear: 4}]}}
 model:
@@ -117,7 +117,7 @@ def test_wrong_expectations_of_outputs() -> None:
         load(TEXT + "expect: {output: {vlaue: [batch, 1]}}")
 
 
-def test_a_language_model_among_several_outputs_is_warned_of() -> None:
+def test_language_model_logits_among_several_outputs_produce_a_warning() -> None:
     text = """seqblocks: 1
 model:
   input: {tokens: 10}

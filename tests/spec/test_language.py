@@ -1,4 +1,4 @@
-"""What the language means: the graph that a spec becomes. Nothing here needs torch."""
+"""Semantics of the language: the graph built from a spec. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seqblocks.report.summary import summarise
 
 
 def model(steps: str, head: str = "", input: str = "{features: 8}", **options: Any) -> ModelSpec:
-    """The model of some steps, each given as a line of flow YAML."""
+    """Return the model of some steps, each written as a line of flow YAML."""
     lines = "".join(f"    - {line.strip()}\n" for line in steps.strip().splitlines())
     text = f"seqblocks: 1\n{head}\nmodel:\n  input: {input}\n  steps:\n{lines}"
     file, found = check.load_text(text, **options)
@@ -36,9 +36,9 @@ def shapes(made: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", sorted(bundled()))
-def test_every_bundled_spec_is_proved_and_verified(name: str) -> None:
+def test_every_bundled_spec_is_valid_and_meets_its_expectations(name: str) -> None:
     file, made = check.load_spec(name)
-    assert file.about, "a bundled spec says what it is"
+    assert file.about, "a bundled spec needs a description"
     if made:
         graph.verify(made)
         if not name.endswith("digits"):
@@ -72,7 +72,7 @@ def test_headwise_projections_of_vil_small() -> None:
 
 def test_other_counts_of_the_official_table() -> None:
     counts = {
-        ("vil_tiny", 28): 6_088_360 + 4 * 237_896,  # depth must stay even; 29 is not a whole number of pairs
+        ("vil_tiny", 28): 6_088_360 + 4 * 237_896,  # depth must stay even; 29 layers are not a whole number of pairs
         ("vil_small", 26): 24_628_664,
     }
     for (name, depth), wanted in counts.items():
@@ -106,7 +106,7 @@ def test_as_splits_in_equal_parts_or_given_widths() -> None:
     assert shapes(made)["split.weight"] == (10, 4)
 
 
-def test_input_is_what_the_body_was_given() -> None:
+def test_input_is_the_input_of_the_body() -> None:
     made = model(
         """
         {linear: {features: 5}}
@@ -207,7 +207,7 @@ def test_any_word_of_a_pattern_is_repeated(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("times", [0, 1])
-def test_a_map_names_the_layers_of_a_repeat_that_has_none(times: int) -> None:
+def test_a_map_may_name_layers_of_an_empty_repeat(times: int) -> None:
     repeat = f"repeat: {{name: l, times: {times}, steps: [{{linear: 8}}]}}"
     head = f"seqblocks: 1\nmodel:\n  input: {{features: 8}}\n  steps: [{{{repeat}}}]\n"
     _, made = check.load_text(head + 'checkpoint: {"l.{layer}.linear": "layers.{layer}"}\n')
@@ -293,7 +293,7 @@ def test_kinds_of_input(input: str, steps: str, output: str) -> None:
     assert str(model(steps, input=input).output) == output
 
 
-def test_expectations_hold_with_tolerance_and_are_not_asked_of_a_changed_spec() -> None:
+def test_expectations_have_a_tolerance_and_are_skipped_for_a_changed_spec() -> None:
     text = "seqblocks: 1\nlet: {d: 4}\nmodel: {input: {features: d, length: 8}, steps: [{linear: {features: d}}]}\n"
     check.load_text(text + "expect: {params: 20, state_bytes: 0, flops_per_token: 32, output: [batch, 8, d]}")
     check.load_text(text + "expect: {params: 22, tolerance: 0.1}")
@@ -344,7 +344,7 @@ model:
 """
 
 
-def test_one_value_stands_for_the_only_argument_and_a_list_for_the_steps() -> None:
+def test_a_scalar_is_the_only_argument_and_a_list_the_steps() -> None:
     short, long = check.load_text(SHORT)[1], check.load_text(LONG)[1]
     assert short is not None
     assert long is not None
@@ -361,7 +361,7 @@ def test_one_value_stands_for_the_only_argument_and_a_list_for_the_steps() -> No
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::seqblocks.OverrideWarning")
-def test_overrides_reach_what_is_short(path: str, value: object) -> None:
+def test_overrides_reach_shorthands(path: str, value: object) -> None:
     more = {path: value}
     long = {path + {"model.embed": ".features", "model.residual.wide": ".width"}.get(path, ""): value}
     if path in ("model.embed", "model.embed.features"):
@@ -387,7 +387,7 @@ def test_use_brings_in_relative_files(tmp_path: Path) -> None:
     made = check.load_model(top)
     assert names(made) == ["a.b.linear.weight", "a.b.linear.bias"]
     top.write_text("seqblocks: 1\nuse: [lib/a.yaml]\nmodel: {input: {features: 2}, steps: [b]}\n")
-    with pytest.raises(SpecError, match="E301"):  # what a used file uses is its own affair
+    with pytest.raises(SpecError, match="E301"):  # names inside a used file do not matter here
         check.load_model(top)
 
 
@@ -415,7 +415,7 @@ def test_costs() -> None:
         ("window: 10", None, 10),
     ],
 )
-def test_attention_costs_what_a_token_sees(options: str, length: int | None, seen: float) -> None:
+def test_attention_costs_depend_on_visible_tokens(options: str, length: int | None, seen: float) -> None:
     step = f"{{attention: {{q: input, k: input, v: input, heads: 4, {options}}}}}"
     given = summarise(model(step, input="{features: 8}"), length=length)
     assert given.macs_per_token == int(seen * 16)
@@ -425,7 +425,7 @@ def test_attention_costs_what_a_token_sees(options: str, length: int | None, see
     assert bool(given.state) == ("false" not in options)
 
 
-def test_a_length_that_cannot_be() -> None:
+def test_invalid_lengths() -> None:
     with pytest.raises(UsageError, match="the spec fixes the input at 20 tokens"):
         summarise(model("silu", input="{features: 8, length: 20}"), length=30)
     with pytest.raises(UsageError, match="the model takes a multiple of 4 tokens, not 30"):
@@ -447,7 +447,7 @@ def test_the_graph_as_text_is_stable(root: Path, update_golden: bool) -> None:
 
 
 def test_the_words_that_hints_lead_to_exist() -> None:
-    """What stands for other libraries' words is a verb, an argument or a word of the language."""
+    """Replacements for words of other libraries are verbs, arguments or words of this language."""
     from seqblocks.language.expressions import FUNCTIONS
     from seqblocks.language.vocabulary import vocabulary
     from seqblocks.parameters import INITIALISERS
@@ -468,13 +468,13 @@ def test_the_words_that_hints_lead_to_exist() -> None:
 
 
 @pytest.mark.parametrize("text", ["normal(0, 0.1)", "normal(std=0.1)", "normal(0, std=d)", "normal(std=d, mean=0)"])
-def test_the_numbers_of_an_initialiser_stand_in_order_or_by_name(text: str) -> None:
+def test_the_numbers_of_an_initialiser_are_given_in_order_or_by_name(text: str) -> None:
     made = model(f'{{linear: {{features: 4, init: {{weight: "{text}"}}}}}}', "let: {d: 0.1}")
     assert made.graph.nodes[0].parameters["weight"].init == ("normal", (0.0, 0.1))
 
 
 def _doubled(levels: int, each: str) -> str:
-    """Blocks of which each holds the one before as `each` says, and a model of the last."""
+    """Return blocks that each contain the previous one as `each` specifies, and a model of the last."""
     blocks = "".join(f"  b{i + 1}: {{steps: {each.replace('b', f'b{i}')}}}\n" for i in range(levels))
     return f"blocks:\n  b0: {{steps: [{{linear: {{features: 8}}}}]}}\n{blocks}"
 
@@ -495,8 +495,8 @@ TWICE = "[{b: {name: one}}, {b: {name: two}}]"
     ],
     ids=["many", "too_many", "far_too_many", "deep", "too_deep", "too_deep_from_below", "long_let"],
 )
-def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | None) -> None:
-    """However it is made: blocks in blocks grow without a bound that the text would have."""
+def test_the_size_of_a_graph_is_bounded(head: str, steps: str, code: str | None) -> None:
+    """Nested blocks can make a graph much larger than its text, so its size has a limit of its own."""
     if code is None:
         assert model(f"{{{steps}}}" if ":" in steps else steps, head).output is not None
         return
@@ -524,13 +524,13 @@ def test_how_much_a_spec_may_be_is_bounded(head: str, steps: str, code: str | No
         ("{linear: {features: 8, init: {weight zeros}}}", "", "E201", "a colon is missing after `weight`"),
     ],
 )  # fmt: skip
-def test_a_misspelt_key_is_told_once(steps: str, head: str, code: str, hint: str) -> None:
+def test_a_misspelt_key_is_reported_once(steps: str, head: str, code: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         model(steps, head)
     assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [(code, hint)]
 
 
-def test_a_misspelt_size_is_told_once() -> None:
+def test_a_misspelt_size_is_reported_once() -> None:
     with pytest.raises(SpecError) as caught:
         model("silu", input="{image: {sizes: 8}}")
     assert [fault.hint for fault in caught.value.diagnostics] == ["did you mean 'size'?"]
@@ -554,7 +554,7 @@ def test_a_hint_offers_a_gate_that_the_verb_has(verb: str, hint: str) -> None:
         ("reverse", "use `init` of the step inside"),
     ],
 )
-def test_a_hint_offers_what_orders_own_where_there_are_several(order: str, hint: str) -> None:
+def test_a_hint_offers_several_parameters_of_orders(order: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         model(f"{{scan: {{order: {order}, init: {{linear.bias: ones}}, steps: [linear: {{features: 8}}]}}}}")
     assert [(fault.code, fault.hint) for fault in caught.value.diagnostics] == [("E201", hint)]

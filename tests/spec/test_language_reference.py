@@ -1,4 +1,4 @@
-"""docs/language.md agrees with the declarations, and its examples hold."""
+"""docs/language.md matches the declarations, and its examples are valid."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from seqblocks.report import reference
 PAGE = (Path(__file__).parents[2] / "docs" / "language.md").read_text("utf-8")
 
 
-def test_the_page_is_what_the_declarations_say(root: Path, update_golden: bool) -> None:
+def test_the_page_matches_the_declarations(root: Path, update_golden: bool) -> None:
     command = [sys.executable, "docs/reference.py", *([] if update_golden else ["--check"])]
     done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
-    assert done.returncode == 0, "`python docs/reference.py` writes the generated parts of docs/language.md again"
+    assert done.returncode == 0, "run `python docs/reference.py` to update docs/language.md"
 
 
 def examples() -> list[str]:
@@ -51,7 +51,7 @@ def test_examples_of_combinators_validate(verb: str) -> None:
 @pytest.mark.parametrize("name", reference.verbs())
 def test_everything_is_documented(name: str) -> None:
     verb = reference.verbs()[name]
-    assert reference.about(verb).endswith("."), "a docstring is a sentence"
-    assert all(argument.about for argument in reference.arguments(verb)), "every argument says what it is"
+    assert reference.about(verb).endswith("."), "a docstring should be a sentence"
+    assert all(argument.about for argument in reference.arguments(verb)), "every argument needs a description"
     assert all(port.about for port in reference.ports(verb))
     assert name in reference.text(verb)

@@ -1,4 +1,4 @@
-"""Any spec within the limits of size is answered within 5 s of CPU time and 1 GB."""
+"""Any spec within the size limits is checked within 5 s of CPU time and 1 GB."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from seqblocks.analysis import check
 from seqblocks.errors import MAX_DIAGNOSTICS, SpecError
 from tests.spec import hostile
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # these specs have mistakes on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")  # some of these specs are invalid on purpose
 
-SECONDS = 10.0  # of CPU time: twice the bound, for slower machines; the worst takes 4 s on the one it was made on
+SECONDS = 10.0  # of CPU time: twice the bound, for slower machines; the slowest case took 4 s on the original machine
 BYTES = 2**30
 QUICK = (
     "unknown_top_keys", "map_of_many_keys_in_layers", "scans_in_scans",
@@ -43,7 +43,7 @@ ACCEPTED = (
 
 
 def peak() -> int:
-    """The most memory that this process has had so far, in bytes; 0 where that is not known."""
+    """Return the peak memory of this process in bytes, or 0 if unknown."""
     if sys.platform != "linux":
         return 0
     import resource

@@ -1,4 +1,4 @@
-"""How far an output looks ahead, and by which step the future enters; steps that nothing uses."""
+"""Lookahead of each output and the step that causes it; unused steps."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         ("{downsample: {factor: 4, method: last}}", 3, "downsample"),
         (f"{DOWN % (4, 1)}, {DOWN % (4, 2)}, {UP % (16, '')}", 15, "down1"),
         (f"{DOWN % (4, 1)}, {{causal_conv: {{kernel: 3}}}}, {UP % (4, '')}", 3, "down1"),
-        # windows that end together add nothing to one another, others do
+        # Windows that end at the same token add no lookahead to one another; others do.
         (f"{{repeat: {{times: 3, steps: [{{residual: {{steps: [{HOURGLASS}]}}}}]}}}}", 3, "repeat.0.residual.down"),
         (f"{HOURGLASS}, {DOWN % (8, 2)}, {UP % (8, 2)}", 7, "down"),
         (f"{HOURGLASS}, {DOWN % (6, 2)}, {UP % (6, 2)}", 8, "down"),
-        # and no more than the rest of a frame that holds whole windows of all sizes
+        # The lookahead is at most the rest of a frame that contains whole windows of all sizes.
         (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}, {DOWN % (3, 3)}", 5, "down1"),
         (f"{DOWN % (3, 1)}, {UP % (3, 1)}, {DOWN % (2, 2)}", 3, "down1"),
-        # what is joined, added or merged: the farthest
+        # Joins, sums and merges have the lookahead of their farthest input.
         (f"{{residual: {{steps: [{HOURGLASS}]}}}}", 3, "residual.down"),
         (f"{{parallel: {{branches: [{{a: [silu]}}, {{b: [{HOURGLASS}]}}]}}}}", 3, "parallel.b.down"),
         (f"{HOURGLASS}, {{linear: {{from: input, features: 8}}}}", 0, None),
         (f"{HOURGLASS}, {{linear: {{from: [up, input], features: 8}}}}".replace("name: up", "as: up"), 3, "down"),
-        # convolutions with a stride: a frame, and with a centred window what follows it
+        # A strided convolution looks ahead within its frame, and a centred window also to the tokens after it.
         (f"{CONV % '8, stride: 4'}", 3, "conv1d"),
         (f"{CONV % '8, stride: 4'}, {TURNED % '8, stride: 4'}", 3, "conv1d"),
         (f"{CONV % '9, dilation: 3'}", 0, None),
@@ -75,7 +75,7 @@ HOURGLASS = f"{DOWN % (4, '')}, {UP % (4, '')}"
         ("{causal_conv: {as: c}}, {scan: {order: reverse, steps: [{gate: {by: c}}]}}", 0, None),
     ],
 )
-def test_how_far_and_by_which_step(steps: str, wanted: int | str, first: str | None) -> None:
+def test_the_lookahead_and_the_step_that_causes_it(steps: str, wanted: int | str, first: str | None) -> None:
     assert ahead(steps) == (wanted, first)
 
 
@@ -91,8 +91,8 @@ def test_a_vector_and_an_image_have_none() -> None:
     assert ahead("{patch_embed: {patch: 2, features: 8}}", "{image: {size: 4}}") == (None, None)
 
 
-def test_a_body_that_serves_many_layers_is_counted_where_it_stands() -> None:
-    """One body, lowered once: causal in the first layer, behind a window in the second."""
+def test_a_shared_body_is_counted_in_each_place() -> None:
+    """The body is lowered once. It is causal in the first layer and follows a window in the second."""
     text = (
         "seqblocks: 1\nuse: [xlstm]\nmodel: {input: {features: 8}, steps: [\n"
         "{mlstm_block: {dim: 8, heads: 2, name: a}},\n"
@@ -113,7 +113,7 @@ def test_bundled_models() -> None:
 
 
 def test_the_listing_shows_the_lookahead_of_each_wire() -> None:
-    """Where it is not 0, in each place of a body that serves several; a vector has none."""
+    """It is listed where it is not 0, separately for each place of a shared body. Vectors have none."""
     steps = f"{{mlstm_block: {{dim: 8, heads: 2, name: a}}}}, {HOURGLASS}, {{mlstm_block: {{dim: 8, heads: 2}}}}"
     reverse = "{scan: {order: reverse, steps: [causal_conv]}}, {pool: {mode: mean}}"
     text = f"seqblocks: 1\nuse: [xlstm]\nmodel: {{input: {{features: 8}}, steps: [{steps}, {reverse}]}}\n"
@@ -166,7 +166,7 @@ def unused(text: str) -> list[str]:
     ("steps", "found"),
     [
         ("{linear: {features: 8}}, {silu: {from: input}}", ["linear"]),
-        ("{silu: {as: a}}, {relu: {from: input}}", []),  # owns nothing
+        ("{silu: {as: a}}, {relu: {from: input}}", []),  # has no parameters
         ("{linear: {features: 8}}, {silu: {as: a}}, {relu: {from: input}}", ["linear"]),
         ("{linear: {features: 8, name: a}}, {linear: {features: 8, name: b}}, {relu: {from: input}}", ["linear 'b'"]),
         ("{linear: {features: 8, as: [a, b]}}, {silu: {from: b}}", []),
@@ -178,9 +178,9 @@ def unused(text: str) -> list[str]:
         ("{repeat: {times: 3, steps: [{linear: {features: 8}}]}}, {silu: {from: input}}", ["repeat"]),
         ("A, {repeat: {times: 2, steps: [{linear: {features: 8, from: a}}]}}", ["linear"]),
         ("A, {repeat: {from: input, times: 2, steps: [{gate: {by: a}}]}}", []),
-        ("A, {constant: {features: 8}}", ["linear 'a'"]),  # which reads the number of tokens alone
+        ("A, {constant: {features: 8}}", ["linear 'a'"]),  # reads only the number of tokens
         ("A, {constant: {features: 8, as: c}}, {gate: {from: a, by: c}}", []),
-        # a tie keeps what it names, and what reaches only that is still unused
+        # A step that a tie names is used. Steps that only lead to that step are still unused.
         ("A, {linear: {from: input, features: 8, tie: a}}", []),
         ("A, {linear: {features: 8, as: b}}, {linear: {from: input, features: 8, tie: b}}",
          ["linear 'a'"]),
@@ -212,7 +212,7 @@ def test_a_port_is_used_if_the_block_reads_it() -> None:
     assert unused(BLOCK % "{gate: {from: other, by: other}}") == ["scan", "cell"]
 
 
-def test_a_block_that_nothing_uses_is_looked_at_too() -> None:
+def test_an_unused_block_is_checked_too() -> None:
     text = """
 blocks:
   cell:
@@ -226,8 +226,8 @@ model: {input: {features: 8}, steps: [silu]}
     assert unused(text) == ["linear 'a'"]
 
 
-def test_other_faults_come_first() -> None:
-    """A name that is misspelt may be what uses the step."""
+def test_other_errors_suppress_unused_steps() -> None:
+    """Other errors suppress the report of unused steps, since a misspelt name may be meant to use the step."""
     text = "model: {input: {features: 8}, steps: [{linear: {features: 8, as: wide}}, {silu: {from: wied}}]}\n"
     with pytest.raises(SpecError) as caught:
         check.load_text("seqblocks: 1\n" + text)

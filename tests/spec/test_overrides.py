@@ -18,7 +18,7 @@ def test_overrides_replace_values_by_name() -> None:
     wide = check.load_model("vil_tiny", {"dim": 384})
     assert graph.count(wide.graph) == OFFICIAL["vil_small"]
     assert wide.overridden == ("dim=384",)
-    assert check.load_model("vil_tiny", {"let.dim": 192}).overridden == (), "the same value is no change"
+    assert check.load_model("vil_tiny", {"let.dim": 192}).overridden == (), "the same value should be no change"
     deep = check.load_model("vil_tiny", {"input.image.size": [32, 64], "model.blocks.down.vil.heads": 2})
     assert deep.input.grid == (32, 64)
     heads = [n.op.heads for n in graph.walk(deep.graph) if n.verb == "mlstm"]
@@ -65,7 +65,7 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("repeat.times", "did you mean 'model.repeat.times'?"),
         ("blocks.repeat.times", "did you mean 'model.repeat.times'?"),
         ("b.k", "did you mean 'blocks.b.k'?"),
-        ("b.from", "did you mean 'model.repeat.b.from'?"),  # what the step leaves to its default
+        ("b.from", "did you mean 'model.repeat.b.from'?"),  # the spec uses the default
         ("model.repeat.1.b.k", "did you mean 'model.repeat.b.k'?"),
         ("model.named.1.causal_conv.kernel", "in a path through a pattern, use the word instead of the layer number"),
         ("features", "did you mean 'model.input.features'?"),
@@ -75,7 +75,7 @@ def test_overrides_give_a_bare_step_an_argument() -> None:
         ("model.nothing.like.it", "an override replaces a value of the spec or sets an argument of a step"),
     ],
 )
-def test_an_override_that_finds_nothing_is_told_the_path(path: str, hint: str) -> None:
+def test_an_override_without_a_match_reports_its_path(path: str, hint: str) -> None:
     head = "let: {dim: 3}\nblocks: {b: {args: {k: 2}, steps: [{causal_conv: {kernel: k}}]}}"
     steps = "repeat: {times: 2, steps: [b]}\nrepeat: {name: named, pattern: m*2, m: [causal_conv]}"
     steps += "\nrepeat: {name: blocks, times: 2, steps: [b]}"
@@ -86,7 +86,7 @@ def test_an_override_that_finds_nothing_is_told_the_path(path: str, hint: str) -
     assert (fault.code, fault.hint) == ("E310", hint)
 
 
-def test_a_fault_of_an_override_is_shown_where_it_stands_in_it() -> None:
+def test_an_error_in_an_override_is_shown_at_its_position_there() -> None:
     with pytest.raises(SpecError) as caught:
         model("{linear: {features: 3}}", "let: {dim: 3}", set={"model.linear.features": check.yaml("2 * dmi")})
     (fault,) = caught.value.diagnostics
@@ -140,13 +140,13 @@ def test_an_override_that_no_step_uses_is_a_warning(path: str, idle: bool) -> No
         return
     with pytest.warns(OverrideWarning, match=rf"the override {path}=6 has no effect: no step uses it") as caught:
         _, made = check.load_text(IDLE, set={path: 6})
-    assert caught[0].filename == __file__, "it points at the call"
+    assert caught[0].filename == __file__, "the warning should name the line of the call"
     assert [each.code for each in made.warnings] == ["W901"]
     assert caught[0].message.diagnostic is made.warnings[0]
     assert listing.text(made) == listing.text(check.load_text(IDLE)[1])
 
 
-def test_a_value_that_the_spec_has_already_is_no_warning() -> None:
+def test_overriding_with_the_same_value_is_no_warning() -> None:
     _, made = check.load_text(IDLE, set={"dim": 8, "spare": 3}, strict=True)
     assert [*made.notes] == [
         "the override dim=8 has no effect: the spec already has this value",

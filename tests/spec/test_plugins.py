@@ -1,4 +1,4 @@
-"""A primitive of somebody else's: a file of their own, a decorator, and optionally an entry point."""
+"""Primitives of other packages: a file, a decorator, and optionally an entry point."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXT = "seqblocks: 1\nmodel: {input: {features: 5}, steps: [{plugged_scale: {sta
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_plugin_module.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    op.load_builtin()  # what is imported while the table is another is not in ours
+    op.load_builtin()  # modules imported with another table do not register in ours
     monkeypatch.setattr(op, "PRIMITIVES", dict(op.PRIMITIVES))
     yield "my_plugin_module"
     sys.modules.pop("my_plugin_module", None)
@@ -65,7 +65,7 @@ def test_an_entry_point_is_found_when_an_unknown_verb_is_met(plugin: str, monkey
     assert str(item.parameter.init) == "constant(6)"
 
 
-def test_a_broken_plugin_is_named_and_harms_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_plugin_is_named_and_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "no_such_module_anywhere", op.PLUGIN_GROUP)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
     op.load_plugins.cache_clear()
@@ -90,7 +90,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
     ],
 )
 def test_an_installed_plugin_that_ends_the_program(code: str, told: str, run_cli: Run, tmp_path: Path) -> None:
-    """It is named as a note, the status is that of the spec, and what it prints stays out of the results."""
+    """It is named in a note, the exit status is that of the spec, and its output stays out of the results."""
     noise = "import os\nprint('printed')\nos.write(1, b'written\\n')\nos.system('echo called')\n"
     (tmp_path / "ending.py").write_text(noise + code + "\n")
     info = tmp_path / "ending-1.dist-info"
@@ -112,7 +112,7 @@ def test_an_installed_plugin_that_ends_the_program(code: str, told: str, run_cli
     assert f"note: plug-in 'ending' (ending) did not load: {told}\n" in done.stderr
 
 
-def test_an_interrupt_of_the_users_own_is_no_failed_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_by_the_user_is_not_a_failed_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(EntryPoint):
         def load(self) -> None:
             raise KeyboardInterrupt
@@ -129,22 +129,22 @@ def test_an_interrupt_of_the_users_own_is_no_failed_plugin(monkeypatch: pytest.M
         op.load_plugins.cache_clear()
 
 
-def test_a_verb_can_be_taken_once() -> None:
+def test_a_verb_can_be_registered_once() -> None:
     op.load_builtin()
     with pytest.raises(ValueError, match="'silu' is already defined by"):
 
         @op.primitive("silu")
         class Other(op.Op):
-            """Not the real one."""
+            """A verb that is already taken."""
 
 
-def test_a_built_in_verb_is_taken_before_anybody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_built_in_verb_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "PRIMITIVES", {})
     with pytest.raises(ValueError, match=r"the verb 'silu' is built in; .*Other needs another"):
 
         @op.primitive("silu")
         class Other(op.Op):
-            """Not the real one."""
+            """A verb that is already taken."""
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_built_in_verb_is_taken_before_anybody_uses_it(monkeypatch: pytest.Mon
         ({"start": (int, 0)}, "Mine.start has a default that it does not take: .* greater than or equal to 1"),
     ],
 )
-def test_what_a_class_says_is_checked(body: dict[str, Any], told: str) -> None:
+def test_declarations_of_a_class_are_checked(body: dict[str, Any], told: str) -> None:
     if "start" in body:
         kind, default = body["start"]
         body = {"__annotations__": {"start": kind}, "start": op.argument(default, "a number", ge=1)}
@@ -189,16 +189,16 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text("print('hello')\n" + PLUGIN)
     (tmp_path / "spec.yaml").write_text(TEXT)
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "json.py").write_text("from helper import *\n")  # called like a module of Python's own
+    (tmp_path / "sub" / "json.py").write_text("from helper import *\n")  # has the name of a standard module
     (tmp_path / "sub" / "helper.py").write_text(PLUGIN)
     return tmp_path
 
 
 @pytest.mark.parametrize("module", ["mine", "mine.py", "./mine.py", "sub/json.py"])
-def test_a_module_of_ones_own_on_the_command_line(module: str, run_cli: Run, folder: Path) -> None:
+def test_a_user_module_on_the_command_line(module: str, run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "spec.yaml", "--import", module, "--format", "json", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["specs"][0]["params"] == 5  # what the module prints is kept out of the results
+    assert json.loads(done.stdout)["specs"][0]["params"] == 5  # output of the module stays out of the results
     assert done.stderr == ("hello\n" if "mine" in module else "")
 
 
@@ -273,7 +273,7 @@ def test_a_primitive_that_fails(method: str, told: str, run_cli: Run, folder: Pa
 
 
 def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
-    """As that of a convolution over one tap is."""
+    """A convolution with a single tap has an empty state too."""
     state = "def state(self, x):\n        from seqblocks.parameters import State\n        return {'s': State((0, 5))}"
     (folder / "mine.py").write_text(PLUGIN.replace("    start: float", f"    {state}\n    start: float"))
     assert run_cli("check", "spec.yaml", "--import", "mine", cwd=folder).returncode == 0
@@ -289,7 +289,7 @@ def test_a_state_may_be_empty(run_cli: Run, folder: Path) -> None:
         ("Parameter((x.features,), Init('onse'))", "parameters must return Init with one of zeros, ones,"),
     ],
 )
-def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: Path) -> None:
+def test_invalid_parameters(given: str, told: str, run_cli: Run, folder: Path) -> None:
     (folder / "mine.py").write_text(PLUGIN.replace('Parameter((x.features,), Init("constant", (self.start,)))', given))
     done = run_cli("check", "spec.yaml", "--import", "mine", cwd=folder)
     assert done.returncode == 2
@@ -301,13 +301,13 @@ def test_parameters_that_are_none(given: str, told: str, run_cli: Run, folder: P
 NEEDY = TEXT.replace("seqblocks: 1\n", "seqblocks: 1\nneeds: [mine]\n")
 
 
-def test_a_plugin_that_is_not_there_is_one_error(run_cli: Run, folder: Path) -> None:
+def test_a_missing_plugin_is_one_error(run_cli: Run, folder: Path) -> None:
     (folder / "spec.yaml").write_text(NEEDY)
     done = run_cli("check", "spec.yaml", cwd=folder)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error[E329]: the spec needs the plug-in 'mine', which was not imported\n")
     assert "= hint: if you trust it: `--import mine.py`, in Python `import mine`\n" in done.stderr
-    assert done.stderr.endswith("\n\n1 error\n"), "nothing is said of its verb"
+    assert done.stderr.endswith("\n\n1 error\n"), "the missing plug-in should be the only error"
     (folder / "mine.py").rename(folder / "other.py")
     done = run_cli("check", "spec.yaml", cwd=folder)
     assert "= hint: install the package that contains it, then import it: `--import mine`" in done.stderr
@@ -335,7 +335,7 @@ def test_the_user_imports(words: list[str], env: dict[str, str], project: str, r
     assert (done.returncode, done.stderr) == (0, "hello\n")
     (folder / "sub" / "spec.yaml").write_text(NEEDY)
     beside = run_cli("check", "sub/spec.yaml", *words, cwd=folder, env=env)
-    assert beside.returncode == 0, "the working directory counts, not the folder of the spec"
+    assert beside.returncode == 0, "the working directory should count, not the folder of the spec"
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_malformed_table(project: str, message: str, run_cli: Run, folder: Pat
     assert message in json.loads(record.stdout)["error"]
 
 
-def test_a_variable_that_names_no_module(run_cli: Run, folder: Path) -> None:
+def test_a_variable_that_does_not_name_a_module(run_cli: Run, folder: Path) -> None:
     done = run_cli("check", "spec.yaml", cwd=folder, env={"SEQBLOCKS_IMPORT": "mnie.py"})
     assert done.returncode == 2
     assert done.stderr == "error: SEQBLOCKS_IMPORT mnie.py: there is no such file; did you mean 'mine.py'?\n"
@@ -378,7 +378,7 @@ def test_toml_is_read_only_where_there_is_a_table(run_cli: Run, folder: Path) ->
         assert done.stdout.split()[-1] == read, done.stderr
 
 
-def test_an_installed_package_is_there_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_needs_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "seqblocks: 1\nneeds: [installed_ops]\nmodel: {input: {features: 5}, steps: [silu]}"
     with pytest.raises(check.SpecError, match="E329"):
         check.load_text(text)
@@ -390,7 +390,7 @@ def test_an_installed_package_is_there_without_an_import(monkeypatch: pytest.Mon
 
 
 def test_built_in_verbs_are_found_without_sources(tmp_path: Path) -> None:
-    """In an archive, where no folder can be listed: all of them are imported."""
+    """All verbs are imported from an archive, where folders cannot be listed."""
     archive = tmp_path / "seqblocks.zip"
     with zipfile.ZipFile(archive, "w") as target:
         for file in sorted((ROOT / "seqblocks").rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What tests do with processes of their own: interrupts reach them, and none outlives its test."""
+"""Child processes of tests receive interrupts and end with their test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def waiting(tmp_path: Path) -> list[str]:
 
 
 def test_a_child_is_interrupted_though_its_parent_ignores_interrupts(waiting: list[str]) -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where a shell runs the tests in the background
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as when a shell runs the tests in the background
     try:
         with listening(waiting) as child:
             assert child.stdout is not None
@@ -36,7 +36,7 @@ def test_a_child_is_interrupted_though_its_parent_ignores_interrupts(waiting: li
     assert child.returncode == 0
 
 
-def test_a_test_that_fails_leaves_no_process_and_no_pipe(waiting: list[str]) -> None:
+def test_a_failing_test_leaves_no_process_and_no_pipe(waiting: list[str]) -> None:
     with pytest.raises(ZeroDivisionError), listening(waiting) as child:
         _ = 1 / 0
     assert child.returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Published architectures that are not bundled can be said, and have the parameters of their releases."""
+"""Published architectures that are not bundled can be expressed, and have the published parameter counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_the_official_number_of_parameters(name: str) -> None:
-    """The number is in the `expect:` of the file, which is checked."""
+    """The count is in the `expect:` of the file, which is checked."""
     model = check.load_model(str(FOLDER / f"{name}.yaml"))
     assert model.output
 

@@ -1,4 +1,4 @@
-"""The editor schema: no alarm on a correct file, the right one on a typo, completions that help."""
+"""The editor schema: no diagnostics for correct files, the right one for a typo, useful completions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_a_schema(general_schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bundled_specs_are_correct_to_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
+def test_bundled_specs_satisfy_both_schemas(name: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load_spec(name)
     for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
@@ -117,13 +117,13 @@ def test_limits_are_exact(general_schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", [MINE, SEVERAL])
-def test_a_file_with_everything_is_correct_to_both_schemas(text: str, general_schema: dict[str, Any]) -> None:
+def test_a_file_with_everything_satisfies_both_schemas(text: str, general_schema: dict[str, Any]) -> None:
     file, _ = check.load_text(text)
     for made in (general_schema, schema(file)):
         assert not list(validator(made).iter_errors(plain(file.root)))
 
 
-TYPOS = {  # what is misspelt, the misspelling, whether only the schema of the file can know
+TYPOS = {  # text with a typo, the typo, whether only the schema of the file can detect it
     "share: owner": ("share: [owner]", False),
     "share: [linear.bias]": ("share: {linear: bias}", False),
     "features: twice": ("featurs: twice", False),
@@ -206,12 +206,12 @@ def general(tmp_path_factory: pytest.TempPathFactory) -> Iterator[language_serve
 
 @needs_server
 @pytest.mark.parametrize("name", NAMES)
-def test_the_server_has_no_alarm_on_bundled_specs(name: str, general: language_server.Client) -> None:
+def test_the_server_reports_nothing_for_bundled_specs(name: str, general: language_server.Client) -> None:
     assert general.open(f"file:///specs/{name}.yaml", bundled()[name].read_text(encoding="utf-8")) == []
 
 
 @needs_server
-def test_the_server_has_no_alarm_on_a_file_with_everything(
+def test_the_server_reports_nothing_for_a_file_with_everything(
     client: language_server.Client, general: language_server.Client
 ) -> None:
     assert client.open("file:///mine.yaml", MINE) == []
@@ -221,7 +221,7 @@ def test_the_server_has_no_alarm_on_a_file_with_everything(
 
 @needs_server
 @pytest.mark.parametrize("right", TYPOS)
-def test_the_server_flags_typos_where_they_stand(right: str, client: language_server.Client) -> None:
+def test_the_server_flags_typos_at_their_position(right: str, client: language_server.Client) -> None:
     wrong = TYPOS[right][0]
     text = MINE.replace(right, wrong)
     alarms = client.open(f"file:///typo{list(TYPOS).index(right)}.yaml", text)

@@ -1,4 +1,4 @@
-"""`share:` in the analysis: who owns what, counts, tables, and what is used."""
+"""`share:` in the analysis: owners, counts, tables, and used steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIR = """blocks:
 
 
 def model(steps: str, blocks: str = "", input: str = "{features: 8}") -> ModelSpec:
-    """Return the model of some steps, in which lin(a) is a linear map with a bias, and lin(b of a) one that shares."""
+    """Return the model of some steps. lin(a) is a linear map with a bias; lin(b of a) shares its parameters."""
     steps = re.sub(r"lin\((\w+) of ([\w.]+)\)", r"{linear: {features: 8, name: \1, share: \2}}", steps)
     steps = re.sub(r"lin\((\w+)\)", r"{linear: {features: 8, name: \1}}", steps)
     lines = "".join(f"    {line}\n" for line in steps.strip().splitlines())
@@ -33,7 +33,7 @@ def model(steps: str, blocks: str = "", input: str = "{features: 8}") -> ModelSp
 
 
 def owners(made: ModelSpec) -> dict[str, str]:
-    """Return the owner of each weight that is shared."""
+    """Return the owner of each shared weight."""
     found = [item for item in graph.parameters(made.graph, shared=True) if item.name.endswith(".weight")]
     stored = {item.name for item in graph.parameters(made.graph)}
     assert {item.tied for item in found if item.shared} <= stored
@@ -112,20 +112,20 @@ LINEAR = 8 * 8 + 8
         ("- repeat: {times: 1, share: all, steps: [lin(x)]}", {}),
     ],
 )
-def test_who_owns_what(steps: str, wanted: dict[str, str]) -> None:
+def test_owners(steps: str, wanted: dict[str, str]) -> None:
     made = model(steps, PAIR)
     assert owners(made) == wanted
     found = summarise(made)
     assert found.params == LINEAR * len([item for item in graph.parameters(made.graph) if item.name.endswith("weight")])
     assert found.params * 4 == params_bytes(made.graph, "float32") == found.params_bytes
-    assert sum(held(row) for row in found.rows) == found.params
+    assert sum(held_parameters(row) for row in found.rows) == found.params
     for owner in wanted.values():
         assert f" = {owner}.weight" in listing.text(made)
 
 
-def held(row: Row) -> int:
-    """Return the parameters of a row, which are those of the steps in it; of all layers that it is for."""
-    inside = sum(held(each) for each in row.rows)
+def held_parameters(row: Row) -> int:
+    """Return the parameters of a row: those of its steps, in all layers that it describes."""
+    inside = sum(held_parameters(each) for each in row.rows)
     assert row.params == (inside if row.rows else row.params), row.names
     return row.params * (len(row.names) if row.kind == "layer" else 1)
 
@@ -155,7 +155,7 @@ def stored(made: ModelSpec) -> set[str]:
     return {item.name[:-7] for item in graph.parameters(made.graph) if item.name.endswith(".weight")}
 
 
-def test_a_tie_to_what_is_shared_reaches_its_owner() -> None:
+def test_a_tie_to_shared_parameters_reaches_their_owner() -> None:
     made = model("- lin(a)\n- lin(b of a)\n- linear: {features: 8, tie: b}")
     tied = {item.name: item.tied for item in graph.parameters(made.graph)}
     assert tied["linear.weight"] == "a.weight"
@@ -171,8 +171,8 @@ def test_costs_and_states_count_each_use() -> None:
     assert summarise(twice).state == 2 * summarise(once).state
 
 
-def test_what_need_not_be_the_same() -> None:
-    """Length, rate, activation, window and the verb."""
+def test_settings_that_may_differ() -> None:
+    """Length, rate, activation, window and verb may differ."""
     steps = """
 - causal_conv: {kernel: 4, name: a}
 - downsample: {factor: 2}
@@ -184,7 +184,7 @@ def test_what_need_not_be_the_same() -> None:
     assert owners(model(steps)) == {"b": "a", "proj_down": "c"}
 
 
-def test_a_table_says_whose_parameters_they_are() -> None:
+def test_tables_name_the_owner_of_parameters() -> None:
     found = summarise(
         model(
             """
@@ -208,13 +208,13 @@ def test_a_table_says_whose_parameters_they_are() -> None:
 
 
 def test_an_unused_step_whose_parameters_are_shared() -> None:
-    """It counts as used where the step that shares them is."""
+    """It counts as used if the step that shares its parameters is used."""
     steps = "- identity: {as: x}\n- linear: {from: x, features: 8, name: a}\n- linear: {from: x, features: 8, share: a}"
     model(steps)
     with pytest.raises(SpecError, match="E315"):
         model(f"{steps}\n- silu: {{from: x}}")
     model("- identity: {as: x}\n- lin(a)\n- linear: {from: x, features: 8, name: b, share: a}\n"
-          "- linear: {from: x, features: 8, share: b}")  # b and a reach nothing
+          "- linear: {from: x, features: 8, share: b}")  # no output depends on a and b
     model("- identity: {as: x}\n- lin(a)\n- residual: {from: x, name: b, steps: [lin(l of a)]}\n"
           "- residual: {from: x, share: b, steps: [lin(l)]}")
     model("- identity: {as: x}\n- residual: {name: a, steps: [lin(l)]}\n"
@@ -241,7 +241,7 @@ def test_the_body_of_a_block_serves_all_its_uses() -> None:
     assert len(bodies) == 1
 
 
-def test_overrides_change_what_is_shared() -> None:
+def test_overrides_change_shared_parameters() -> None:
     repeat = "repeat: {times: 3, steps: [{linear: 8}], share: none}"
     text = f"seqblocks: 1\nmodel: {{input: {{features: 8}}, steps: [{repeat}]}}"
     for share, count in (("none", 3), ("all", 1), ("[linear.bias]", 3)):
@@ -251,7 +251,7 @@ def test_overrides_change_what_is_shared() -> None:
 
 
 def test_sharing_with_a_large_step_many_times_is_bounded() -> None:
-    """Each use counts as effort, so that the check of a hostile spec ends soon."""
+    """Each use counts towards the limit on size, so that the check of a hostile spec ends soon."""
     steps = "- repeat: {times: 1000, name: big, steps: [{linear: 8}, lin(b)]}\n"
     layers = "- repeat: {times: 1000, name: r, steps: [{repeat: {times: 1000, share: big, steps: [{linear: 8}, "
     with pytest.raises(SpecError, match="E104"):

@@ -1,4 +1,4 @@
-"""A scalar is the one required argument of a verb, and a list the steps of a combinator: for all of them."""
+"""Shorthands of all verbs: a scalar is the one required argument, and a list is the steps of a combinator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERBS = reference.verbs()
 
 
 def required(verb: str) -> list[str]:
-    """Return the arguments and inputs that a primitive cannot do without."""
+    """Return the required arguments and inputs of a primitive."""
     cls = op.PRIMITIVES[verb]
     ports = [port.name for port in cls.ports if not (port.main or port.optional)]
     return ports + [name for name, info in op.field_infos(cls).items() if info.is_required()]
@@ -36,7 +36,7 @@ def value_of(verb: str, name: str) -> str:
 
 
 def answer(step: str) -> str | list[tuple[str, str]]:
-    """Return the listing of a model that ends in this step, or the codes and messages of its faults."""
+    """Return the listing of a model that ends with this step, or the codes and messages of its errors."""
     try:
         _, model = check.check_text(HEAD + step)
     except SpecError as error:
@@ -63,7 +63,7 @@ def test_many_verbs_have_one() -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in PRIMITIVES if len(required(verb)) != 1])
-def test_a_scalar_says_nothing_where_none_or_several_are_required(verb: str) -> None:
+def test_a_scalar_needs_exactly_one_required_argument(verb: str) -> None:
     found = answer(f"{verb}: 2")
     assert isinstance(found, list)
     assert [code for code, _ in found] == ["E203"]
@@ -74,7 +74,7 @@ def test_a_list_is_the_steps_of_a_combinator(verb: str) -> None:
     (key,) = find_combinator(verb).holds
     steps = "[{a: [silu]}, {b: [relu]}]" if verb == "parallel" else "[silu, relu]"
     found = answer(f"{verb}: {steps}")
-    if verb == "experts":  # which needs their number too
+    if verb == "experts":  # which also require their number
         assert isinstance(found, list)
         assert [code for code, _ in found] == ["E203"]
     else:

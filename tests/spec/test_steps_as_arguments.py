@@ -1,4 +1,4 @@
-"""Arguments that are steps: a spec is what it is with the steps written in their place."""
+"""Arguments that are steps: each equals the spec with the steps written in their place."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_the_names_of_parameters() -> None:
     ]
 
 
-def test_names_are_those_of_the_place_where_the_steps_are_written() -> None:
+def test_names_are_resolved_where_the_steps_are_written() -> None:
     blocks = (
         "run: {args: {m: steps, d: 3}, let: {e: 5}, steps: [m]}\n"
         "  outer: {args: {d: int, m: steps}, let: {e: d + 1}, steps: [{run: {m: [{linear: d}, {linear: {features: e, "
@@ -52,7 +52,7 @@ def test_the_layer_of_a_repeat_is_seen_through_blocks() -> None:
     assert [shape for name, shape in names(spec(steps)) if name.endswith("r.linear.weight")] == [(1, 8), (2, 8), (4, 8)]
 
 
-def test_layers_that_are_alike_are_lowered_once() -> None:
+def test_identical_layers_are_lowered_once() -> None:
     model = spec("[{repeat: {times: 4, steps: [{prenorm: [{linear: layer // 2 + 8 - layer // 2}]}]}}]", let="{a: 1}")
     (repeat,) = model.graph.nodes
     bodies = {id(body.nodes[0].bodies[""]) for body in repeat.bodies.values()}
@@ -61,7 +61,7 @@ def test_layers_that_are_alike_are_lowered_once() -> None:
     assert len({id(body.nodes[0].bodies[""]) for body in repeat.bodies.values()}) == 1
 
 
-def test_the_same_steps_with_other_names_are_other_bodies() -> None:
+def test_the_same_steps_with_other_names_are_separate_bodies() -> None:
     inner = "[{linear: d}, {linear: {features: 8, name: o}}]"
     blocks = f"{PRE}\n  b: {{args: {{d: int}}, steps: [prenorm: {inner}]}}"
     model = spec("[{b: {d: 3, name: x}}, {b: {d: 5, name: y}}, {b: {d: 3, name: z}}]", blocks)
@@ -84,7 +84,7 @@ def test_each_use_is_a_namespace() -> None:
         spec("[b: [silu]]", "b: {args: {m: steps}, steps: [m, m]}")
 
 
-def test_no_steps_pass_the_input_on() -> None:
+def test_an_empty_list_returns_the_input() -> None:
     model = spec("[prenorm: [], {linear: 4}]")
     assert model.output
     assert model.output.features == 4
@@ -101,7 +101,7 @@ def test_any_kind_of_wire_is_passed_in() -> None:
 def test_a_condition_inside_a_block_leaves_them_out() -> None:
     blocks = "b: {args: {m: steps, on: bool}, steps: [{m: {when: on}}, silu]}"
     assert count(spec("[{b: {m: [{linear: 8}], on: false}}]", blocks).graph) == 0
-    assert codes("[{b: {m: [{linear: x}], on: false}}]", blocks) == [("E303", 7)]  # they are looked at
+    assert codes("[{b: {m: [{linear: x}], on: false}}]", blocks) == [("E303", 7)]  # they are still checked
 
 
 def test_the_steps_of_an_argument_may_hold_the_block_that_runs_them() -> None:
@@ -128,7 +128,7 @@ def test_overrides_reach_into_them() -> None:
 
 @pytest.mark.parametrize("declared", ["steps", "[{linear: 8}]"])
 @pytest.mark.parametrize("value", [5, "silu", {"linear": 8}, True])
-def test_an_override_by_something_else_is_named(declared: str, value: object) -> None:
+def test_an_override_of_another_type_is_named(declared: str, value: object) -> None:
     with pytest.raises(SpecError) as caught:
         spec("[b: {m: [{linear: 8}]}]", f"b: {{args: {{m: {declared}}}, steps: [m]}}", **{"blocks.b.m": value})
     (fault,) = caught.value.diagnostics

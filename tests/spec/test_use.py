@@ -1,4 +1,4 @@
-"""`use:`: which files it reads, and what is said of those that it does not."""
+"""`use:`: which files it reads, and the messages about files that it rejects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def faults(path: Path, **more: object) -> tuple[Diagnostic, ...]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Path:
-    """A folder with a secret beside `specs`, whose specs are not trusted."""
+    """Create a folder with a secret file next to `specs`, whose specs are untrusted."""
     (tmp_path / ".env").write_text(SECRET)
     (tmp_path / "secret.yaml").write_text(SECRET)
     specs = tmp_path / "specs"
@@ -50,7 +50,7 @@ def world(tmp_path: Path) -> Path:
 
 REFUSED = {
     "/etc/passwd": "it has another extension",
-    "/etc/passwd.yaml": "it is outside the allowed folders",  # whether it exists is not said
+    "/etc/passwd.yaml": "it is outside the allowed folders",  # the message does not reveal whether it exists
     "../.env": "it has another extension",
     "./.env": "it has another extension",
     "../secret.yaml": "it is outside the allowed folders",
@@ -63,7 +63,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_elsewhere_or_of_another_kind_is_refused(world: Path, name: str) -> None:
+def test_a_file_elsewhere_or_of_another_type_is_refused(world: Path, name: str) -> None:
     (fault,) = faults(top(world, name))
     assert (fault.code, fault.message) == ("E804", f"`use` may not read '{name}': {REFUSED[name]}")
     assert fault.span is not None
@@ -80,11 +80,11 @@ def test_no_line_of_a_refused_file_is_shown(world: Path, run_cli: Run, form: str
 
 
 @pytest.mark.parametrize(("name", "told"), [("folder.yaml", "directory"), ("pipe.yaml", "not a regular file")])
-def test_a_folder_or_a_pipe_is_no_spec(world: Path, name: str, told: str) -> None:
+def test_a_folder_or_a_pipe_is_refused(world: Path, name: str, told: str) -> None:
     os.mkfifo(world / "pipe.yaml")
     before = time.monotonic()
     (fault,) = faults(top(world, name))
-    assert time.monotonic() - before < 30, "opening a pipe waits for a writer"
+    assert time.monotonic() - before < 30, "opening a pipe would wait for a writer"
     assert fault.code == "E803"
     assert told in fault.message.lower()
     assert fault.span is not None
@@ -129,7 +129,7 @@ def test_a_spec_given_as_text_uses_the_files_below_the_working_directory(
     assert run_cli("check", "-", input=text.replace("./mine", "../secret"), cwd=world).returncode == 1
 
 
-def test_files_that_came_with_a_spec_are_all_that_is_read(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_supplied_with_a_spec_are_read(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (world / "mine.yaml").write_text(BLOCKS)
     text = top(world, "./mine.yaml").read_text()
     monkeypatch.chdir(world)
@@ -169,7 +169,7 @@ def test_a_file_without_permission_is_reported_where_it_is_used(world: Path) -> 
     assert (fault.code, fault.span and fault.span.line) == ("E803", 3)
 
 
-def test_a_chain_of_files_has_an_end(world: Path) -> None:
+def test_the_length_of_a_chain_of_files_is_limited(world: Path) -> None:
     for at in range(500):
         (world / f"f{at}.yaml").write_text(
             f"seqblocks: 1\nuse: [./f{at + 1}.yaml]\nblocks: {{b{at}: {{steps: [silu]}}}}\n"
@@ -182,7 +182,7 @@ def test_a_chain_of_files_has_an_end(world: Path) -> None:
 
 
 def test_files_count_together(world: Path) -> None:
-    """Each is within the limits of one file, and a walk of all would take minutes."""
+    """Each file is within the limits of one file, but reading all of them would take minutes."""
     bomb = "let: {a: &a [1,1,1,1,1,1,1,1,1,1], b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a], c: &c [*b,*b,*b,*b,*b,*b], d: ["
     for at in range(40):
         (world / f"f{at}.yaml").write_text(f"seqblocks: 1\n{bomb}{', '.join(['*c'] * 100)}]}}\nblocks: {{}}\n")

@@ -1,4 +1,4 @@
-"""How far a reader has to go from a step to its node: the calls of seqblocks' own functions, and of how many files."""
+"""The number of calls, and of their files, between a step and its node stays small, so that readers can follow them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ model:
     - mlstm: {q: q, k: k, v: v, i: i, f: f, heads: 4}
 """
 MAX_CALLS = 45
-MAX_CHANGES = 8  # of file, from one call to the next
+MAX_CHANGES = 8  # changes of file from one call to the next
 
 
 @contextmanager
 def recorded_calls(verb: str) -> Iterator[list[tuple[str, str]]]:
-    """Record the file and the name of each function of seqblocks that runs while a step with this verb is lowered."""
+    """Record the file and name of each seqblocks function that runs while a step with this verb is lowered."""
     calls: list[tuple[str, str]] = []
     inside = False
 
@@ -41,7 +41,7 @@ def recorded_calls(verb: str) -> Iterator[list[tuple[str, str]]]:
         if frame.f_code is steps.lower_step.__code__ and frame.f_locals["step"].verb == verb:
             inside = event != "return"
         path = Path(frame.f_code.co_filename)
-        special = frame.f_code.co_name.startswith("__")  # making or comparing values is no step of the way
+        special = frame.f_code.co_name.startswith("__")  # constructing or comparing values does not count as a call
         if event == "call" and inside and path.is_relative_to(ROOT) and not special:
             calls.append((str(path.relative_to(ROOT)), frame.f_code.co_name))
 
@@ -54,7 +54,7 @@ def recorded_calls(verb: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def test_a_step_reaches_its_node_in_few_calls() -> None:
-    check.load_text(TEXT)  # what is imported or cached once is no part of the way
+    check.load_text(TEXT)  # imports and cached results do not count
     with recorded_calls("mlstm") as calls:
         check.load_text(TEXT)
     way = "\n".join(f"{file}  {name}" for file, name in calls)

@@ -1,7 +1,7 @@
-"""Holding a spec against numbers that an official implementation made (tests/golden).
+"""Compare specs with reference numbers of official implementations (tests/golden).
 
-A case holds inputs, weights under their official names, a cotangent, and the float64 run's output and gradients; its
-meta record has the error of the official float32 run.
+A case holds inputs, weights under their official names, a cotangent, and the outputs and gradients of the official
+float64 run. Its meta record has the error of the official float32 run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent.parent / "golden"
 
 
 def read(case: str, record: str = "meta") -> tuple[Any, dict[str, Any]]:
-    """The arrays of `folder/name`, and its meta record, or what the folder calls it."""
+    """Return the arrays of `folder/name` and its meta record, or the record that the folder names."""
     with np.load(FOLDER / f"{case}.npz") as file:
         data = dict(file)
     return data, json.loads(str(data[record]))
@@ -30,7 +30,8 @@ def read(case: str, record: str = "meta") -> tuple[Any, dict[str, Any]]:
 def run(
     data: Any, spec: str, dtype: torch.dtype, inputs: tuple[str, ...] = ("x",)
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Output and gradients under the official names; several inputs are joined along the features, in this order."""
+    """Return outputs and gradients under the official names. Several inputs are joined along the features, in this
+    order."""
     model = seqblocks.build_text(spec, dtype=dtype).eval()
     load_official(model, {k[2:]: torch.from_numpy(data[k]).to(dtype) for k in data if k.startswith("w/")})
     given = [torch.from_numpy(data[f"in/{name}"]) for name in inputs]
@@ -54,7 +55,8 @@ def run(
 
 
 def compare64(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor], bar: float) -> None:
-    """Every output and gradient of the case, to `bar` relative to the value and to the largest of its array."""
+    """Compare every output and gradient of the case, to `bar` relative to each value and to the largest of its array.
+    """
     assert set(results) == {k for k in data if k == "out" or k.startswith("grad_")}
     for key, found in results.items():
         scale = max(meta["max_abs"].get(key, 1.0), 1.0)
@@ -62,18 +64,19 @@ def compare64(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor],
 
 
 def compare32(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor]) -> None:
-    """Ten times the error of the official float32 run, which adapts to each case's conditioning.
+    """Compare with a bound of ten times the error of the official float32 run, which adapts to each case's
+    conditioning.
 
-    And 1e-6 for the forms' different stabilisers, as in float64: with one token the official forget gate has no
-    gradient at all, and ours has what eps leaves of it (5e-7 and less).
-    """
+    The bound is at least 1e-6, because implementations use different stabilisers, as in float64. With one token the
+    official forget gate has no gradient at all, and ours has what eps leaves of it (5e-7 and less).
+"""
     for key, found in results.items():
         bar = 10 * meta["f32_max_abs_err"][key] + 1e-6 * max(meta["max_abs"][key], 1.0)
         assert np.abs(found.numpy() - data[key]).max() <= bar, key
 
 
 def compare(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor]) -> None:
-    """Of a kernel that computes what the official code does: rounding alone, in float64 or float32."""
+    """Compare a kernel with official code that computes the same: only rounding differs, in float64 or float32."""
     if results["out"].dtype == torch.float64:
         compare64(data, meta, results, 1e-12)
     else:
@@ -81,7 +84,7 @@ def compare(data: Any, meta: dict[str, Any], results: dict[str, torch.Tensor]) -
 
 
 def without_initial_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every mLSTM start at m = -1e30 instead of 0."""
+    """Start every mLSTM at m = -1e30 instead of 0."""
     from seqblocks import kernels
 
     real = kernels.mlstm

@@ -1,4 +1,4 @@
-"""Models of transformers, small and drawn at random: what `from_pretrained` must read without a spec."""
+"""Small transformers models with random weights that `from_pretrained` must read without a spec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attention_sizes(chance: random.Random, head: int = 8) -> dict[str, Any]:
 
 
 def layers(chance: random.Random, depth: int, words: tuple[str, ...] = TYPES) -> list[str]:
-    """Return kinds of layers, each at least once."""
+    """Return layer types, each at least once."""
     found = [*words, *chance.choices(words, k=depth - len(words))]
     chance.shuffle(found)
     return found
@@ -106,7 +106,7 @@ def zamba2(chance: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The class of transformers, its configurations, and the layout in which it writes.
+# The transformers class, its configurations, and the layout that it writes.
 DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
     "recurrent_gemma": ("RecurrentGemma", recurrent_gemma, "official"),
     "qwen3_next": ("Qwen3Next", qwen3_next, "qwen3_next"),
@@ -119,13 +119,13 @@ DRAWN: dict[str, tuple[str, Callable[[random.Random], dict[str, Any]], str]] = {
 
 
 def peer(family: str, seed: int, dtype: torch.dtype) -> Any:
-    """Return a model of transformers, with noise on all that is trained or corrected."""
+    """Return a transformers model, with noise on all weights and corrections."""
     library = pytest.importorskip("transformers", reason="of the `hub` extra")
     name, drawn, _ = DRAWN[family]
     torch.manual_seed(seed)
     config = getattr(library, f"{name}Config")(**drawn(random.Random(seed)))
     model = getattr(library, f"{name}ForCausalLM")(config)
-    model.config._experts_implementation = "eager"  # the usual one knows no float64
+    model.config._experts_implementation = "eager"  # the default implementation does not support float64
     with torch.no_grad():
         corrections = [b for name, b in model.named_buffers() if name.endswith("correction_bias")]
         for tensor in (*model.parameters(), *corrections):
@@ -134,7 +134,7 @@ def peer(family: str, seed: int, dtype: torch.dtype) -> Any:
 
 
 class InFloat64:
-    """torch, for a module that computes parts in float32 whatever its dtype: for a comparison to 1e-9."""
+    """Replace torch in a module that computes parts in float32 for any dtype, for a comparison to 1e-9."""
 
     float32 = float = torch.float64
 
@@ -143,7 +143,7 @@ class InFloat64:
 
 
 def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
-    """Make a model of transformers compute all of it in float64, its rotary frequencies included."""
+    """Make a transformers model compute everything in float64, its rotary frequencies included."""
     module = sys.modules[type(model).__module__]
     patch.setattr(module, "torch", InFloat64())
     patch.setattr(Tensor, "float", Tensor.double)

@@ -1,14 +1,14 @@
-"""What must hold of a random spec (tests/compose.py) that is accepted: it is built, runs, and keeps what was checked.
+"""Check that an accepted random spec (tests/compose.py) builds, runs, and has the analysed properties.
 
-    every step gives the shape that was checked;
-    whole = chunks = steps, where the summary says that the model streams, with resets too;
-    no output changes with tokens further ahead than declared;
-    a call leaves the state that it was given as it was;
-    the parameters are those counted;
-    steps that share parameters compute what steps with copies of them do, and their gradients add up.
+- Every step returns the shape that was checked.
+- Whole = chunks = steps if the summary says that the model streams, also with resets.
+- No output depends on tokens further ahead than the declared lookahead.
+- A call does not change the state passed to it.
+- The parameters are those counted.
+- Steps that share parameters compute the same as steps with copies, and their gradients add up.
 
-float64; differences are rounding of some hundreds of operations on values that are held below 1e4, about 1e-10, so 1e-9
-of the largest value leaves a digit. What is rejected is rejected with diagnostics.
+All in float64. Some hundreds of operations on values below 1e4 have rounding errors of about 1e-10, so the tolerance of
+1e-9 of the largest value leaves a factor of ten. Rejected specs must be rejected with diagnostics.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tests.unshared import check_unshared
 
 
 def judge(text: str, seed: int, length: int | None = None) -> bool:
-    """Whether the spec is accepted; AssertionError, or whatever it raises, if it does not hold what was checked.
+    """Return whether the spec is accepted. Raise AssertionError, or any other error, if the model breaks a property.
 
-    length: of the input in frames, where the spec leaves it open; drawn by default. A spec may bound what a run holds,
-    by the length of its positions or a cache: longer input is then refused.
-    """
+    length: of the input in frames, where the spec leaves it open; random by default. A spec may limit the length of a
+    run, by the length of its positions or a cache: longer input is then refused.
+"""
     try:
         return held(text, seed, length)
     except seqblocks.RunError as error:
@@ -85,7 +85,7 @@ def held(text: str, seed: int, length: int | None = None) -> bool:
 
 
 def check_stream(model: SequenceModel, length: int, chance: random.Random, seed: int) -> None:
-    """Assert the law, without and with resets, and that states are values. length: in frames."""
+    """Assert the law, without and with resets, and that calls do not change states. length: in frames."""
     cuts = sorted({chance.randint(1, length - 1) for _ in range(2)}) if length > 1 else []
     check_law(model, seq=length, cuts=cuts, seed=seed, tolerance=1e-9)
     check_state_is_kept(model, length, seed)
@@ -95,7 +95,7 @@ def check_stream(model: SequenceModel, length: int, chance: random.Random, seed:
 
 
 def moderate(model: SequenceModel, seed: int) -> None:
-    """Shrink the parameters until no step makes numbers above 1e4: products of products overflow float64 soon."""
+    """Shrink the parameters until no step makes numbers above 1e4: products of products soon overflow in float64."""
     largest = [0.0]
 
     def look(_module: Any, _inputs: Any, given: Any) -> None:
@@ -118,7 +118,7 @@ def moderate(model: SequenceModel, seed: int) -> None:
 
 
 def check_pieces(model: SequenceModel, length: int, seed: int) -> None:
-    """Assert that a model that cannot stream, as it goes both ways, gives of two packed sequences what each gives."""
+    """Assert that a bidirectional model, which cannot stream, processes two packed sequences like each alone."""
     x, cut = random_input(model, 1, length, seed), 1 + seed % (length - 1)
     context = random_context(model, 1, seed)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def check_pieces(model: SequenceModel, length: int, seed: int) -> None:
 
 
 def check_state_is_kept(model: SequenceModel, length: int, seed: int) -> None:
-    """Assert that a call changes no number of the state that it is given."""
+    """Assert that a call changes no number of the state passed to it."""
     x = random_input(model, 2, length * model.frame_size, seed)
     with torch.no_grad():
         _, state = model(x, return_state=True, **random_context(model, 2, seed))
@@ -138,6 +138,7 @@ def check_state_is_kept(model: SequenceModel, length: int, seed: int) -> None:
 
 
 def resettable(model: SequenceModel) -> bool:
-    """Whether pieces on their own are what resets give: tokens leave, and no step refuses them. A grid has one size."""
+    """Return whether resets equal separate pieces: tokens are returned, and all steps accept resets. A grid has one
+    size."""
     output, grid = model.spec.output, model.spec.input.grid
     return output is not None and output.kind == "sequence" and not grid and graph.resets_obstacle(model.spec) is None

@@ -1,4 +1,4 @@
-"""Tensors that are no model's weights."""
+"""Tensors that cannot be weights of a model."""
 
 from __future__ import annotations
 

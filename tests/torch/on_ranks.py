@@ -1,4 +1,4 @@
-"""What tests/torch/test_distributed.py runs on each of two ranks; see tests/torch/ranks.py."""
+"""Functions that tests/torch/test_distributed.py runs on each of two ranks; see tests/torch/ranks.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from seqblocks.distributed import clip_gradients, load_weights, pieces, pipeline
 
 WORDS = 32
 SPECS = {
-    # repeats inside a repeat, ties, parameters in two precisions in one step
+    # nested repeats, ties, parameters in two precisions in one step
     "nested": """
 seqblocks: 1
 use: [xlstm, mamba]
@@ -41,7 +41,7 @@ model:
     - rms_norm
     - unembed: {tie: embed, bias: false}
 """,
-    # layers that use the parameters of others, inside and outside of their repeat; a scan of two directions
+    # layers that share parameters of others, inside and outside their repeat; a scan of two directions
     "shared": """
 seqblocks: 1
 use: [mamba]
@@ -69,7 +69,7 @@ model:
                   steps: [{linear: {features: 16, name: gates}}, {log_decay: {kind: softplus}}]
     - unembed: {bias: false}
 """,
-    # a value that later layers read besides the stream
+    # a value besides the stream that later layers read
     "stages": """
 seqblocks: 1
 use: [mamba]
@@ -85,7 +85,7 @@ model:
           - mamba_block: {dim: 16, state: 4}
     - unembed: {bias: false}
 """,
-    # heads, channels, hidden features; one head of keys for all queries; what is split along joined wires; experts
+    # heads, channels, hidden features; one key head for all queries; splits along joined wires; experts
     "split": """
 seqblocks: 1
 use: [xlstm, mamba, transformer]
@@ -165,7 +165,7 @@ def shared_float32(rank: int, folder: Path) -> Any:
 
 
 def master_weights(rank: int, folder: Path) -> Any:
-    """Train with float32 masters that are bfloat16 in the layers; what is float32 there stays so."""
+    """Train with float32 masters of bfloat16 layer parameters. Parameters that are float32 in the layers stay so."""
     model = _sharded(SPECS["nested"], "float32", dtype="bf16", checkpointing=True)
     seen = {}
     step = model.outer[0].mamba_block.residual.mixer.ssm
@@ -185,7 +185,7 @@ def master_weights(rank: int, folder: Path) -> Any:
 
 
 def checkpoints(rank: int, folder: Path) -> Any:
-    """Train a step, save with DCP and by `save`; then read on one rank, write again, and read on two."""
+    """Train a step, save with DCP and with `save`; then load on one rank, save again, and load on two."""
     text = SPECS["nested"]
     model = _sharded(text, "bfloat16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -214,7 +214,7 @@ def checkpoints(rank: int, folder: Path) -> Any:
 
 
 def refused_folder(rank: int, folder: Path) -> Any:
-    """The first rank cannot write: none hangs, and each has an error."""
+    """Save to a folder that the first rank cannot write: no rank hangs, and each raises an error."""
     try:
         seqblocks.save(_sharded(SPECS["shared"], "float32"), folder / "no folder" / "model")
     except seqblocks.SeqblocksError as error:
@@ -222,7 +222,7 @@ def refused_folder(rank: int, folder: Path) -> Any:
 
 
 def split_model(rank: int, folder: Path) -> Any:
-    """Tensor parallelism: outputs, gradients, a stream, and the way of weights into a checkpoint and back."""
+    """Split a model: check outputs, gradients and a stream, and weights on their way to a checkpoint and back."""
     text = SPECS["split"]
     one = seqblocks.build_text(text, dtype="float64")
     model = tensor_parallel(one)
@@ -253,7 +253,7 @@ def split_model(rank: int, folder: Path) -> Any:
 
 
 def _split_checkpoint(model: Any, one: Any, folder: Path) -> list[str]:
-    """Save in pieces, load whole, and load in pieces again; save as one folder. Returns the names that differ."""
+    """Save in parts, load whole, load in parts again, and save as one folder. Return the names that differ."""
     weights = get_model_state_dict(model)
     dcp.save(pieces(model, weights), checkpoint_id=folder / "pieces")
     seqblocks.save(model, folder / "whole")
@@ -284,7 +284,7 @@ def _split_checkpoint(model: Any, one: Any, folder: Path) -> list[str]:
 
 
 def both_ways(rank: int, folder: Path) -> Any:
-    """A split model whose parts are sharded, on a mesh of 1 x 2."""
+    """Shard the parts of a split model, on a mesh of 1 x 2."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel(seqblocks.build_text(SPECS["split"], device="meta"), mesh["tensor"])
     shard(model, mesh["data"])
@@ -302,7 +302,7 @@ def both_ways(rank: int, folder: Path) -> Any:
 
 
 def pipelined(rank: int, folder: Path) -> Any:
-    """Two stages, each sharded on a mesh of its own, and two micro-batches. Returns the losses and gradients."""
+    """Run two stages, each sharded on its own mesh, with two micro-batches. Return the losses and gradients."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))
     stage = pipeline_stage(seqblocks.build_text(SPECS["stages"], dtype="float64", device="meta"), rank, 2)
     shard(stage, mesh["data"])
@@ -316,7 +316,7 @@ def pipelined(rank: int, folder: Path) -> Any:
     return [float(loss.detach()) for loss in losses], _whole_gradients(stage)
 
 
-# Bundled models with small sizes: all of which a plan exists for, but for those with inputs by name.
+# Bundled models at small sizes: all those that have a plan, except those with inputs by name.
 BUNDLED: dict[str, dict[str, Any]] = {
     "mlstm_small": {}, "hybrid_small": {}, "mamba_small": {}, "transformer_small": {}, "vil_digits": {},
     "samba_small": {}, "looped_small": {}, "zamba_small": {}, "mingru_small": {}, "minlstm_small": {},
@@ -329,7 +329,7 @@ BUNDLED: dict[str, dict[str, Any]] = {
 
 
 def bundled_models(rank: int, folder: Path) -> Any:
-    """Tensor parallelism of bundled models in float64: by name, how far outputs, gradients and streams are off."""
+    """Split bundled models in float64. Return by name the errors of outputs, gradients and streams."""
     wrong: dict[str, float] = {}
     for name, values in BUNDLED.items():
         one = seqblocks.build(name, set=values, dtype="float64").eval()

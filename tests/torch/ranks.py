@@ -1,6 +1,7 @@
-"""Functions that run on several ranks, gloo processes on a CPU, and a command line that runs them there.
+"""Run functions on several ranks, which are gloo processes on a CPU, and the command line that starts them.
 
-Each is called with its rank and a folder that all ranks share; what it returns or raises is the result of that rank.
+Each function is called with its rank and a folder that all ranks share. Its return value or exception is the result of
+that rank.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 300  # seconds; a rank that waits for another for ever is ended
+TIMEOUT = 300  # seconds, after which a rank that still waits for another is terminated
 
 
 def run_ranks(script: Path, names: list[str], folder: Path, ranks: int = 2) -> dict[str, list[Any]]:
-    """Run functions of a script on so many ranks. Return by name what each rank returned, or the text of its error."""
+    """Run functions of a script on that many ranks. Return by name the result of each rank, or the text of its error.
+    """
     import torch
 
     command = [sys.executable, __file__, str(script), str(folder), str(ranks), ",".join(names)]
@@ -50,7 +52,7 @@ def _main(script: str, folder: str, ranks: str, names: str, rank: str) -> None:
             results[name] = getattr(module, name)(int(rank), Path(folder))
         except Exception:
             results[name] = traceback.format_exc()
-            break  # the other ranks may be waiting for this one
+            break  # other ranks may be waiting for this one
     torch.save(results, Path(folder) / f"results-{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,6 +1,6 @@
-"""What the ranks of the tests of sequence parallelism run: gloo processes, forked from one that imports torch for all.
+"""Ranks for the tests of sequence parallelism: gloo processes, forked from one that imports torch once.
 
-Each rank runs a model on the whole sequence by itself, then on its part of it with the others, and compares.
+Each rank runs a model alone on the whole sequence, then on its part together with the others, and compares.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from seqblocks.distributed.sequence import SequenceParallel
 from seqblocks.runtime.model import SequenceModel, has_tokens
 from seqblocks.testing import _by_name, _output_types, _weights, random_context, random_input
 
-TIMEOUT = 200  # seconds, after which ranks that wait for one another are ended
-SHARES = {2: (5, 18), 3: (4, 11, 8)}  # frames of the sequence that each rank has
+TIMEOUT = 200  # seconds, after which ranks that still wait for one another are terminated
+SHARES = {2: (5, 18), 3: (4, 11, 8)}  # frames of the sequence on each rank
 Errors = dict[str, float]
 
 
 def run_ranks(module: str, name: str, folder: Path, size: int) -> list[Any]:
-    """Return what a function of a module returns on each of so many ranks, called without arguments."""
+    """Return the result of a function of a module, called without arguments, on each of that many ranks."""
     root = Path(__file__).resolve().parents[2]
     folder = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "-m", "tests.torch.sequence_ranks", module, name, str(folder), str(size)]
@@ -39,7 +39,7 @@ def run_ranks(module: str, name: str, folder: Path, size: int) -> list[Any]:
 
 
 def larger(model: SequenceModel) -> SequenceModel:
-    """Return the model with larger weights than at its start: some maps are zero then, and hide what they read."""
+    """Return the model with larger weights. Some maps start at zero, which would hide errors in their inputs."""
     with torch.no_grad():
         for at, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
@@ -58,7 +58,7 @@ class Example:
         self.resets = self._marks() if marks and model._resets_obstacle is None else None
         model.zero_grad()
         self.y = _by_name(model(self.x, resets=self.resets, **self.context))
-        self.y = {name: y.double() for name, y in self.y.items()}  # token ids too
+        self.y = {name: y.double() for name, y in self.y.items()}  # also the embedding of token ids
         self.weights = {name: _weights(y) for name, y in self.y.items()}
         loss = torch.stack([(y * self.weights[name]).mean() for name, y in self.y.items()]).sum()
         if loss.requires_grad:
@@ -67,7 +67,7 @@ class Example:
         self.gradients = [p.grad for p in model.parameters()]
 
     def _marks(self) -> Tensor:
-        """First tokens of sequences, also where a part begins and at its end."""
+        """Return marks at the first tokens of sequences, including the boundaries of a part."""
         marks = torch.zeros(2, self.edges[-1], dtype=torch.bool)
         marks[0, [3, self.edges[1]]] = True
         marks[1, [self.edges[1] - 1, self.edges[-1] - 1]] = True
@@ -124,7 +124,7 @@ def _on_rank(module: str, name: str, folder: str, size: int, rank: int) -> int:
 
 
 def main(module: str, name: str, folder: str, size: str) -> int:
-    """Fork the ranks, and return 0 if none failed. When one fails the others, which may wait for it, are ended."""
+    """Fork the ranks, and return 0 if none failed. If one fails, terminate the others, which may be waiting for it."""
     importlib.import_module(module)
     children = []
     for rank in range(int(size)):

@@ -1,6 +1,6 @@
-"""Layers that attend: the law of states, a full cache, compilers, the reverse order, an independent transformer block.
+"""Attention layers: the state law, a full cache, compilers, reverse order, an independent transformer block.
 
-The kernel: tests/kernels/test_attention.py, tests/kernels/test_conformance.py.
+The kernel is tested in tests/kernels/test_attention.py and tests/kernels/test_conformance.py.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def test_the_law(given: str) -> None:
     check_law(model)
 
 
-def test_a_full_cache_is_said() -> None:
+def test_a_full_cache_is_reported() -> None:
     model = build("    - attention_layer: {dim: 8, heads: 2, cache: 4}\n")
     x = torch.randn(1, 5, 8, dtype=torch.float64)
-    model(x)  # nothing is kept, so nothing is missing
+    model(x)  # nothing is cached, so nothing can be missing
     _, state = model(x[:, :4], return_state=True)
     with pytest.raises(seqblocks.RunError, match="has seen 5 tokens, but its cache has room for 4"):
         model.step(x[:, 4], state)
@@ -42,7 +42,7 @@ def test_a_full_cache_is_said() -> None:
 
 
 @torch.no_grad()
-def test_a_full_cache_is_said_by_compiled_models_too() -> None:
+def test_a_full_cache_is_reported_by_compiled_models_too() -> None:
     model = build("    - attention_layer: {dim: 8, heads: 2, cache: 4}\n").eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -59,7 +59,7 @@ def test_a_full_cache_is_said_by_compiled_models_too() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("given", ["window: 3", "kv_heads: 1, cache: 16"])
 def test_models_compile_and_export(given: str) -> None:
-    """One graph, with resets and state too."""
+    """A model compiles to one graph, also with resets and state."""
     model = build(f"    - attention_layer: {{dim: 8, heads: 2, {given}}}\n").eval()
     x = torch.randn(2, 11, 8, dtype=torch.float64)
     resets = marked(11, [(0, 4)])
@@ -78,7 +78,7 @@ def test_models_compile_and_export(given: str) -> None:
     [("window: 3", "auto"), ("window: 1", "auto"), ("window: 3", "reference"), ("cache: 16", "auto")],
 )
 def test_one_export_serves_every_length(given: str, backend: str) -> None:
-    """Also lengths within the window."""
+    """Lengths within the window are included."""
     model = build(f"    - attention_layer: {{dim: 8, heads: 2, {given}}}\n").eval()
     length = torch.export.Dim("length", min=2, max=4096)
     with use_backend(backend):
@@ -90,7 +90,7 @@ def test_one_export_serves_every_length(given: str, backend: str) -> None:
 
 
 def test_packed_sequences_compile() -> None:
-    """More than a block of them: what is made again for the backward pass compiles as well."""
+    """Longer than a block, so that recomputation in the backward pass compiles as well."""
     model = build("    - attention_layer: {dim: 8, heads: 2}\n")
     x = torch.randn(1, 1100, 8, dtype=torch.float64, requires_grad=True)
     resets = marked(1100, [(0, 600)])[:1]
@@ -101,7 +101,7 @@ def test_packed_sequences_compile() -> None:
 
 @pytest.mark.parametrize("given", ["window: 3", "kv_heads: 1"])
 def test_the_reverse_order(given: str) -> None:
-    """Each packed sequence read from its right end, as if turned round by hand; gradients too."""
+    """Each packed sequence is read from its right end, like a sequence flipped explicitly; gradients too."""
     layer = f"{{attention_layer: {{dim: 8, heads: 2, {given}}}}}"
     backward = build(f"    - scan: {{order: reverse, steps: [{layer}]}}\n")
     forward = build(f"    - {layer}\n")
@@ -112,14 +112,14 @@ def test_the_reverse_order(given: str) -> None:
     near(*([y, *torch.autograd.grad(y.square().sum(), x)] for y in (found, expected)))
 
 
-def test_the_scale_is_what_is_given() -> None:
+def test_the_scale_argument() -> None:
     model = build(
         "    - linear: {features: 24, as: [q, k, v]}\n    - attention: {q: q, k: k, v: v, heads: 2, scale: 0.3}\n"
     )
     x = torch.randn(2, 7, 8, dtype=torch.float64)
     made = torch.nn.functional.linear(x, model.linear.weight, model.linear.bias)
     q, k, v = (t.unflatten(-1, (2, 4)) for t in made.chunk(3, -1))
-    near([model(x)], [by_hand(q * 0.3 * 2, k, v, True, None, None, None).flatten(-2)])  # the 2 undoes its 1 / sqrt(4)
+    near([model(x)], [by_hand(q * 0.3 * 2, k, v, True, None, None, None).flatten(-2)])  # the 2 cancels its 1 / sqrt(4)
 
 
 def test_not_causal_does_not_stream() -> None:
@@ -133,7 +133,7 @@ def test_not_causal_does_not_stream() -> None:
 
 
 def test_a_block_against_plain_torch() -> None:
-    """A LLaMA block written out for one sequence, rotary positions as complex numbers."""
+    """The spec equals a LLaMA block written out for one sequence, with rotary positions as complex numbers."""
     model = build("    - transformer_block: {dim: 8, heads: 4, kv_heads: 2, hidden: 12}\n", seed=3)
     w = {k.removeprefix("transformer_block."): p for k, p in model.named_parameters()}
     x = torch.randn(1, 9, 8, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_a_block_against_plain_torch() -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("gate", ["before", "after"])
 def test_gated_rms_norm(gate: str, groups: int) -> None:
-    """Gain and bias belong to the norm: `gate: after` multiplies them too."""
+    """`gate: after` multiplies by the gate after gain and bias."""
     model = build(
         "    - linear: {features: 16, as: [x, z]}\n"
         f"    - rms_norm: {{x: x, z: z, gate: {gate}, groups: {groups}, bias: true}}\n"

@@ -1,4 +1,4 @@
-"""Axes by patterns: einops on plain tensors is the truth; the checked shapes, streams, lookahead and errors follow."""
+"""Axes by patterns: values equal einops on plain tensors; checked shapes, streams, lookahead and errors."""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_windows_stream(steps: list[str], frame: int, lookahead: int) -> None:
     check_law(model, seq=7)
 
 
-def test_what_moves_tokens_about_has_no_resets_and_no_stream() -> None:
+def test_permuted_tokens_have_no_resets_and_no_stream() -> None:
     model = built("features: 6", STACK)
     with pytest.raises(RunError, match=r"rearrange .* would mix the sequences .*: it reorders tokens"):
         model(draw(2, 6, 6), resets=torch.zeros(2, 6, dtype=torch.bool))
@@ -198,7 +198,7 @@ def test_as_many_tokens_in_another_grid() -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_call_with_another_grid_of_as_many_tokens(wrapped: bool) -> None:
-    """The grid of the call, and what steps make of it, have as many tokens, and the spec cannot tell them apart."""
+    """The grid of the call has as many tokens as the grid of a later step, and the spec cannot tell them apart."""
     turn, rows = 'rearrange: {pattern: "rows columns f -> columns rows f"}', "rows columns f -> rows f"
     steps = [turn, f'reduce: {{from: input, pattern: "{rows}", as: a}}']
     if wrapped:

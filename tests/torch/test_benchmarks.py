@@ -1,4 +1,4 @@
-"""The benchmark runs, its candidates compute the same, and it says what is absent."""
+"""Benchmarks run, their candidates compute the same values, and missing packages are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 
 
 def imported(root: Path, name: str) -> ModuleType:
-    """A benchmark as a module; beside it lies what it shares with the others."""
+    """Import a benchmark as a module. Modules that it shares with others are in the same folder."""
     folder = root / "benchmarks"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -54,7 +54,7 @@ def children(root: Path) -> ModuleType:
 
 @pytest.mark.parametrize("mode", ["neck", "pointwise", "dws", "full"])
 def test_the_plain_fft_is_the_same_layer(cpu: ModuleType, mode: str) -> None:
-    """float32 FFTs on both sides: 2^-24 of the largest value times some tens of roundings."""
+    """Both sides use float32 FFTs: 2^-24 of the largest value times some tens of roundings."""
     torch.manual_seed(0)
     ours, leaves = cpu.centaurus_ours(mode)(96)
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def test_the_plain_fft_is_the_same_layer(cpu: ModuleType, mode: str) -> None:
 
 @pytest.mark.parametrize("peer", ["mlstm_native", "mlstm_parallel"])
 def test_the_peers_compute_the_same_mlstm(cpu: ModuleType, peer: str) -> None:
-    """Where they are installed: float32, and their stabilisers differ, which eps shows (1e-6)."""
+    """Installed peers agree in float32. Their stabilisers differ, which eps makes visible (1e-6)."""
     pytest.importorskip({"mlstm_native": "mlstm_kernels", "mlstm_parallel": "xlstm"}[peer], reason="a peer, optional")
     ours, theirs = cpu.mlstm_ours(128)[0](), getattr(cpu, peer)(128)[0]().transpose(1, 2)
     assert (ours - theirs).abs().max() <= 1e-4 * ours.abs().max()
@@ -74,7 +74,7 @@ def test_the_peers_compute_the_same_mlstm(cpu: ModuleType, peer: str) -> None:
 
 @pytest.mark.parametrize("case", ["delta_head", "delta_key", "mamba2", "channels_64"])
 def test_the_torch_paths_of_transformers_compute_the_same(root: Path, case: str) -> None:
-    """Where they are installed; the page of linear attention compares all before it times them."""
+    """Installed candidates agree. The page of linear attention compares all of them before it times them."""
     pytest.importorskip("transformers", reason="a peer, optional")
     linear = imported(root, "linear_attention")
     found, absent = linear.compared(linear.CASES[case], linear.CASES[case].draw(70))
@@ -111,7 +111,7 @@ def test_it_runs_and_writes_a_table(root: Path, tmp_path: Path) -> None:
     assert all(r["left_out"] or r["both_ms"] > 0 for r in records)
 
 
-def test_a_floor_says_what_the_case_costs(cpu: ModuleType) -> None:
+def test_a_floor_states_the_cost_of_a_case(cpu: ModuleType) -> None:
     ours = {"case": "mlstm", "length": 2048, "candidate": "seqblocks", "forward_ms": 20.0, "both_ms": 60.0}
     lines = cpu.growth([ours])
     assert "matrix products of the mLSTM at 2,048 tokens" in lines[-1]
@@ -163,7 +163,7 @@ PEER = "def causal_conv1d_fn(x, weight, bias, activation):\n    raise RuntimeErr
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_can_be_rehearsed(root: Path, tmp_path: Path) -> None:
-    """With a peer that can be imported and fails: a line in the table."""
+    """A peer that can be imported but fails is a line in the table."""
     (tmp_path / "causal_conv1d.py").write_text(PEER, encoding="utf-8")
     results = rehearse(root, tmp_path, "conv", "mlstm_step", PYTHONPATH=f"{root}{os.pathsep}{tmp_path}")
     assert {r["case"]: r["ok"] for r in results["checks"]} == {"conv": True, "mlstm_step": True}
@@ -188,7 +188,7 @@ def test_the_whole_gpu_benchmark_can_be_rehearsed(gpu: ModuleType, root: Path, t
             assert (found[name] == "not installed") == absent, name
 
 
-def test_a_table_is_never_written_over(gpu: ModuleType, tmp_path: Path) -> None:
+def test_a_table_is_never_overwritten(gpu: ModuleType, tmp_path: Path) -> None:
     def name(case: list[str] | None) -> str:
         options = argparse.Namespace(case=case, out=tmp_path, rehearse=False, minutes=1.0)
         of = gpu.Run(["mlstm"], "cuda", options)
@@ -203,14 +203,14 @@ def test_a_table_is_never_written_over(gpu: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For sm_90, and without running any: tensors have shapes alone, and nothing is launched."""
+    """Checks run for sm_90 without launching kernels: tensors have only shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from seqblocks.kernels import triton_common
     from seqblocks.kernels.dispatch import custom_op
     from seqblocks.kernels.dispatch.self_check import launched_for
 
-    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # that a CPU will do
+    monkeypatch.setattr(triton_common, "INTERPRETED", True)  # which also works on a CPU
     monkeypatch.setattr(triton_common, "arch", lambda x: "sm_90")
     monkeypatch.setattr(custom_op, "is_seen", lambda args: False)  # torch.library would stop at the shapes
 
@@ -228,7 +228,7 @@ def test_the_gpu_benchmark_checks_every_launch_that_it_times(gpu: ModuleType, mo
             assert timed <= launched(case, gpu.checked(case, shape), **gpu.launch_sizes(case, shape)), (key, shape)
 
 
-def test_the_gpu_benchmark_sees_what_is_wrong(gpu: ModuleType) -> None:
+def test_the_gpu_benchmark_detects_wrong_values(gpu: ModuleType) -> None:
     case = gpu.CASES["conv"]
     wrong = case._replace(ours=lambda x, backend: case.ours(x, backend) * (1.01 if backend == "triton" else 1))
     shape = gpu.rehearsed(case.shapes[0])
@@ -239,8 +239,8 @@ def test_the_gpu_benchmark_sees_what_is_wrong(gpu: ModuleType) -> None:
     assert gpu.compare(wrong, leaves)[0] > 5e-3
 
 
-def test_the_gpu_benchmark_sees_sequences_that_are_mixed_up(gpu: ModuleType) -> None:
-    """Where it is timed, only two are compared: the others must not show in them, nor they in the others."""
+def test_the_gpu_benchmark_detects_mixed_up_sequences(gpu: ModuleType) -> None:
+    """Timing compares only two sequences, so the others must not affect them, nor be affected by them."""
     case = gpu.CASES["conv"]
     leaves = gpu.drawn(case, {"B": 4, "S": 6, "D": 16, "K": 4}, "cpu", torch.float32)
     mixed = case._replace(ours=lambda x, b: case.ours(x, "torch").roll(1 if b == "triton" else 0, 0))
@@ -251,7 +251,7 @@ def test_the_gpu_benchmark_sees_sequences_that_are_mixed_up(gpu: ModuleType) -> 
     assert gpu.compare(leaking, leaves) == (float("inf"), "gradient of x, between")
 
 
-def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: ModuleType) -> None:
+def test_the_gpu_benchmark_detects_swapped_inputs_and_nan(gpu: ModuleType) -> None:
     case = gpu.CASES["mlstm"]
     shape = {"B": 1, "S": 8, "H": 1, "DK": 8, "DV": 8}
 
@@ -268,7 +268,7 @@ def test_the_gpu_benchmark_tells_inputs_apart_and_sees_what_is_no_number(gpu: Mo
 def test_the_pause_covers_the_queueing_or_the_table_says_so(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, slowly: float, late: bool
 ) -> None:
-    """A device that only sleeps, and a clock of its own: queueing takes 3 ms, later `slowly` times that."""
+    """Run on a fake device that only sleeps, with its own clock: queueing takes 3 ms, later `slowly` times that."""
     host, device, queued = [0.0], [0.0], [0]
 
     class Event:
@@ -307,7 +307,7 @@ forked = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # xdist
 
 
 @forked
-def test_what_dies_or_hangs_takes_nothing_along(children: ModuleType) -> None:
+def test_a_crash_or_a_hang_does_not_affect_other_work(children: ModuleType) -> None:
     def work(what: str) -> Iterator[str]:
         yield f"{what} began"
         if what == "dies":
@@ -327,7 +327,7 @@ def test_what_dies_or_hangs_takes_nothing_along(children: ModuleType) -> None:
 
 
 @forked
-def test_nothing_goes_on_when_time_is_over(children: ModuleType) -> None:
+def test_all_work_stops_at_the_time_limit(children: ModuleType) -> None:
     def work(seconds: float) -> Iterator[str]:
         time.sleep(seconds)
         yield "done"
@@ -337,7 +337,7 @@ def test_nothing_goes_on_when_time_is_over(children: ModuleType) -> None:
     assert [(job, type(x)) for job, x in found[1:]] == [((60.0,), children.Late), ((0.0,), children.Late)]
 
 
-def test_without_a_device_it_says_so(root: Path) -> None:
+def test_a_missing_device_is_reported(root: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Records in the user's cache folder: whole, apart from each other, and never in the way."""
+"""Records in the user's cache folder: complete, separate, and optional."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_what_is_written_is_read(folder: Path) -> None:
+def test_written_records_are_read(folder: Path) -> None:
     assert cache.read(KEY) is None
     cache.write(KEY, "it is wrong")
     assert cache.read(KEY) == "it is wrong"
@@ -49,14 +49,14 @@ def test_a_bad_record_is_absent_and_replaced(text: str, folder: Path) -> None:
     assert cache.read(KEY) == "new"
 
 
-def test_bytes_that_are_no_text_are_absent(folder: Path) -> None:
+def test_bytes_that_are_not_text_count_as_absent(folder: Path) -> None:
     cache.write(KEY, "")
     cache.path(KEY).write_bytes(b"\xff\xfe")
     assert cache.read(KEY) is None
 
 
-def test_a_record_of_another_key_is_not_taken(folder: Path) -> None:
-    """As if two digests were the same."""
+def test_a_record_of_another_key_is_not_used(folder: Path) -> None:
+    """Simulates two keys with the same digest."""
     cache.write(KEY, "")
     cache.path(ANOTHER).write_text(cache.path(KEY).read_text())
     assert cache.read(ANOTHER) is None
@@ -68,7 +68,7 @@ def test_six_processes_keep_all_records(folder: Path, root: Path) -> None:
     assert [writer.wait(120) for writer in writers] == [0] * 6
     assert all(cache.read(f"{w} {at}") == "" for w in range(6) for at in range(15))
     assert all(cache.read(f"all {at}") in map(str, range(6)) for at in range(15))
-    assert len([*folder.rglob("*")]) == 1 + 90 + 15  # nothing temporary is left
+    assert len([*folder.rglob("*")]) == 1 + 90 + 15  # no temporary files remain
 
 
 def test_a_folder_that_cannot_be_written_gives_a_warning(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Layers of Centaurus and of other rates: counts, initial values, frames, the law.
 
-The kernel: tests/kernels/test_centaurus.py, tests/kernels/test_conformance.py.
+The kernel is tested in tests/kernels/test_centaurus.py and tests/kernels/test_conformance.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def build(steps: str, features: int = 4) -> Any:
     ("mode", "expected"), [("neck", 9_792), ("pointwise", 66_624), ("dws", 1_728), ("full", 110_592)]
 )
 def test_counts_of_the_reference(mode: str, expected: int) -> None:
-    """64 features, 64 channels (full: 4,096), 8 sub-states: a complex number counts as the two reals it is."""
+    """64 features, 64 channels (full: 4,096), 8 sub-states. A complex number counts as two reals."""
     model = build(f"    - centaurus: {{mode: {mode}, sub_states: 8}}\n", 64)
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
-def test_the_published_start() -> None:
+def test_published_initial_values() -> None:
     own = dict(build("    - centaurus: {mode: neck, state: 5, sub_states: 4}\n").centaurus.named_parameters())
     torch.testing.assert_close(-torch.nn.functional.softplus(own["A_real"]), torch.full_like(own["A_real"], -0.5))
     torch.testing.assert_close(own["A_imag"][2].float(), math.pi * torch.arange(4))
@@ -51,8 +51,8 @@ def test_a_rate_divides_and_restores() -> None:
         model(x, resets=torch.zeros(1, 8, dtype=torch.bool))
 
 
-def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
-    """Down by 2 and by 3, up by 3: frames of 6, of which the output has 3 tokens."""
+def test_a_stream_of_a_changed_rate_runs_by_frames() -> None:
+    """Down by 2 and by 3, up by 3: frames of 6 tokens, for each of which the output has 3."""
     model = build(
         "    - causal_conv: {kernel: 3}\n    - downsample: {name: a, factor: 2}\n"
         "    - causal_conv: {name: coarse, kernel: 2}\n    - downsample: {name: b, factor: 3}\n"
@@ -76,7 +76,7 @@ def test_a_stream_of_a_changed_rate_goes_by_frames() -> None:
     check_law(vector, seq=3, cuts=(2,))
 
 
-def test_a_token_behind_a_rate_costs_its_share() -> None:
+def test_costs_of_tokens_at_a_changed_rate() -> None:
     every, fourth = (
         macs(build(f"{first}    - linear: {{features: 8, bias: false}}\n").graph, None)
         for first in ("", "    - downsample: {factor: 4}\n")

@@ -37,7 +37,7 @@ blocks:
 """
 
 
-def test_a_saved_model_comes_back_whole(tmp_path: Path) -> None:
+def test_a_saved_model_is_restored(tmp_path: Path) -> None:
     model = seqblocks.build_text(TEXT, seed=5, set={"model.own.width": 10}, dtype=torch.float64)
     path = tmp_path / "model"
     save(model, path)
@@ -46,10 +46,10 @@ def test_a_saved_model_comes_back_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
     assert again.unembed.weight is again.embed.weight
     assert load(path, dtype=torch.float32)(x).dtype == torch.float32
-    assert list(tmp_path.iterdir()) == [path], "nothing half-written is left"
+    assert list(tmp_path.iterdir()) == [path], "no partial files should be left"
 
 
-def test_what_owns_no_weights_can_be_restored_otherwise(tmp_path: Path) -> None:
+def test_overrides_without_parameters_are_possible_on_restore(tmp_path: Path) -> None:
     text = """
 seqblocks: 1
 let: {rate: 0.0, dim: 4, spare: 1}
@@ -61,12 +61,12 @@ model:
     with pytest.warns(seqblocks.OverrideWarning, match="spare=2"):
         model = seqblocks.build_text(text, set={"let.dim": 6, "let.rate": 0.1, "spare": 2})
     save(model, path)
-    again = load(path, set={"rate": 0.25})  # and no second word about `spare`
+    again = load(path, set={"rate": 0.25})  # `spare` was already reported
     assert again.graph.nodes[0].arguments.drop_path == 0.25
     x = torch.randn(2, 3, 6)
     assert torch.equal(again.eval()(x), model.eval()(x))
     save(again, path)
-    assert load(path).graph.nodes[0].arguments.drop_path == 0.25, "and is saved with it"
+    assert load(path).graph.nodes[0].arguments.drop_path == 0.25, "it should be saved too"
     with pytest.raises(seqblocks.RunError, match=r"residual.linear.weight is \[6, 6\], but \[8, 8\] in the model"):
         load(path, set={"dim": 8})
     with pytest.raises(seqblocks.SpecError, match="there is no 'dmi'"):
@@ -131,9 +131,9 @@ def test_each_parameter_keeps_its_dtype(tmp_path: Path) -> None:
 def test_ties_that_are_broken_are_not_saved(tmp_path: Path) -> None:
     whole = seqblocks.build_text(TEXT, seed=1)
     model = seqblocks.build_text(TEXT, device="meta")
-    model.to_empty(device="cpu").load_state_dict(whole.state_dict())  # two parameters from here on
+    model.to_empty(device="cpu").load_state_dict(whole.state_dict())  # two separate parameters from here on
     assert model.unembed.weight is not model.embed.weight
-    save(model, tmp_path / "m")  # and as yet of the same values
+    save(model, tmp_path / "m")  # which still have the same values
     assert torch.equal(load(tmp_path / "m").unembed.weight, whole.embed.weight)
     before = {file.name: file.read_bytes() for file in (tmp_path / "m").iterdir()}
     with torch.no_grad():
@@ -169,7 +169,7 @@ def _other_shape(model: nn.Module) -> None:
         (lambda model: model.to("meta"), r"embed\.weight is on the meta device, which holds no data"),
     ],
 )
-def test_what_could_not_be_restored_is_not_saved(change: Any, message: str, tmp_path: Path) -> None:
+def test_models_that_could_not_be_restored_are_not_saved(change: Any, message: str, tmp_path: Path) -> None:
     model = seqblocks.build_text(TEXT)
     change(model)
     with pytest.raises(seqblocks.RunError, match=message):
@@ -177,7 +177,7 @@ def test_what_could_not_be_restored_is_not_saved(change: Any, message: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_not_ours_is_refused_in_words(tmp_path: Path) -> None:
+def test_foreign_files_are_refused_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(seqblocks.UsageError, match="absent does not exist; load needs a folder written by save"):
         load(tmp_path / "absent")
     with pytest.raises(seqblocks.UsageError, match="'gpu9' is not a device"):
@@ -282,10 +282,10 @@ model:
         ("parallel.right.linear.weight", "parallel: two", "two.right.linear.weight"),
         ("layers.1.a.r.c.first.weight", '"layers.{i}.a": "l.{i}"', "l.1.c.inside.weight"),
         ("layers.1.a.r.c.first.weight", '"layers.{i}": "l.{i}"', "l.1.a.c.inside.weight"),
-        # a key that reaches into a block decides for what it matches
+        # A key that matches inside a block applies to its matches,
         ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r": "l.{i}"', "l.1.c.inside.weight"),
         ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r.c.first": "l.{i}"', "l.1.weight"),
-        # and for nothing else
+        # and to nothing else.
         ("layers.1.a.r.c.first.weight", '"layers.{i}.a.r.c.out": "l.{i}"', "layers.1.a.c.inside.weight"),
         ("layers.0.a.r.c.out.weight", '"layers.{i}.a.r.c.first": "l.{i}"',
          {"split": "layers.0.a.c.fused", "parts": 2, "part": 1}),
@@ -341,10 +341,10 @@ def mamba_weights() -> dict[str | None, Tensor]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # the right layer under another prefix, not another layer under the same
+        # The hint is the right layer under another prefix, not another layer under the same one.
         ({"layers.1.mamba_block.mixer.D": "model.layers.1.mixer.D"},
          r"no layers\.1\.mamba_block\.mixer\.D, needed for .*\. Did you mean model\.layers\.1\.mixer\.D\?$"),
-        # nothing of that layer is left: no other layer is offered
+        # Nothing of that layer is left, and no other layer is suggested.
         ({"layers.1.mamba_block.mixer.D": None}, r"needed for \S+ssm\.D\.$"),
         ({"embed.weight": "backbone.embeddings.weight"},
          r"Did you mean backbone\.embeddings\.weight\? In `checkpoint:`, write `embed: backbone\.embeddings`$"),
@@ -353,7 +353,7 @@ def mamba_weights() -> dict[str | None, Tensor]:
          r"^(the official weights have no layers\.1\.mamba_block\.\S+, needed for layers\.1\.\S+\.\n?){10}$"),
     ],
 )  # fmt: skip
-def test_a_missing_tensor_gets_the_hint_it_deserves(change: dict[str, str | None], message: str) -> None:
+def test_hints_for_missing_tensors(change: dict[str, str | None], message: str) -> None:
     model = seqblocks.build_text(MAMBA.replace("STEPS", STEPS))
     weights = {change.get(name, name): tensor for name, tensor in mamba_weights().items()}
     weights.pop(None, None)
@@ -362,7 +362,7 @@ def test_a_missing_tensor_gets_the_hint_it_deserves(change: dict[str, str | None
     load_official(model, mamba_weights())
 
 
-def test_positions_of_another_grid_name_what_sets_them() -> None:
+def test_positions_of_another_grid_name_their_setting() -> None:
     steps = "patch_embed: {patch: 4, STRIDE features: 8}, position_embed"
     text = f"seqblocks: 1\nmodel: {{input: {{image: {{size: 16}}}}, steps: [{steps}]}}"
     coarse = seqblocks.build_text(text.replace("STRIDE ", ""))
@@ -376,13 +376,13 @@ def test_positions_of_another_grid_name_what_sets_them() -> None:
     load_official(fits, coarse.state_dict())
 
 
-def test_what_is_tied_may_be_there_once_or_twice() -> None:
+def test_tied_tensors_may_be_present_once_or_twice() -> None:
     steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
     text = f"seqblocks: 1\nmodel: {{input: {{tokens: 7}}, steps: {steps}}}\ncheckpoint: {{embed: wte, unembed: head}}"
     model, table = seqblocks.build_text(text), torch.randn(7, 4)
     head = {"head.weight": table.clone()}
     for tensors in ({"wte.weight": table}, head, {"wte.weight": table, **head}):
-        load_official(model.to_empty(device="cpu"), tensors)  # which parts what was tied
+        load_official(model.to_empty(device="cpu"), tensors)  # which separates tied parameters
         assert torch.equal(model.unembed.weight, table)
     with pytest.raises(seqblocks.RunError, match=r"unembed\.weight is tied to embed\.weight, but the official"):
         load_official(model, {"wte.weight": table, "head.weight": table + 1})
@@ -405,7 +405,7 @@ def test_wrapped_steps_are_filled_and_saved(tmp_path: Path) -> None:
     save(model, tmp_path / "m")
     for name, tensor in load(tmp_path / "m").state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name])
-    assert [name for name, _ in model.unembed.named_parameters()] == ["weight", "bias"], "and no tie beside the tied"
+    assert [name for name, _ in model.unembed.named_parameters()] == ["weight", "bias"], "the tie should not be saved"
 
 
 def test_mamba_releases_hold_their_tied_head_too() -> None:
@@ -466,7 +466,7 @@ def test_missing_and_spare_tensors_are_named() -> None:
         ("q", "q of the official weights is not a tensor, but list"),
     ],
 )
-def test_what_only_the_tensors_can_tell(recipe: str, message: str) -> None:
+def test_errors_that_depend_on_the_tensors(recipe: str, message: str) -> None:
     steps = "[{linear: {features: 8, bias: false, name: head}}]"
     model = seqblocks.build_text(
         f"seqblocks: 1\nmodel: {{input: {{features: 6}}, steps: {steps}}}\ncheckpoint: {{head.weight: {recipe}}}"
@@ -505,7 +505,7 @@ def test_wrapped_weights_are_reported() -> None:
         load_official(model, wrapped)
     with pytest.raises(seqblocks.RunError) as error:
         load_official(model, {3: torch.ones(1), "more": torch.ones(1), **wrapped})
-    assert "remove it" not in str(error.value), "it would not help"
+    assert "remove it" not in str(error.value), "the hint would not help"
 
 
 def test_only_a_model_that_can_be_filled_is_loaded() -> None:
@@ -515,7 +515,7 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
         load_official(nn.Linear(2, 2), official())  # type: ignore[arg-type]
     model = seqblocks.build_text(MAPPED)
     model.more = nn.Linear(2, 2)
-    load_official(model, official())  # tensors besides the spec's own are ignored
+    load_official(model, official())  # tensors that are not in the spec are ignored
     model.layers[3].qkv.q.weight = nn.Parameter(torch.ones(4, 1))
     with pytest.raises(seqblocks.RunError, match=r"layers\.3\.qkv\.q\.weight is \[4, 1\], but \[4, 4\] in the spec"):
         load_official(model, official())
@@ -524,7 +524,7 @@ def test_only_a_model_that_can_be_filled_is_loaded() -> None:
         load_official(model, official())
 
 
-def test_the_order_of_keys_decides_nothing() -> None:
+def test_the_order_of_keys_does_not_matter() -> None:
     steps = "[{repeat: {name: layers, times: 3, steps: [linear: {features: 4}, rms_norm, head_norm: {heads: 2}]}}]"
     keys = ['"layers.{layer}.linear": "l.{layer}"', "layers.0.linear: first", "layers.1: second", "layers: all"]
     for order in (keys, keys[::-1]):

@@ -30,8 +30,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ("block_120", ["vil_small_block", "--length", "2048", "--batch", "2"], 120),
     ],
 )
-def test_the_table(name: str, arguments: list[str], width: int, run_here: Run, root: Path, update_golden: bool) -> None:
-    done = run_here("build", *arguments, "--summary", env={"COLUMNS": str(width)})
+def test_the_table(name: str, arguments: list[str], width: int, run_main: Run, root: Path, update_golden: bool) -> None:
+    done = run_main("build", *arguments, "--summary", env={"COLUMNS": str(width)})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines()[1:])) <= width
@@ -72,19 +72,19 @@ def test_layers_by_ranges(numbers: list[int], shown: str) -> None:
         ("[b.bias]", [("fwd", 36), ("rev", 4)]),
     ],
 )
-def test_whose_parameters_a_scan_of_two_orders_counts(
-    own: str, rows: list[tuple[str, int]], run_here: Run, tmp_path: Path
+def test_parameters_of_a_scan_of_two_orders(
+    own: str, rows: list[tuple[str, int]], run_main: Run, tmp_path: Path
 ) -> None:
     steps = "[{causal_conv: {kernel: 2, name: a}}, {causal_conv: {kernel: 5, name: b}}]"
     scan = f"scan: {{order: [forward, reverse], own: {own}, steps: {steps}}}"
     (tmp_path / "two.yaml").write_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{{{scan}}}]}}\n")
-    data = json.loads(run_here("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
+    data = json.loads(run_main("build", "two.yaml", "--format", "json", cwd=tmp_path).stdout)
     (found,) = data["steps"]
     shown = [(", ".join(row["names"]), row["params"]) for row in found["steps"]]
     assert shown == [(name.removesuffix(" (2 x)"), params) for name, params in rows]
     assert found["params"] == sum(row["params"] * len(row["names"]) for row in found["steps"])
     assert found["macs"] == sum(row["macs"] * len(row["names"]) for row in found["steps"]) == 2 * 4 * 7
-    table = run_here("build", "two.yaml", "--summary", cwd=tmp_path).stdout
+    table = run_main("build", "two.yaml", "--summary", cwd=tmp_path).stdout
     for name, _ in rows:
         assert f"\n  {name} " in table
 
@@ -92,22 +92,22 @@ def test_whose_parameters_a_scan_of_two_orders_counts(
 @pytest.mark.parametrize(
     ("spec", "per", "tokens"), [("vil_digits", "image", 16), ("centaurus_keywords", "sequence", 16000)]
 )
-def test_a_classifier_is_counted_by_what_it_classifies(spec: str, per: str, tokens: int, run_here: Run) -> None:
-    data = json.loads(run_here("build", spec, "--format", "json").stdout)
+def test_figures_of_a_classifier_are_per_input(spec: str, per: str, tokens: int, run_main: Run) -> None:
+    data = json.loads(run_main("build", spec, "--format", "json").stdout)
     assert data["counted_per"] == per
-    # a figure per token, times the tokens, is the figure per input; all steps here have tokens that divide these
+    # The figure per token, times the tokens, is the figure per input: tokens of all steps here divide these figures.
     assert data["input_macs"] == pytest.approx(data["macs_per_token"] * tokens, rel=1e-12)
     assert data["input_macs"] == sum(row["input_macs"] for row in data["steps"])
-    table = run_here("build", spec, "--summary", "--batch", "3").stdout
+    table = run_main("build", spec, "--summary", "--batch", "3").stdout
     assert f"MACs/{per}" in table
     assert f"FLOPs per {per} ({tokens:,} tokens); " in table
     assert "MACs for 3\n" in table
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "20", "-3", "x"])
-def test_a_terminal_too_narrow_for_a_table(columns: str, run_here: Run) -> None:
-    """Lines that the terminal wraps say more than cells without a letter."""
-    lines = run_here("build", "vil_digits", "--summary", env={"COLUMNS": columns}).stdout.splitlines()
+def test_a_terminal_too_narrow_for_a_table(columns: str, run_main: Run) -> None:
+    """Wrapped lines are more readable than table cells without a letter."""
+    lines = run_main("build", "vil_digits", "--summary", env={"COLUMNS": columns}).stdout.splitlines()
     (row,) = (line for line in lines if line.startswith("patch_embed"))
     assert "[batch, 16, 48]" in row
     assert "240" in row.split()
@@ -127,24 +127,24 @@ def test_a_long_name_is_cut_before_its_verb(encoding: str, run_cli: Run, tmp_pat
     assert len(row) <= 60
 
 
-def test_build_says_what_it_built(run_here: Run) -> None:
-    assert run_here("build", "vil_digits").stdout == "vil_digits: built, 73,626 parameters, float32 on cpu, 295 kB\n"
-    data = json.loads(run_here("build", "vil_digits", "--format", "json", "--dtype", "f64").stdout)
+def test_build_reports_the_model(run_main: Run) -> None:
+    assert run_main("build", "vil_digits").stdout == "vil_digits: built, 73,626 parameters, float32 on cpu, 295 kB\n"
+    data = json.loads(run_main("build", "vil_digits", "--format", "json", "--dtype", "f64").stdout)
     assert (data["built_params"], data["params"], data["params_bytes"]) == (73626, 73626, 8 * 73626)
     assert data["steps"][0]["names"] == ["patch_embed"]
 
 
-def test_torch_without_numpy_does_not_speak_first(run_cli: Run, root: Path, tmp_path: Path) -> None:
+def test_torch_without_numpy_prints_no_warning(run_cli: Run, root: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
     bare = [sys.executable, "-c", "import torch"]
     errors = subprocess.run(bare, env={**os.environ, **env}, capture_output=True, text=True, check=True).stderr
-    assert "Failed to initialize NumPy" in errors  # else there is nothing to test
+    assert "Failed to initialize NumPy" in errors  # otherwise there is nothing to test
     done = run_cli("build", "vil_digits", env=env)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_absent_is_said(run_cli: Run) -> None:
+def test_missing_packages_are_reported(run_cli: Run) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -160,10 +160,10 @@ def test_what_is_absent_is_said(run_cli: Run) -> None:
 
 @pytest.mark.parametrize("moments", [4, pytest.param(50, marks=pytest.mark.long)])
 def test_an_interrupt_at_any_moment_of_a_build_ends_quietly(moments: int, root: Path) -> None:
-    """While torch is imported, which turns a KeyboardInterrupt into errors of its own, too."""
+    """The import of torch turns KeyboardInterrupt into errors of its own, so interrupts are tested there too."""
     ended = [interrupted(root, 3 / moments * n, "build", "vil_digits", "--summary") for n in range(moments)]
     assert ended[0] == (130, "")
-    assert set(ended) <= {(130, ""), (0, "")}  # a late one finds that all is done
+    assert set(ended) <= {(130, ""), (0, "")}  # the process may have finished before a late interrupt
 
 
 SEVEN_BILLION = """
@@ -179,9 +179,11 @@ model:
     - unembed: {bias: false}
 """
 
-# A process counts as its own the largest size of the one that started it (Linux), and a pytest that ran other tests
-# before is larger than what is measured here: so a bare interpreter starts the command, and prints its seconds of CPU
-# time and its peak in KiB.
+# On Linux a process starts with the peak memory of its parent, and a pytest that has run other tests is larger than
+# the
+# process measured here. So a bare interpreter starts the command, and prints its CPU time in seconds and its peak
+# memory
+# in KiB.
 PEAK = """
 import os, subprocess, sys
 child = subprocess.Popen(sys.argv[1:])
@@ -193,7 +195,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.timing
 def test_seven_billion_parameters_on_meta(tmp_path: Path, root: Path) -> None:
-    """Under 8 s of CPU time and 1 GB."""
+    """At most 8 s of CPU time and 1 GB."""
     (tmp_path / "big.yaml").write_text(SEVEN_BILLION)
     command = [
         sys.executable,
@@ -212,7 +214,7 @@ def test_seven_billion_parameters_on_meta(tmp_path: Path, root: Path) -> None:
     assert "6,88" in done.stdout or "7," in done.stdout
     seconds, peak = map(float, done.stderr.split()[-2:])
     megabytes = peak / 1024
-    assert megabytes > 50  # torch alone is more: a smaller figure measures something else
+    assert megabytes > 50  # torch alone uses more: a smaller figure would measure something else
     print(f"{seconds:.1f} s, {megabytes:.0f} MB")
-    assert seconds < 8  # it takes 1.1 s on a quiet machine
+    assert seconds < 8  # 1.1 s on an idle machine
     assert megabytes < 1024

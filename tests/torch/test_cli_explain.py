@@ -19,7 +19,7 @@ from seqblocks.runtime.plan import plan
 from seqblocks.testing import random_input
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-PLAIN = {"TRITON_INTERPRET": "0", dispatch.VARIABLE: ""}  # what these tests' own surroundings ask for is left out
+PLAIN = {"TRITON_INTERPRET": "0", dispatch.VARIABLE: ""}  # ignore settings of the environment that runs these tests
 
 needs_triton = pytest.mark.skipif(bool(triton_common.MISSING), reason=triton_common.MISSING)
 
@@ -33,13 +33,13 @@ needs_triton = pytest.mark.skipif(bool(triton_common.MISSING), reason=triton_com
         ("explain_mamba_f64", ["mamba_130m", "--device", "cuda", "--dtype", "f64"]),
     ],
 )
-def test_the_text(name: str, arguments: list[str], run_here: Run, root: Path, update_golden: bool) -> None:
-    compare(name, run_here("explain", *arguments, env=PLAIN), root, update_golden)
+def test_the_text(name: str, arguments: list[str], run_main: Run, root: Path, update_golden: bool) -> None:
+    compare(name, run_main("explain", *arguments, env=PLAIN), root, update_golden)
 
 
 @needs_triton
 def test_the_text_of_a_cpu(run_cli: Run, root: Path, update_golden: bool) -> None:
-    """In a process of its own, where Triton does not interpret."""
+    """Runs in a separate process, where Triton does not interpret."""
     compare("explain_xlstm_cpu", run_cli("explain", "xlstm_125m_7_1", env=PLAIN), root, update_golden)
 
 
@@ -64,9 +64,9 @@ def compare(name: str, done: subprocess.CompletedProcess[str], root: Path, updat
         ("rwkv7_0_4b", None),
     ],
 )
-def test_linear_attention_shows_its_launches(name: str, launched: set[str] | None, run_here: Run) -> None:
-    """Those of the rule and the decay; dplr says why it has none."""
-    done = run_here("explain", name, "--device", "cuda", "--dtype", "bf16", "--format", "json", env=PLAIN)
+def test_linear_attention_shows_its_launches(name: str, launched: set[str] | None, run_main: Run) -> None:
+    """The launches of the rule and the decay are listed; for dplr, the reason why there are none."""
+    done = run_main("explain", name, "--device", "cuda", "--dtype", "bf16", "--format", "json", env=PLAIN)
     steps = [step for step in json.loads(done.stdout)["steps"] if step["kernel"] == "linear_attention"]
     assert steps
     for step in steps:
@@ -75,8 +75,8 @@ def test_linear_attention_shows_its_launches(name: str, launched: set[str] | Non
 
 
 @needs_triton
-def test_json(run_here: Run) -> None:
-    done = run_here("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
+def test_json(run_main: Run) -> None:
+    done = run_main("explain", "mamba_130m", "--device", "cuda", "--set", "depth=2", "--format", "json", env=PLAIN)
     data = json.loads(done.stdout)
     assert (data["ok"], data["device"], data["dtype"], data["arch"]) == (True, "cuda", "float32", "sm_90")
     conv, scan = data["steps"]
@@ -106,18 +106,18 @@ def test_json(run_here: Run) -> None:
         (["-q", "vil_tiny"], {}, 0, ""),
     ],
 )
-def test_statuses(arguments: list[str], env: dict[str, str], status: int, message: str, run_here: Run) -> None:
-    done = run_here("explain", *arguments, env=PLAIN | env)
+def test_statuses(arguments: list[str], env: dict[str, str], status: int, message: str, run_main: Run) -> None:
+    done = run_main("explain", *arguments, env=PLAIN | env)
     assert done.returncode == status, done.stderr
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_plan_is_a_stage(run_here: Run) -> None:
-    shown = run_here("show", "mamba_small", "--stage", "plan", env=PLAIN)
+def test_the_plan_is_a_stage(run_main: Run) -> None:
+    shown = run_main("show", "mamba_small", "--stage", "plan", env=PLAIN)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout == run_here("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
-    data = json.loads(run_here("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
+    assert shown.stdout == run_main("explain", "mamba_small", "--device", "cpu", env=PLAIN).stdout
+    data = json.loads(run_main("show", "mamba_small", "--stage", "plan", "--format", "json", env=PLAIN).stdout)
     assert {step["implementation"] for step in data["steps"]} == {"torch"}
 
 
@@ -134,8 +134,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's declared facts are those that its call passes to the dispatcher; it calls nothing else."""
+def test_ops_call_the_kernels_that_they_declare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels a step declares are those that its call requests from the dispatcher, and no others."""
     called: list[tuple[str, dict[str, Any]]] = []
     choose = dispatch.choose
 
@@ -152,7 +152,7 @@ def test_what_ops_declare_is_what_they_call(name: str, monkeypatch: pytest.Monke
         assert {key: facts[key] for key in said} == said
 
 
-def test_the_plan_of_a_cpu_is_what_runs_here() -> None:
-    """No form that the plan names is one that `choose` would not take."""
+def test_the_plan_of_a_cpu_matches_what_runs() -> None:
+    """Every implementation in the plan is one that `choose` accepts."""
     steps = plan(check.load_model("xlstm_125m_7_1"), "cpu", torch.float32, "")
     assert {step.implementation for step in steps} == {"torch"}

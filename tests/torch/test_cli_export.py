@@ -24,7 +24,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def test_onnx_with_the_weights_of_a_folder(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a spec and `--weights`, or by the folder itself."""
+    """The model is given by a spec and `--weights`, or by the folder itself."""
     model = seqblocks.build(spec, seed=7)
     seqblocks.save(model, tmp_path / "saved")
     file = str(tmp_path / "m.onnx")

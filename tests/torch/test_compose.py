@@ -1,4 +1,4 @@
-"""Random specs, composed to be right (tests/compose.py), and mutations of them: see tests/torch/judge.py."""
+"""Random valid specs (tests/compose.py) and mutations of them, checked as tests/torch/judge.py describes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.compose import compose
 from tests.mutate import mutated
 from tests.torch.judge import judge
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may produce warnings
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -19,7 +19,7 @@ def test_composed_specs(part: int) -> None:
 
 @pytest.mark.parametrize("part", range(2))
 def test_mutated_specs(part: int) -> None:
-    """One thing in a spec is replaced by another: rejected, or as good as any other."""
+    """One part of a spec is replaced: the result is rejected, or has all properties of a valid spec."""
     accepted = sum(judge(mutated(compose(seed), seed), seed) for seed in range(60 * part, 60 * (part + 1)))
     assert 0 < accepted < 60
 

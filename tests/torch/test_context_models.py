@@ -1,4 +1,5 @@
-"""Bundled models with several inputs or outputs: they run, stream under the law, and the state holds the context."""
+"""Bundled models with several inputs or outputs: they run, stream under the law, and their state contains the context.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_it_runs_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_it_streams_under_the_law(name: str) -> None:
     model = seqblocks.build(name, set=SMALL[name], dtype="float64")
-    with torch.no_grad():  # some maps start at zero, and would hide what they read
+    with torch.no_grad():  # some maps start at zero, which would hide errors in their inputs
         for at, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(at), dtype=torch.float64)
             parameter.add_(0.1 * noise)
@@ -70,7 +71,7 @@ def test_an_agent_starts_an_episode_by_resets() -> None:
 
 
 def test_a_model_streams_as_before_after_an_export() -> None:
-    """Exporting rebuilds the tuples in the attributes of modules."""
+    """An export rebuilds the tuples in attributes of modules."""
     model = seqblocks.build("captioner", set=SMALL["captioner"]).eval()
     x = random_input(model, 2, 5)
     context = {name: each.detach() for name, each in random_context(model, 2).items()}

@@ -19,7 +19,7 @@ def built(*steps: str, dtype: torch.dtype = torch.float64, features: int = 6) ->
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, stride: int, dilation: int, groups: int) -> Tensor:
-    """The definition, output by output and tap by tap: the last tap meets the last token of a frame."""
+    """Compute the definition for each output and tap: the last tap is at the last token of a frame."""
     batch, length, _ = x.shape
     out, taps = weight.shape[0] // groups, weight.shape[2]
     y = bias.expand(batch, length // stride, -1).clone()
@@ -34,7 +34,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, stride: int, dilation: in
 
 
 def transposed(x: Tensor, weight: Tensor, bias: Tensor, stride: int, groups: int) -> Tensor:
-    """The definition: each token adds to as many outputs as there are taps."""
+    """Compute the definition: each token adds to as many outputs as there are taps."""
     batch, length, width = x.shape
     y = bias.expand(batch, length * stride, -1).clone()
     for j in range(length):
@@ -48,7 +48,7 @@ def transposed(x: Tensor, weight: Tensor, bias: Tensor, stride: int, groups: int
 
 
 def agree(model: SequenceModel, x: Tensor, expected: Tensor) -> None:
-    """Assert values and gradients; some hundred products of numbers of size 1 are rounded."""
+    """Assert values and gradients to within the rounding of some hundred products of numbers of size 1."""
     y, leaves = model(x), [x, *model.parameters()]
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     weights = draw(*y.shape, seed=2)
@@ -89,7 +89,7 @@ def test_transposed_values_and_gradients(kernel: int, stride: int, groups: int) 
     [(3, 1, 1, 1), (3, 2, 1, 1), (31, 1, 1, 15), (7, 1, 3, 9), (8, 4, 1, 2), (10, 5, 1, 3), (4, 4, 1, 0)],
 )
 def test_centred_windows_match_torch(kernel: int, stride: int, dilation: int, padding: int) -> None:
-    """Whisper's stem, Conformer's depthwise convolution, and what audio codecs have, with their own padding."""
+    """Whisper's stem, Conformer's depthwise convolution and audio codecs, each with their own padding."""
     official = torch.nn.Conv1d(6, 4, kernel, stride, padding, dilation, dtype=torch.float64)
     model = built(
         f"conv1d: {{features: 4, kernel: {kernel}, stride: {stride}, dilation: {dilation}, causal: false, name: c}}"
@@ -181,7 +181,8 @@ def test_empty_and_short_batches(steps: list[str], coarser: int, shape: tuple[in
 
 
 def test_bfloat16_is_close_to_float64() -> None:
-    """Sums of 48 products of numbers of size 1: each input has a relative error of 2^-9, the result one of 2^-9."""
+    """Sums of 48 products of numbers of size 1: inputs have a relative error of 2^-9 each, and the result another 2^-9.
+    """
     step = "conv1d: {features: 8, kernel: 8, stride: 4}"
     exact, rounded = built(step), built(step, dtype=torch.bfloat16)
     exact.load_state_dict(rounded.state_dict())

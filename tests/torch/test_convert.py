@@ -1,4 +1,4 @@
-"""Weights in the layouts of others: names and shapes of every bundled map, and the same bits after the way back."""
+"""Weights in other layouts: names and shapes of every bundled map, and the same bits after a round trip."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MODELS = sorted(name for name, path in bundled().items() if path.parent.name == 
 HUB = Path(__file__).parent.parent / "golden" / "hub" / "official_names.txt"
 
 
-def of_ours(spec: ModelSpec, make: Any) -> dict[str, Tensor]:
-    """What `make` makes of the shape of each parameter."""
+def for_parameters(spec: ModelSpec, make: Any) -> dict[str, Tensor]:
+    """Return the result of `make` for the shape of each parameter."""
     return {item.name: make(item.parameter.shape) for item in graph.parameters(spec.graph) if not item.tied}
 
 
@@ -46,13 +46,13 @@ def read(some: Weights) -> dict[str, Tensor]:
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """The same names, shapes, dtypes and bits."""
+    """Assert equal names, shapes, dtypes and bits."""
     same = a.keys() == b.keys() and all(a[name].dtype == b[name].dtype for name in a)
     return same and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def small(name: str) -> ModelSpec:
-    """A bundled model, as small as its values allow."""
+    """Return a bundled model, as small as its values allow."""
     wishes: dict[str, Any] = {"depth": 4, "vocabulary": 11, "classes": 5, "rounds": 1}
     widths = [{"dim": 64, "head": 8, "key": 16}, {"dim": 64, "heads": 4}, {"dim": 32}, {}]
     for some in [{**wishes, **width} for width in widths] + widths:
@@ -70,7 +70,7 @@ def small(name: str) -> ModelSpec:
 def test_every_bundled_map_is_written_and_read_bit_for_bit(name: str) -> None:
     spec = small(name)
     generator = torch.Generator().manual_seed(0)
-    ours = of_ours(spec, lambda shape: torch.randn(shape, generator=generator).to(torch.bfloat16))
+    ours = for_parameters(spec, lambda shape: torch.randn(shape, generator=generator).to(torch.bfloat16))
     assert sum(tensor.numel() for tensor in ours.values()) < 130_000_000
     first: dict[str, Tensor] = {}
     for layout in layouts(spec):
@@ -100,9 +100,9 @@ PUBLISHED = published()
 
 @pytest.mark.parametrize("case", sorted(PUBLISHED))
 def test_names_and_shapes_are_those_of_the_releases(case: str) -> None:
-    """Every name of every bundled map, at full size; a tied head is not written."""
+    """All names of all bundled maps are tested at full size. A tied head is not written."""
     spec = check.load_model(case.split()[0])
-    ours = of_ours(spec, lambda shape: torch.empty(shape, device="meta"))
+    ours = for_parameters(spec, lambda shape: torch.empty(shape, device="meta"))
     expected = dict(PUBLISHED[case])
     if any(item.tied for item in graph.parameters(spec.graph)):
         expected.pop("lm_head.weight", None)
@@ -112,9 +112,9 @@ def test_names_and_shapes_are_those_of_the_releases(case: str) -> None:
 
 
 def test_the_fused_projections_of_xlstm() -> None:
-    """As `weight_mode: fused` of transformers has them."""
+    """The layout is that of `weight_mode: fused` in transformers."""
     spec = check.load_model("xlstm_7b")
-    ours = of_ours(spec, lambda shape: torch.empty(shape, device="meta"))
+    ours = for_parameters(spec, lambda shape: torch.empty(shape, device="meta"))
     headers = official_weights(spec, Weights(ours, ours.__getitem__, True), "fused").headers
     assert {name[18:]: list(headers[name].shape) for name in headers if name.startswith("backbone.blocks.3.")} == {
         "norm_mlstm.weight": [4096], "norm_ffn.weight": [4096], "mlstm_layer.qkv_opreact.weight": [12288, 4096],
@@ -131,7 +131,7 @@ sizes = st.integers(1, 4)
 
 @st.composite
 def recipes(draw: Any) -> tuple[Recipe, tuple[int, ...]]:
-    """A recipe that is the whole of its official tensors, and the shape of ours."""
+    """Draw a recipe that uses all of its official tensors, and the shape of our parameter."""
     shape = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
     kind = draw(st.sampled_from(["concat", "cut", "stack", "split", "transpose", "reshape", "rearrange", "slice"]))
@@ -173,7 +173,7 @@ def test_a_recipe_reads_what_it_writes(case: tuple[Recipe, tuple[int, ...]]) -> 
 
 @given(st.lists(sizes, min_size=1, max_size=3), st.lists(sizes, min_size=1, max_size=4), st.integers(0, 1))
 def test_cuts_of_joined_tensors_read_what_they_write(ours: list[int], theirs: list[int], axis: int) -> None:
-    """Tensors of any sizes, cut in other places than they are joined."""
+    """Tensors have any sizes and are cut at other places than they are joined."""
     theirs.append(max(sum(ours) - sum(theirs), 1))
     ours.append(sum(theirs) - sum(ours) or 1)
     theirs[-1] += sum(ours) - sum(theirs)
@@ -271,7 +271,7 @@ def test_folders_there_and_back(saved: Path, tmp_path: Path) -> None:
     assert torch.equal(again(ids), before(ids))
 
 
-def test_a_config_goes_along(saved: Path, tmp_path: Path) -> None:
+def test_the_config_is_copied(saved: Path, tmp_path: Path) -> None:
     convert(saved, "hub", tmp_path / "hub")
     config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11}
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
@@ -290,7 +290,7 @@ def test_a_config_goes_along(saved: Path, tmp_path: Path) -> None:
         ("hub", "new", {"shard_size": "much"}, "the shard size must be a number of bytes"),
     ],
 )
-def test_arguments_at_fault(saved: Path, to: str, out: str, more: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(saved: Path, to: str, out: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(seqblocks.UsageError, match=message):
         convert(saved, to, saved.parent / out, **more)
     assert [each.name for each in saved.parent.iterdir()] == ["m"]

@@ -1,4 +1,5 @@
-"""Log decays, steps and their initialisers against the formulas; what no golden case of a layer covers."""
+"""Log decays, steps and their initialisers compared with their formulas, where no golden case of a layer covers them.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ model:
     precise.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
     x = X.to(dtype)
     y, expected = model(x), precise(x.float())
-    room = 16 * torch.finfo(dtype).eps  # a rounding for each of about ten operations, of sums of 12 terms at most
+    room = 16 * torch.finfo(dtype).eps  # one rounding for each of about ten operations, in sums of at most 12 terms
     assert (y - expected).abs().max() <= room * expected.abs().max()
     assert torch.equal(model(x, return_state=True)[0], y)
 

@@ -1,4 +1,4 @@
-"""Sharded models on two gloo processes: numbers as on one, and checkpoints for any number of ranks."""
+"""Sharded models on two gloo processes: the same numbers as on one, and checkpoints for any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each function returned on each rank: one pair of processes runs them all."""
+    """Return the result of each function on each rank. One pair of processes runs all functions."""
     return ranks.run_ranks(HERE / "on_ranks.py", RUN, tmp_path_factory.mktemp("ranks"))
 
 
 def _result(results: dict[str, list[Any]], name: str) -> Any:
-    """The first rank's result, or a failure with what the ranks said."""
+    """Return the first rank's result, or fail with the output of the ranks."""
     said = [text for found in results.values() for text in found if isinstance(text, str)]
     assert not said, "\n".join(said)
     return results[name][0]
 
 
 def _one_process(text: str, dtype: str, weights: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process in `dtype`, from weights that `weights` can hold."""
+    """Return loss and gradients of one process in `dtype`, from weights representable in `weights`."""
     model = seqblocks.build_text(text, dtype=weights).to(getattr(torch, dtype))
     loss = on_ranks.loss_of(model, on_ranks.tokens())
     loss.backward()
@@ -64,7 +64,8 @@ def test_loss_and_gradients_are_those_of_one_process(results, name):
 
 
 def test_half_precision_is_as_exact_as_on_one_process(results):
-    """Against float64 with the same weights: what one process errs by, and two more roundings of each gradient."""
+    """Compared with float64 and the same weights: the error of one process, plus two more roundings of each gradient.
+    """
     found = _result(results, "nested_bfloat16")
     text = on_ranks.SPECS["nested"]
     exact_loss, exact = _one_process(text, "float64", "bfloat16")
@@ -146,7 +147,7 @@ def test_without_a_process_group_the_error_says_how_to_start_one():
 
 
 @pytest.mark.parametrize("path", [3, None, ["a"], "a\0b"])
-def test_what_is_no_path(path: Any) -> None:
+def test_invalid_paths(path: Any) -> None:
     with pytest.raises(seqblocks.UsageError, match="path"):
         load_weights(seqblocks.build_text(on_ranks.SPECS["nested"], device="meta"), path)
 

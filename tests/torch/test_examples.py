@@ -1,4 +1,4 @@
-"""The example programs run, and the digits are learned."""
+"""The example programs run, and the digits model learns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_quickstart(root: Path) -> None:
 def digits(root: Path, out: Path, *options: str, timeout: float = 120) -> float:
     pytest.importorskip("sklearn", reason="the images come with scikit-learn (extra: examples)")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
-    # two threads: the long run has the machine to itself (marker `timing`)
+    # two threads: the long run does not share the machine (marker `timing`)
     printed = run(root, "examples/digits.py", "--out", str(out), *options, timeout=timeout, threads="2")
     assert (out / "digits" / "model.safetensors").stat().st_size > 100_000
     assert (out / "digits.png").stat().st_size > 10_000
@@ -60,7 +60,7 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
         end = time.monotonic() + 100
         while child.poll() is None and not (tmp_path / "digits").exists() and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.5)  # somewhere within the second epoch, or a later one
+        time.sleep(0.5)  # within the second epoch or a later one
         child.send_signal(signal.SIGINT)
         printed, complaints = child.communicate(timeout=60)
     assert child.returncode == 0, complaints
@@ -70,7 +70,7 @@ def test_ctrl_c_keeps_the_model_of_the_last_full_epoch(root: Path, tmp_path: Pat
 
 
 def refusal(root: Path, out: Path, *options: str, before: str = "pass") -> tuple[int, str]:
-    """How digits.py ends, and its message where it cannot start; it must leave no files."""
+    """Run digits.py where it cannot start. Return exit status and message; it must leave no files."""
     code = f"import runpy, sys; {before}; runpy.run_path('examples/digits.py', run_name='__main__')"
     command = [sys.executable, "-c", code, "--out", str(out), *options]
     env = {**os.environ, "PYTHONPATH": str(root)}
@@ -103,12 +103,12 @@ def test_digits_refuses_what_it_cannot_do(root: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timing
 def test_digits_are_learned(root: Path, tmp_path: Path) -> None:
-    """It takes 77 s on two quiet cores (docs/measurements.md); a busy machine is only slower."""
+    """It takes 77 s on two idle cores (docs/measurements.md), and longer on a busy machine."""
     assert digits(root, tmp_path / "out", timeout=1200) >= 97
 
 
 def language(root: Path, out: Path, *options: str) -> tuple[str, dict[str, float]]:
-    """Run the example; what it printed, and the bits per byte of each spec."""
+    """Run the example. Return its output and the bits per byte of each spec."""
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra: examples)")
     printed = run(root, "examples/language.py", "--out", str(out), *options, timeout=1500)
     found = re.findall(r"^(\w+): [\d,]+ parameters, [\d,]+ tokens in \d+ s, ([\d.]+) bits", printed, re.M)
@@ -122,7 +122,7 @@ def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
     options = ("--text", str(text), "--steps", "12", "--batch", "4", "--seq", "32", "--length", "5")
     printed, bits = language(root, tmp_path / "out", *options)
     assert list(bits) == ["mlstm_small", "mamba_small", "hybrid_small"]
-    assert max(bits.values()) < 7  # 8 is what knowing nothing costs
+    assert max(bits.values()) < 7  # 8 bits per byte is the cost without a model
     assert "5 bytes, one step each" in printed
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "hybrid_small", "language.png", "mamba_small", "mlstm_small"
@@ -131,7 +131,7 @@ def test_language_for_a_few_steps(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_python_is_learned(root: Path, tmp_path: Path) -> None:
-    """A fifth of the usual run: far below the 4.7 bits of knowing only how frequent each byte is."""
+    """A fifth of the usual run reaches far less than 4.7 bits, the cost if only the frequencies of bytes are known."""
     _, bits = language(root, tmp_path / "out", "--steps", "48")
     assert max(bits.values()) < 3.5, bits
 

@@ -1,4 +1,4 @@
-"""experts: values and gradients against a loop over all experts and tokens, the losses, and how they run."""
+"""experts: values and gradients against a loop over all experts and tokens, the losses, and execution."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def build(route: str, dtype: Any = torch.float64, steps: str = STEPS, head: str 
 
 
 def by_loops(model: SequenceModel, x: Tensor, top: int, score: str, normalize: bool) -> Tensor:
-    """Every expert on every token, by the definition."""
+    """Apply every expert to every token, by the definition."""
     weights = dict(model.named_parameters())
     rows = []
     for token in x.flatten(0, -2):
@@ -192,7 +192,7 @@ def test_losses_are_those_of_the_latest_call() -> None:
     assert seqblocks.build("mlstm_small").auxiliary_losses() == {}
 
 
-def test_the_loss_is_1_where_experts_are_used_alike_and_their_number_where_one_is() -> None:
+def test_the_loss_ranges_from_1_to_the_number_of_experts() -> None:
     model = build("count: 4, top: 1")
     with torch.no_grad():
         model.get_parameter("experts.router.weight").copy_(40 * torch.eye(4))
@@ -202,10 +202,10 @@ def test_the_loss_is_1_where_experts_are_used_alike_and_their_number_where_one_i
     assert model.auxiliary_losses()["experts"].item() == pytest.approx(4)
 
 
-# --- how they run -----------------------------------------------------------------------------------------------------
+# --- execution -----------------------------------------------------------------------------------------------------
 
 
-def test_only_tokens_that_are_sent_are_computed() -> None:
+def test_experts_compute_only_their_tokens() -> None:
     model = build("count: 4, top: 1").eval()
     seen = []
     for each in range(4):
@@ -215,7 +215,7 @@ def test_only_tokens_that_are_sent_are_computed() -> None:
     assert sum(seen) == 18
 
 
-def test_copies_and_pickles_leave_the_latest_call_out() -> None:
+def test_copies_and_pickles_omit_the_latest_call() -> None:
     model = build("count: 4")
     x = torch.randn(2, 5, 4, dtype=torch.float64)
     y = model(x)
@@ -248,7 +248,7 @@ def test_export_and_the_meta_device() -> None:
     assert seqblocks.build_text(text, device="meta")(torch.empty(2, 5, 4, device="meta")).shape == (2, 5, 6)
 
 
-@torch._dynamo.config.patch(capture_scalar_outputs=True)  # undone as the configuration wants it
+@torch._dynamo.config.patch(capture_scalar_outputs=True)  # reverts the change of configuration
 def test_it_compiles_to_one_graph_where_sizes_may_depend_on_values() -> None:
     model = build("count: 4")
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -1,4 +1,4 @@
-"""Exported graphs against the model: ONNX through onnxruntime, programs of torch, their contracts, and faults."""
+"""Exported graphs compared with the model: ONNX in onnxruntime, torch programs, their contracts, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ model:
 
 
 class Session:
-    """An ONNX file as a program without seqblocks runs it: by what the metadata says."""
+    """Run an ONNX file as a program without seqblocks does, using its metadata."""
 
     def __init__(self, path: Path) -> None:
         self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -65,7 +65,7 @@ class Session:
         }
 
     def __call__(self, state: dict[str, Any] | None = None, **inputs: Tensor) -> tuple[dict[str, Tensor], Any]:
-        """The outputs by name, and the state as the next call is given it."""
+        """Return the outputs by name, and the state in the form that the next call expects."""
         names = [each.name for each in self.session.get_outputs()]
         given = {name: x.detach().numpy() for name, x in inputs.items()} | (state or {})
         found = dict(zip(names, self.session.run(names, given), strict=True))
@@ -74,7 +74,7 @@ class Session:
 
 
 def recurrent(mixer: str = "") -> SequenceModel:
-    """A language model of a minGRU and, if one is named, another mixer, which goes first."""
+    """Return a language model of a minGRU, preceded by another mixer if one is named."""
     steps = ", ".join(["{embed: 8}", *MIXERS.get(mixer, ()), "{mingru_mixer: {dim: 8}}", "{linear: 5}"])
     used = {"centaurus": "", "slstm": ", xlstm", "mlstm": ", xlstm", "": ""}.get(mixer, f", {mixer}")
     text = f"seqblocks: 1\nuse: [mingru{used}]\nmodel: {{input: {{tokens: 11}}, steps: [{steps}]}}"
@@ -82,13 +82,13 @@ def recurrent(mixer: str = "") -> SequenceModel:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """The tolerance is half the digits of float32: sums have another order."""
+    """Compare to half the digits of float32, because sums are in another order."""
     torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mixer", ["", *(pytest.param(m, marks=pytest.mark.long) for m in MIXERS)])
-def test_a_stream_goes_on_from_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) -> None:
-    """A chunk of any length, then tokens, are the whole sequence in torch."""
+def test_a_stream_continues_a_prompt_in_onnxruntime(mixer: str, tmp_path: Path) -> None:
+    """A chunk of any length followed by single tokens gives the result of torch on the whole sequence."""
     model = recurrent(mixer)
     for graph in ("chunk", "step"):
         assert export.onnx(model, tmp_path / f"{graph}.onnx", graph).difference < 1e-5
@@ -107,8 +107,8 @@ def test_a_stream_goes_on_from_a_prompt_in_onnxruntime(mixer: str, tmp_path: Pat
     close(torch.cat(parts, 1), model(x))
 
 
-def test_a_context_begins_the_state() -> None:
-    """The graph `context` makes the state of which steps go on; several inputs and outputs have their names."""
+def test_a_context_initialises_the_state() -> None:
+    """The graph `context` creates the initial state of the steps. Several inputs and outputs have their names."""
     model = seqblocks.build_text(CONTEXT).eval()
     (first, _), (following, contract) = (export.trace(model, graph) for graph in ("context", "step"))
     heard, memory = contract.state
@@ -157,7 +157,7 @@ def test_a_program_needs_no_seqblocks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
-    """Each token has its experts, whatever the others of the batch have; a fixed length and batch are numbers."""
+    """Each token uses its own experts, whatever else is in the batch. A fixed length and batch are constants."""
     steps = "[{experts: {count: 4, top: 2, steps: [{swiglu: 6}]}}]"
     model = seqblocks.build_text(f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: {steps}}}").train()
     export.onnx(model, tmp_path / "m.onnx", length=7, batch=2)
@@ -173,26 +173,26 @@ def test_experts_and_fixed_sizes_in_onnxruntime(tmp_path: Path) -> None:
 
 @pytest.fixture
 def verbs() -> Iterator[None]:
-    """Primitives that no exporter takes."""
+    """Register primitives that no exporter supports."""
     before = dict(PRIMITIVES)
 
     @primitive("bessel")
     class Bessel(Op):
-        """An operator that ONNX has not."""
+        """An operator that does not exist in ONNX."""
 
         def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
             return torch.special.bessel_j0(x)
 
     @primitive("looks")
     class Looks(Op):
-        """A branch that depends on numbers."""
+        """A branch that depends on values."""
 
         def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
     @primitive("five")
     class Five(Op):
-        """A size that is written down."""
+        """A size written as a constant."""
 
         def forward(self, p: Any, call: Any, x: Tensor) -> Tensor:
             return x * torch.ones(x.shape[0], int(x.shape[1]), 1)
@@ -214,7 +214,7 @@ def made(steps: str) -> SequenceModel:
         ("five", r"the model cannot be exported .* a step fixes .*size\(\)\[1\].*: pass `length` or `batch`"),
     ],
 )
-def test_what_cannot_be_exported_is_named(steps: str, message: str, verbs: None, tmp_path: Path) -> None:
+def test_unsupported_operators_are_named(steps: str, message: str, verbs: None, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=message):
         export.onnx(made(steps), tmp_path / "m.onnx")
     assert not [*tmp_path.iterdir()]
@@ -283,7 +283,7 @@ def test_an_earlier_file_stays_where_a_new_one_fails(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_large_weights_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of an earlier export is removed, and no other."""
+    """The file of an earlier export is removed, and no other."""
     monkeypatch.setattr(files, "LARGEST", 8)  # bytes
     (other := tmp_path / "m.0a1b2c3d.data").write_bytes(b"of another program")
     found = set()
@@ -312,7 +312,7 @@ def test_bundled_models_in_onnxruntime(name: str, graph: str, tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.parametrize("graph", ["forward", "step"])
 def test_compiled_packages(graph: str, tmp_path: Path) -> None:
-    """A package of AOTInductor runs the same calls without Python's seqblocks; it takes a minute to make one."""
+    """An AOTInductor package runs the same calls without seqblocks. Making one takes a minute."""
     model = recurrent("mlstm")
     assert export.aoti(model, tmp_path / "m.pt2", graph).difference < 1e-4
     arguments = program.example(model, export.trace(model, graph).contract)

@@ -1,7 +1,7 @@
-"""Every mixer where numbers run out: 100,000 tokens, gates of +-100, steps from 1e-6 to 1e3, zeros and constants.
+"""Every mixer at the limits of its numbers: 100,000 tokens, gates of ±100, steps from 1e-6 to 1e3, zeros, constants.
 
-In float32 and bfloat16. Outputs and gradients are finite, and stay as near the float64 result as docs/measurements.md
-says.
+In float32 and bfloat16. Outputs and gradients are finite, and as close to the float64 result as docs/measurements.md
+states.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ LONG = 100_000
 class Mixer(NamedTuple):
     """run(inputs by name) -> y; sequences [1, S, ...] that are inputs, gates among them, and weights with their scale.
 
-    drift: a bound on the error in float32 after 100,000 tokens, of the largest output: four times what was measured
-    (docs/measurements.md). low: the units of 2^-8 by which bfloat16 may be off: one where only the output is rounded.
-    """
+    drift: a bound on the error in float32 after 100,000 tokens, relative to the largest output: four times the measured
+    error (docs/measurements.md). low: the allowed bfloat16 error in units of 2^-8: one where only the output is
+    rounded.
+"""
 
     run: Callable[[dict[str, Tensor]], Any]
     sequences: dict[str, tuple[int, ...]]
@@ -80,7 +81,7 @@ MIXERS = {
 
 
 def inputs(mixer: Mixer, S: int, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """kind: random, zeros, constant, or a number that all gates have. Weights are always random."""
+    """Return inputs. kind: random, zeros, constant, or a number used for all gates. Weights are always random."""
     g = torch.Generator().manual_seed(0)
     out = {}
     for name, shape in mixer.sequences.items():
@@ -91,7 +92,7 @@ def inputs(mixer: Mixer, S: int, kind: str, dtype: torch.dtype) -> dict[str, Ten
             x = x[:, :1].expand_as(x).clone()
         elif name in mixer.gates and kind not in ("random",):
             x = torch.full_like(x, float(kind))
-        if name == mixer.steps:  # a step is positive
+        if name == mixer.steps:  # steps are positive
             x = torch.nn.functional.softplus(x)
             x = x if kind in ("random", "zeros", "constant") else torch.full_like(x, float(kind))
         out[name] = x
@@ -102,7 +103,7 @@ def inputs(mixer: Mixer, S: int, kind: str, dtype: torch.dtype) -> dict[str, Ten
 
 
 def run(mixer: Mixer, x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """y, and the gradients of its sum, each finite."""
+    """Return y and the gradients of its sum. All must be finite."""
     y = mixer.run(x)
     grads = list(torch.autograd.grad(y.float().sum() if y.dtype != torch.float64 else y.sum(), list(x.values())))
     return y.detach(), grads
@@ -122,7 +123,7 @@ def test_gates_steps_zeros_and_constants(name: str, dtype: torch.dtype) -> None:
 
 
 def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
-    """The largest difference from float64 on the same (rounded) inputs, of the largest output."""
+    """Return the largest difference from float64 on the same (rounded) inputs, relative to the largest output."""
     mixer = MIXERS[name]
     x = inputs(mixer, S, kind, dtype)
     y, grads = run(mixer, x)
@@ -136,8 +137,9 @@ def drift(name: str, dtype: torch.dtype, kind: str, S: int = LONG) -> float:
 @pytest.mark.parametrize("kind", ["random", "constant"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n == "slstm" else []) for n in MIXERS])
 def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
-    """float32: the measured drift. bfloat16: recurrent mixers compute in float32 and round the output alone, by half a
-    unit in the last place, 2^-8; attention rounds the turned q and k and its weights too."""
+    """float32 has the measured drift. In bfloat16, recurrent mixers compute in float32 and round only the output, by
+    half a
+    unit in the last place, 2^-8; attention also rounds the rotated q and k and its weights."""
     mixer = MIXERS[name]
     S = LONG // 10 if (name, kind) == ("slstm", "constant") else LONG  # a loop over time: minutes on two cores
     assert drift(name, torch.float32, kind, S) <= mixer.drift
@@ -146,7 +148,7 @@ def test_a_hundred_thousand_tokens(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("loss", ["sum", "mean"])
 def test_gradients_of_rwkv7_in_float16_are_infinite_only_where_they_exceed_it(loss: str) -> None:
-    """Its first norm multiplies embeddings of 1e-4, and their gradients, by 316: sums over tokens may exceed 65,504."""
+    """Its first norm scales embeddings of 1e-4, and their gradients, by 316: sums over tokens may exceed 65,504."""
     sizes = {"dim": 32, "depth": 2, "vocabulary": 11, "head": 16}
     ids = torch.randint(11, (2, 64), generator=torch.Generator().manual_seed(0))
     half = seqblocks.build("rwkv7_0_4b", set=sizes, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What the analysis knows of the numbers on a wire holds of the numbers that built models compute."""
+"""The analysed bounds of each wire hold for the values that built models compute."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STEPS = st.one_of(
 
 
 def spec_of(steps: list[tuple[str, dict[str, Any]]]) -> str:
-    """Return a model of these steps; they may read `part` (0 to 1), `bounded` (-1 to 1) and `low` (at most 0)."""
+    """Return a model of these steps. They may read `part` (0 to 1), `bounded` (-1 to 1) and `low` (at most 0)."""
     named = [{verb: {**arguments, "name": f"s{at}"}} for at, (verb, arguments) in enumerate(steps)]
     first = [{"sigmoid": {"as": "part"}}, {"tanh": {"from": "input", "as": "bounded"}}, "softplus"]
     first.append({"scale": {"by": -1, "as": "low"}})
@@ -113,7 +113,7 @@ def test_numbers_are_within_the_bounds_of_their_wire(steps: list[tuple[str, dict
         ([("sigmoid", {}), ("causal_conv", {"kernel": 2})], Facts()),
     ],
 )
-def test_what_is_known(steps: list[tuple[str, dict[str, Any]]], facts: Facts) -> None:
+def test_analysed_bounds(steps: list[tuple[str, dict[str, Any]]], facts: Facts) -> None:
     _, model = seqblocks.load_text(spec_of(steps))
     assert model is not None
     assert model.output is not None
