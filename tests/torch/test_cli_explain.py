@@ -90,13 +90,13 @@ def test_json(run_main: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "env", "status", "message"),
     [
-        (["vil_tiny"], {dispatch.VARIABLE: "torch"}, 0, "what torch would run"),
+        (["vil_tiny"], {dispatch.VARIABLE: "torch"}, 0, "backend torch"),
         (["vil_tiny"], {dispatch.VARIABLE: "triton"}, 4, "cannot run"),
         (["vil_tiny"], {dispatch.VARIABLE: "cuda"}, 4, "unknown backend 'cuda'"),
         (["vil_tiny", "--device", "gpu9"], {}, 2, "--device gpu9 is not a device"),
         (["vil_tiny", "--device", "cuda", "--arch", "sm_75"], {}, 0, "needs compute capability 8.0 or later"),
         (["vil_tiny", "--arch", "sm_80"], {}, 0, "on cuda (sm_80)"),
-        (["vil_tiny", "--arch", "sm_80", "--device", "cpu"], {}, 2, "of a GPU, and --device is cpu"),
+        (["vil_tiny", "--arch", "sm_80", "--device", "cpu"], {}, 2, "is a GPU architecture, but --device is cpu"),
         (["vil_tiny", "--arch", "hopper"], {}, 2, "--arch takes an architecture"),
         (["vil_tiny", "--dtype", "int8"], {}, 2, "--dtype int8"),
         (["vil_tinny"], {}, 1, "did you mean 'vil_tiny'?"),

@@ -1,4 +1,4 @@
-"""Steps that run as one give the bits that they give one by one, and are still there for whoever looks for them."""
+"""Fused steps compute the same bits as separate steps, and remain visible to hooks and other tools."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ model:
 
 def model(text: str) -> seqblocks.SequenceModel:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", seqblocks.errors.SpecWarning)  # some of these specs leave a part unused
+        warnings.simplefilter("ignore", seqblocks.errors.SpecWarning)  # some of these specs do not use every part
         made = seqblocks.build_text(text, seed=1)
     with torch.no_grad():
         for at, parameter in enumerate(made.parameters()):
@@ -66,7 +66,7 @@ def results(made: seqblocks.SequenceModel, x: Tensor, call: Any = None) -> list[
 
 
 def one_by_one(made: seqblocks.SequenceModel) -> seqblocks.SequenceModel:
-    """A copy with a hook on each step."""
+    """Return a copy with a hook on each step, which prevents fusion."""
     made = copy.deepcopy(made)
     for part in made.modules():
         if isinstance(part, Primitive):
@@ -94,15 +94,15 @@ TAILS = {
     "- learnable_skip: {with: z}\n    - gate: {by: z, as: [a, b]}\n    - linear: {from: b, features: 3, name: out}": [
         ["head_norm", "learnable_skip", "gate"]
     ],
-    "- gate: {by: z, activation: gelu}": [],  # an activation that the kernel has not
+    "- gate: {by: z, activation: gelu}": [],  # an activation that the kernel does not support
     "- learnable_skip: {with: z}\n    - gate: {by: z, activation: gelu}": [["head_norm", "learnable_skip"]],
-    "- relu\n    - gate: {by: z}": [],  # something between them
+    "- relu\n    - gate: {by: z}": [],  # a step between them
     "- gate: {from: z, by: norm}": [],  # the norm is the gate
 }
 
 
 @pytest.mark.parametrize("tail", TAILS, ids=range(len(TAILS)))
-def test_what_runs_as_one(tail: str) -> None:
+def test_fused_groups(tail: str) -> None:
     text = TAIL + (f"    {tail}\n" if tail else "")
     if "by: norm" in tail:
         text = text.replace("name: norm}", "name: norm, as: norm}")
@@ -113,7 +113,7 @@ def test_what_runs_as_one(tail: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_what_somebody_else_reads_is_made() -> None:
+def test_outputs_with_other_readers_are_computed() -> None:
     text = TAIL.replace("name: norm}", "name: norm, as: n}")
     made = model(text + "    - gate: {by: z}\n    - gate: {by: n, name: again}\n")
     assert groups(made) == []
@@ -167,7 +167,7 @@ def test_the_last_step_of_a_block_runs_as_one_with_what_follows() -> None:
 
 
 @pytest.mark.parametrize("name", ["cell", "cell.inner", "cell.inner.norm", "gate"])
-def test_whoever_looks_into_the_block_sees_every_step(name: str) -> None:
+def test_every_step_inside_the_block_is_visible(name: str) -> None:
     made, x = model(CELL), torch.randn(1, 5, 8)
     expected, seen = made(x), []
     handle = made.get_submodule(name).register_forward_hook(lambda *_: seen.append("called"))
@@ -183,13 +183,13 @@ def test_whoever_looks_into_the_block_sees_every_step(name: str) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        "outer: {from: input, name: cell, as: y}\n    - gate: {by: y, name: twice}",  # somebody else reads it
-        "outer: {from: input, name: cell, as: [y, w]}",  # it is divided
+        "outer: {from: input, name: cell, as: y}\n    - gate: {by: y, name: twice}",  # another step reads it
+        "outer: {from: input, name: cell, as: [y, w]}",  # it is split
         "outer: {from: input, name: cell}\n    - relu",
-        "residual: {from: input, name: cell, steps: [outer]}",  # the norm is not what it gives
+        "residual: {from: input, name: cell, steps: [outer]}",  # the norm's input is another wire
     ],
 )
-def test_what_a_block_gives_must_be_the_norms(step: str) -> None:
+def test_the_output_of_the_block_must_be_the_norms_input(step: str) -> None:
     text = CELL.replace("outer: {from: input, name: cell}", step)
     if "[y, w]" in step:
         text = text.replace("gate: {by: z}", "linear: {from: [y, z], features: 8, name: last}")
@@ -199,7 +199,7 @@ def test_what_a_block_gives_must_be_the_norms(step: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_what_takes_the_place_of_a_step_is_used() -> None:
+def test_a_replacement_of_a_step_is_used() -> None:
     made = model(TAIL + "    - gate: {by: z}\n")
 
     class Wrapped(nn.Module):
@@ -230,7 +230,7 @@ def test_names_stay_and_a_compiler_sees_no_break() -> None:
 
 
 def test_bundled_models_have_them() -> None:
-    """Where a spec has the verbs next to each other, they run as one: in every layer."""
+    """Adjacent steps of these verbs are fused in every layer."""
     for name, layers in (("vil_tiny", 24), ("vil_digits", 4), ("xlstm_125m_7_1", 22)):
         built = check.load_model(name)
         bodies = [node.bodies[""] for node in graph.walk(built.graph) if "" in node.bodies]
@@ -241,7 +241,7 @@ def tail() -> seqblocks.SequenceModel:
     return model(TAIL + "    - learnable_skip: {with: z}\n    - gate: {by: z}\n")
 
 
-def test_a_forward_that_somebody_put_in_front_is_called() -> None:
+def test_a_patched_forward_is_called() -> None:
     made, seen, x = tail(), [], torch.randn(2, 5, 8)
     before, inner = made(x), made.norm.forward
 
@@ -254,7 +254,7 @@ def test_a_forward_that_somebody_put_in_front_is_called() -> None:
     assert seen == [1]
 
 
-def test_another_step_in_the_place_of_one_is_what_runs() -> None:
+def test_another_step_in_place_of_one_runs() -> None:
     made, x = tail(), torch.randn(2, 5, 8)
     other = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 8}, steps: [layer_norm: {}]}", seed=1)
     made.norm = other.layer_norm
@@ -263,7 +263,7 @@ def test_another_step_in_the_place_of_one_is_what_runs() -> None:
     torch.testing.assert_close(made(x), expected)
 
 
-def test_an_ordinary_module_may_stand_in_a_steps_place() -> None:
+def test_an_ordinary_module_may_replace_a_step() -> None:
     made, x = tail(), torch.randn(2, 5, 8)
     made.norm = nn.Identity()
     u, z = made.linear(x, call=Call(False))[0].split(8, -1)
@@ -281,7 +281,7 @@ def test_a_compiled_step_is_called_as_it_was() -> None:
     torch._dynamo.reset()
     for step in ("linear", "norm"):
         made._modules[step] = torch.compile(made.get_submodule(step), backend="eager")
-    with torch.no_grad():  # torch's compiler looks at .grad of what is no leaf, and warns of itself
+    with torch.no_grad():  # torch's compiler reads .grad of a tensor that is no leaf, which warns
         torch.testing.assert_close(made(x), before)
 
 
@@ -292,8 +292,8 @@ class Second(nn.Module):
 
 @pytest.mark.parametrize("step", ["norm", "linear", "learnable_skip"])
 @pytest.mark.parametrize("how", ["parametrize", "prune"])
-def test_what_computes_a_weight_is_asked_for_it(step: str, how: str) -> None:
-    """Doubled weights of a step double what they double, wherever torch keeps them."""
+def test_computed_weights_are_read(step: str, how: str) -> None:
+    """A doubled weight doubles the output, wherever torch stores the weight."""
     made, x = tail(), torch.randn(2, 5, 8)
     expected = copy.deepcopy(made)
     with torch.no_grad():

@@ -33,7 +33,7 @@ def prompt(rows: int = 3, tokens: int = 7) -> Tensor:
 
 
 def greedy(model: seqblocks.SequenceModel, row: Tensor, count: int) -> list[int]:
-    """The argmax of the whole forward pass, again and again."""
+    """Return the argmax of the whole forward pass, repeatedly."""
     tokens = row.tolist()
     with torch.no_grad():
         for _ in range(count):
@@ -50,7 +50,7 @@ def test_greedy_is_the_argmax_of_the_whole_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_prompts_of_several_lengths_are_as_each_alone(name: str) -> None:
+def test_prompts_of_several_lengths_equal_single_prompts(name: str) -> None:
     model, x = build(name), prompt()
     rows = [x[0], x[1, :3], x[2, :1]]
     found = seqblocks.generate(model, rows, 6)
@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_draws() -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    """Frequencies of 4,000 first tokens, within five standard deviations."""
+    """Frequencies of 4,000 first tokens are within five standard deviations."""
     model = build("mlstm_small")
     x = prompt(1).expand(4_000, -1)
     with torch.no_grad():

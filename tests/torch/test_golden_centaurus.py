@@ -1,7 +1,7 @@
 """Centaurus against the published implementation (lrnnx), and against direct float64 sums made with it.
 
-The official code computes in float32 whatever it is asked for, so float64 truth is `y64` and `grad64.*`, and its own
-arrays say what error float32 makes. It discretises the input by dt although it says zero-order hold: our `euler`.
+The official code computes in float32 for any dtype, so the float64 reference is `y64` and `grad64.*`, and the official
+arrays show the error of float32. It discretises the input by dt although it names this zero-order hold: our `euler`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = [("reference", None), ("torch", "chunks"), ("torch", "project"), ("torch"
 
 
 def load(case: str, dtype: torch.dtype) -> tuple[str, dict[str, Tensor], Any]:
-    """Mode, leaves (x and the weights, A as two reals), and the file."""
+    """Return the mode, the leaves (x and the weights, A as two reals), and the file."""
     data = np.load(FOLDER / f"{case}.npz")
     A = torch.from_numpy(data["w.A"]).to(torch.complex128)
     leaves = {"x": torch.from_numpy(data["x"]), "A_real": A.real.clone(), "A_imag": A.imag.clone()}
@@ -40,7 +40,7 @@ def run(mode: str, w: dict[str, Tensor], **options: Any) -> Any:
 
 
 def official(data: Any, key: str, which: str) -> np.ndarray:
-    """A gradient as the file has it; A's two parts are one complex number there."""
+    """Return a gradient in the layout of the file, where the two parts of A are one complex number."""
     if key in ("A_real", "A_imag"):
         whole = data[f"{which}.A"]
         return whole.real if key == "A_real" else whole.imag
@@ -59,7 +59,7 @@ def test_every_mode_has_golden_cases() -> None:
 @pytest.mark.parametrize(("form", "plan"), WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_float64(case: str, form: str, plan: str | None) -> None:
-    """Relative to the largest value of each array: 1e-10, as every golden number that is compared with itself."""
+    """Relative to the largest value of each array: 1e-10, as for all golden numbers of the same computation."""
     mode, w, data = load(case, torch.float64)
     if plan == "fold" and mode == "dws":
         with pytest.raises(ValueError, match="no plan 'fold'"):
@@ -75,8 +75,9 @@ def test_float64(case: str, form: str, plan: str | None) -> None:
 @pytest.mark.parametrize(("form", "plan"), WAYS)
 @pytest.mark.parametrize("case", [case for case in CASES if "bigbatch" not in case])
 def test_float32(case: str, form: str, plan: str | None) -> None:
-    """Ten times the official float32 run's own error, and at least 16 units in the last place of the largest value:
-    where few numbers are summed the official error is accidentally nought. The recurrence rounds once a step."""
+    """Ten times the official float32 run's own error, and at least 16 units in the last place of the largest value,
+    since the
+    official error of a sum of few numbers can be zero by chance. The recurrence rounds once a step."""
     mode, w, data = load(case, torch.float32)
     if plan == "fold" and mode == "dws":
         return
@@ -93,7 +94,7 @@ def test_float32(case: str, form: str, plan: str | None) -> None:
 @pytest.mark.parametrize("form", ["reference", "torch"])
 @pytest.mark.parametrize("case", [case for case in CASES if "bigbatch" not in case])
 def test_the_last_state(case: str, form: str) -> None:
-    """The official state is float32 made step by step: its rounding is up to a unit in the last place a step."""
+    """The official state is computed step by step in float32, and may err by a unit in the last place per step."""
     mode, w, data = load(case, torch.float64)
     _, last = run(mode, w, return_state=True, backend=form)
     found = torch.view_as_complex(last.detach().contiguous()).numpy().reshape(data["state_final"].shape)
@@ -103,7 +104,7 @@ def test_the_last_state(case: str, form: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("_L17")])
 def test_an_official_state_dict(case: str) -> None:
-    """As a release holds it, A complex: `stable: false` takes its real part as it is."""
+    """Releases store A as a complex number: `stable: false` reads its real part unchanged."""
     mode, w, data = load(case, torch.float64)
     rows, subs = w["A_real"].shape
     given = f"mode: {mode}, stable: false, sub_states: {subs}"
@@ -117,7 +118,7 @@ def test_an_official_state_dict(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_verb(case: str) -> None:
-    """The same through a spec: A_real enters by -softplus, its gradient by the chain rule."""
+    """The same values are computed through a spec. A_real is converted by -softplus, its gradient by the chain rule."""
     mode, w, data = load(case, torch.float64)
     rows, subs = w["A_real"].shape
     given = f"mode: {mode}, sub_states: {subs}" + (f", state: {rows}" if mode in ("neck", "pointwise") else "")

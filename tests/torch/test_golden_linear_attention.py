@@ -22,12 +22,13 @@ def same(x: Tensor) -> Tensor:
 
 
 def value_first(x: Tensor) -> Tensor:
-    """States that the official cache has with the axis of values before that of keys."""
+    """Transpose states that the official cache stores with the value axis before the key axis."""
     return x.transpose(-1, -2)
 
 
 class Case(NamedTuple):
-    """A block's call, the file of the block, its recurrent step, the official layout of its state, what is wired in."""
+    """A block's call, its file, its recurrent step, the official layout of its state, and its additional input wires.
+    """
 
     call: str
     use: str
@@ -117,7 +118,7 @@ def read(name: str) -> Read:
 
 
 def built(name: str, dtype: torch.dtype) -> tuple[Read, Any]:
-    """The block with the case's weights. What is wired in enters as further features of the input."""
+    """Return the block with the case's weights. Additional wires are further features of the input."""
     case, found = CASES[name], read(name)
     width = found.data["in/x"].shape[-1]
     more = width if case.wire else 0
@@ -191,7 +192,7 @@ def run(name: str, dtype: torch.dtype) -> tuple[Read, dict[str, Tensor]]:
 
 
 def joined(parts: list[tuple[Any, Tensor]], like: Any) -> Tensor:
-    """The gradient of a tensor of the release, from those of the parameters that are made of it."""
+    """Return the gradient of an official tensor, from those of the parameters that are read from it."""
     (recipe, gradient), *others = parts
     if not isinstance(recipe, str) and "split" in recipe:
         return torch.cat([g for _, g in parts], recipe.get("axis", 0)).reshape(like.shape)
@@ -200,7 +201,7 @@ def joined(parts: list[tuple[Any, Tensor]], like: Any) -> Tensor:
     return (gradient.transpose(-1, -2) if transposed else gradient).reshape(like.shape)
 
 
-@pytest.mark.filterwarnings("ignore:.*may be above 0")  # the lower decays of HGRN are an input here
+@pytest.mark.filterwarnings("ignore:.*may be above 0")  # the lower bounds of HGRN's decays are an input here
 @pytest.mark.parametrize("name", CASES)
 def test_the_official_layers(name: str) -> None:
     found, results = run(name, torch.float64)
@@ -212,8 +213,8 @@ def test_the_official_layers(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*may be above 0")
 @pytest.mark.parametrize("name", CASES)
-def test_float32_loses_what_the_official_layers_lose(name: str) -> None:
-    """Ten times what they lose of outputs and gradients, and 1e-6 of the largest number."""
+def test_float32_is_as_exact_as_the_official_layers(name: str) -> None:
+    """At most ten times the official float32 error of outputs and gradients, plus 1e-6 of the largest number."""
     found, results = run(name, torch.float32)
     measured = found.cfg.get("measured", found.cfg)
     lost = measured["maxdiff_f32_vs_f64"]
@@ -234,7 +235,7 @@ def joined_convolutions(w: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def qwen3_next(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Projections in by key heads, as Qwen3-Next's modules cut them."""
+    """Permute projections into the order by key heads that Qwen3-Next's modules use."""
     def of_heads(*names: str) -> Tensor:
         return torch.cat([w.pop(f"{name}_proj.weight").unflatten(0, (heads, -1)) for name in names], 1).flatten(0, 1)
 
@@ -265,7 +266,7 @@ def kimi_linear(w: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layout", [qwen3_next, qwen3_5, olmo_hybrid])
 @pytest.mark.parametrize("name", [name for name in CASES if "gated_deltanet" in name])
 def test_gated_deltanet_in_other_layouts(name: str, layout: Callable[..., dict[str, Tensor]]) -> None:
-    """The same weights in the layout of another release are the same model."""
+    """The same weights in the layout of another release give the same model."""
     found, model = built(name, torch.float64)
     before = {key: t.clone() for key, t in model.state_dict().items()}
     w = {key[2:]: found.tensor(key, torch.float64) for key in found.data if key.startswith("w/")}
@@ -299,7 +300,7 @@ checkpoint: {it: ""}
 @pytest.mark.filterwarnings("ignore:.*may be above 0")
 @pytest.mark.parametrize("name", CASES)
 def test_layers_in_16_bits(name: str) -> None:
-    """Decays are float32 there; what leaves is bfloat16, finite, and what was meant to a few percent."""
+    """Decays are float32. Outputs are bfloat16, finite, and within a few percent of the reference."""
     found, model = built(name, torch.bfloat16)
     x = found.tensor("in/x", torch.bfloat16)
     if CASES[name].wire:

@@ -1,12 +1,12 @@
 """Mamba's scan, block and language model, and Vision Mamba's blocks, against the official code (its float64 run).
 
-The same recurrence on both sides, so float64 differs by rounding alone: 1e-10 of the largest value of an array.
-float32: ten times the error of the official float32 run, for each case by itself, and 16 units in the last place of
-the largest value: with few numbers that error is accidentally nought. Of gradients the official float32 error is not
-in the files; an independent float32 run had 1.1e-6 of the largest entry, so 1.1e-5.
+The recurrence is the same on both sides, so float64 differs only by rounding: 1e-10 of the largest value of an array.
+float32: ten times the error of the official float32 run for each case separately, and at least 16 units in the last
+place of the largest value, since that error can be zero by chance for few numbers. The files lack the official float32
+error of gradients; an independent float32 run had 1.1e-6 of the largest entry, so the bound is 1.1e-5.
 
-One quirk is recorded and copied by the spec rather than by a primitive: Vision Mamba v1 shares D between its
-directions and adds it in both, so D x enters twice.
+A quirk that the spec reproduces, without support by a primitive: Vision Mamba v1 shares D between its directions and
+adds it in both, so D x is added twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def close(name: str, found: torch.Tensor, expected: Any, bar: float) -> None:
 
 
 def bars(data: Any, key: str, dtype: torch.dtype) -> tuple[float, float]:
-    """What the output `key` and what gradients may be off, of the largest value (at least 1) of each."""
+    """Return the tolerances of the output `key` and of gradients, relative to the largest value (at least 1) of each.
+    """
     if dtype == torch.float64:
         return 1e-10, 1e-10
     exact = data[f"out/{key}"]
@@ -43,7 +44,7 @@ def bars(data: Any, key: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def scan_inputs(data: Any, cfg: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Leaves in the official layout."""
+    """Return leaves in the official layout."""
     out = {}
     for key in (k for k in data if k.startswith("in/")):
         x = torch.from_numpy(data[key])
@@ -53,7 +54,7 @@ def scan_inputs(data: Any, cfg: dict[str, Any], dtype: torch.dtype) -> dict[str,
 
 
 def matrix(x: torch.Tensor, variable: bool, complex_: bool) -> torch.Tensor:
-    """B or C from [E, N], [B, N, S] or [B, G, N, S] (complex ones as interleaved pairs on the last axis)."""
+    """Return B or C from [E, N], [B, N, S] or [B, G, N, S] (complex ones as interleaved pairs on the last axis)."""
     if not variable:
         return x
     if complex_:

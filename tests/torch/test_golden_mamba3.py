@@ -1,7 +1,7 @@
 """The state space of the bundled Mamba-3 block against the official step function's float64 run: outputs and gradients.
 
-It is a linear attention over the tokens before, and one product for the token itself, which is written with one weight
-at its own step and with the rest of it one step later.
+It is a linear attention over the previous tokens plus one product for the current token. A token is therefore written
+with one weight at its own step, and with the remaining weight one step later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read() -> dict[str, Tensor]:
 
 
 def sequence(x: Tensor, name: str) -> Tensor:
-    """[batch, seq, features] from the official layout."""
+    """Return [batch, seq, features] from the official layout."""
     return x.transpose(1, 2) if name in HEADS_FIRST else x.flatten(2)
 
 
@@ -53,11 +53,11 @@ checkpoint: {{it: ""}}
 
 
 def run() -> tuple[dict[str, Tensor], Any, dict[str, Tensor], Tensor]:
-    """The case, the model, its leaves in the official layout, and the model's input made of them."""
+    """Return the case, the model, its leaves in the official layout, and the model's input built from them."""
     data = read()
     leaves = {name: data[f"in/{official}"].requires_grad_() for name, official in NAMES.items()}
     inputs = {name: sequence(x, NAMES[name]) for name, x in leaves.items()}
-    inputs["rate"] = torch.log(torch.expm1(-inputs.pop("decay")))  # its softplus is known to be positive
+    inputs["rate"] = torch.log(torch.expm1(-inputs.pop("decay")))  # the analysis knows that its softplus is positive
     model = built(data, {name: x.shape[-1] for name, x in inputs.items()})
     return data, model, leaves, torch.cat([*inputs.values()], -1)
 

@@ -1,12 +1,12 @@
-"""The mLSTM memoroid against memorax: the release the project was started from (`seed`) and a later one (`head`).
+"""The mLSTM memoroid against memorax: the release that this project started from (`seed`) and a later one (`head`).
 
-Of the official state k is scaled by 1/sqrt(D); here q is, so C and n differ by that factor. Gate kernels there take
-q, k, v head by head; here one after the other. What a peer's code does that is not copied:
+The official state scales k by 1/sqrt(D); ours scales q, so C and n differ by that factor. Official gate kernels read
+q, k, v head by head; ours read all of q, then k, then v. Official behaviour that is not reproduced:
 
-- `head` cases with resets or a carry: the official convolution knows neither, so a chunk or an episode there reads its
-  neighbour's tokens. The whole layer is compared where there is no boundary; for the others the convolution is run
-  across the boundary on purpose, around the same cell.
-- `seed` read-out: the floor of the normaliser is 1 on the stabilised state; available as `readout: unit_floor` only.
+- `head` cases with resets or a carry: the official convolution ignores both, so a chunk or an episode reads tokens of
+its neighbour. The whole layer is compared where there is no boundary; in the other cases the convolution is run across
+the boundary on purpose, around the same cell.
+- `seed` read-out: the floor of the normaliser is 1 on the stabilised state; available only as `readout: unit_floor`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES = {  # official -> ours
 
 
 def ours(name: str, value: np.ndarray, heads: int) -> Tensor:
-    """A weight, or a gradient of one, in our layout."""
+    """Return a weight, or its gradient, in our layout."""
     x = torch.from_numpy(value)
     if NAMES[name] in ("i.weight", "f.weight"):
         width = x.shape[0] // (3 * heads)
@@ -61,7 +61,7 @@ def ours(name: str, value: np.ndarray, heads: int) -> Tensor:
 
 
 def load(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Tensor], int]:
-    """The file, the weights under our names, and the number of heads."""
+    """Return the file, the weights under our names, and the number of heads."""
     data = np.load(FOLDER / f"{case}.npz")
     heads = data["elem.log_f"].shape[2]
     weights = {NAMES[k[2:]]: ours(k[2:], data[k], heads).to(dtype) for k in data.files if k.startswith("w.")}
@@ -69,14 +69,15 @@ def load(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, 
 
 
 def carry(data: Any, which: str, dtype: torch.dtype) -> MLSTMElement:
-    """A carry of the file in our layout and scale."""
+    """Return a carry of the file in our layout and scale."""
     width = data["elem.C"].shape[-1]
     f, C, n, m = (torch.from_numpy(data[f"{which}.{key}"])[:, 0].to(dtype) for key in ("log_f", "C", "n", "m"))
     return MLSTMElement(f[..., 0, 0], C * width**0.5, n[..., 0] * width**0.5, m[..., 0, 0])
 
 
 def projected(data: Any, w: dict[str, Tensor], heads: int, x: Tensor) -> tuple[list[Tensor], Any]:
-    """q, k, v, i, f, and what turns the cell's h into the layer's y. The convolution sees no boundary, as there."""
+    """Return q, k, v, i, f, and a function from the cell's h to the layer's y. As in memorax, the convolution ignores
+    boundaries."""
     if "in_proj.weight" in w:
         u = x @ w["in_proj.weight"].t()
         qkv = [u @ w[f"{name}.weight"].t() for name in "qkv"]
@@ -97,7 +98,7 @@ def projected(data: Any, w: dict[str, Tensor], heads: int, x: Tensor) -> tuple[l
 
 
 def layer(case: str, dtype: torch.dtype, backend: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Found and expected: y, all gradients, and the last state."""
+    """Return actual and expected values: y, all gradients, and the last state."""
     data, w, heads = load(case, dtype)
     x = torch.from_numpy(data["x"]).to(dtype).requires_grad_()
     inner, after = projected(data, w, heads, x)
@@ -157,7 +158,7 @@ def test_every_element_and_every_state(case: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if "seed" in c or ("carry" not in c and "reset" not in c)])
 def test_the_layer_as_a_spec(case: str) -> None:
-    """The YAML layer, with its state handed in under the step's name: y, all gradients and the state."""
+    """The YAML layer, with its state passed under the step's name: y, all gradients and the state."""
     data, w, heads = load(case)
     seed = "seed" in case
     width, hidden = data["x"].shape[2], w["q.weight"].shape[0] * (1 if seed else w["q.weight"].shape[1])
@@ -191,7 +192,7 @@ def test_the_layer_as_a_spec(case: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if "_T1" in c])
 def test_official_kernels_are_read_through_the_map(case: str) -> None:
-    """Gates whose q, k and v are taken head by head, and kernels [in, out]: each weight as `ours` makes it by hand."""
+    """Gates that read q, k and v head by head, and kernels [in, out]: each weight equals the result of `ours`."""
     data, w, heads = load(case)
     name = "memoroid_layer" if "seed" in case else "memoroid_xlstm_layer"
     width, hidden = data["x"].shape[2], w["v.weight"].shape[0] * (w["v.weight"].shape[1] if "head" in case else 1)
@@ -212,7 +213,7 @@ def test_official_kernels_are_read_through_the_map(case: str) -> None:
 
 
 def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
-    """A square one would fit as it is: its name says that it is [in, out]."""
+    """A square kernel would fit untransposed, but its name implies [in, out]."""
     model = "{input: {features: 4}, steps: [linear: {features: 4}]}"
     text = f"seqblocks: 1\nmodel: {model}\ncheckpoint: {{linear.weight: RECIPE}}"
     with pytest.raises(seqblocks.SpecError, match=r"E314\].*'q\.kernel' is \[in, out\] by its name") as caught:
@@ -225,8 +226,9 @@ def test_a_kernel_that_is_not_transposed_is_an_error() -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if "head" in c])
 def test_it_is_the_mlstm(case: str) -> None:
-    """The chunked kernel, message to start from the same stabiliser, gives the same h; resets aside, which start m at 0
-    there and move h by about eps = 1e-6."""
+    """The chunked kernel, started from the same stabiliser, computes the same h. Resets are excluded: they set m to 0
+    in
+    the kernel and change h by about eps = 1e-6."""
     data, w, heads = load(case)
     inner, _ = projected(data, w, heads, torch.from_numpy(data["x"]))
     start = carry(data, "carry_in", torch.float64)

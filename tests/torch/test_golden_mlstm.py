@@ -1,8 +1,8 @@
 """xLSTM's mLSTM cell, layer and block against the official package: outputs, gradients, and the state of a stream.
 
-The bars are those of test_golden_vil.py. The package keeps keys divided by sqrt(DK) in its state, we keep them as they
-are (as its kernel library does), so C and n differ by that factor; its convolution keeps K inputs with the current one,
-ours the K - 1 that are still needed.
+The tolerances are those of test_golden_vil.py. The package stores keys divided by sqrt(DK) in its state; we store them
+undivided, as its kernel library does, so C and n differ by that factor. Its convolution stores K inputs including the
+current one, ours the K - 1 that later tokens need.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def load(case: str) -> tuple[Any, dict[str, Any], str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_across_forms(case: str) -> None:
+def test_float64_across_implementations(case: str) -> None:
     data, meta, text, inputs = load(case)
     golden.compare64(data, meta, golden.run(data, text, torch.float64, inputs)[0], 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_same_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_same_implementation(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, meta, text, inputs = load(case)
     golden.without_initial_path(monkeypatch)
     golden.compare64(data, meta, golden.run(data, text, torch.float64, inputs)[0], 1e-10)

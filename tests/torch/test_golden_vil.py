@@ -1,9 +1,10 @@
-"""Vision-LSTM against numbers that the official code made (tests/golden/xlstm): outputs and every gradient.
+"""Vision-LSTM against reference numbers of the official code (tests/golden/xlstm): outputs and every gradient.
 
-The official modules use the parallel form of the cell, whose stabiliser lacks the path of the initial m = 0; with the
-cell's eps = 1e-6 the two differ by up to about 5e-7 of the value, so that is the bar across forms in float64 (1e-6).
-Starting our recurrence at m = -1e30 removes that path: then only rounding is left, and the bar is 1e-10.
-float32: ten times the error that the official float32 run itself has, which adapts to each case's conditioning.
+The official modules use the parallel form of the cell, whose stabiliser lacks the path of the initial m = 0. With the
+cell's eps = 1e-6 the two forms differ by up to about 5e-7 of the value, so their float64 tolerance is 1e-6. Starting
+our recurrence at m = -1e30 removes that path. Only rounding is left then, and the tolerance is 1e-10. float32: ten
+times
+the error of the official float32 run, which adapts to each case's conditioning.
 """
 
 from __future__ import annotations
@@ -104,13 +105,13 @@ def load(case: str) -> tuple[Any, dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_across_forms(case: str) -> None:
+def test_float64_across_implementations(case: str) -> None:
     data, meta, spec = load(case)
     golden.compare64(data, meta, golden.run(data, spec, torch.float64)[0], 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_same_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_same_implementation(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, meta, spec = load(case)
     golden.without_initial_path(monkeypatch)
     golden.compare64(data, meta, golden.run(data, spec, torch.float64)[0], 1e-10)
@@ -124,7 +125,7 @@ def test_float32(case: str) -> None:
 
 @pytest.mark.parametrize("verb", ["vil", "vil2"])
 def test_the_layer_alone_is_what_the_block_adds(verb: str) -> None:
-    """`vil_layer` in a residual branch of one's own: the block's parameters by the official names, and its output."""
+    """`vil_layer` in a residual branch has the block's parameters under the official names, and the block's output."""
     text = "seqblocks: 1\nuse: [vil]\nmodel: {input: {features: 16, grid: [3, 4]}, steps: [STEPS]}\ncheckpoint: {MAP}"
     layer = f"{verb}_layer: {{dim: 16, order: reverse, heads: 2}}"
     bias = "true" if verb == "vil2" else "false"

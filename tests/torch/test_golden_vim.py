@@ -1,6 +1,6 @@
-"""Vision Mamba, whole models, against the official code: every class-token position and pooling of the goldens.
+"""Whole Vision Mamba models against the official code: every class-token position and pooling of the golden data.
 
-Rounding alone in float64 (1e-10); float32 as in test_golden_mamba.py.
+float64 differs only by rounding (1e-10); float32 as in test_golden_mamba.py.
 """
 
 from __future__ import annotations

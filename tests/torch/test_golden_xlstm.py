@@ -1,7 +1,7 @@
 """xLSTM's sLSTM layer and block, block stacks, language models and xLSTM-large against the official packages.
 
-The bars are those of test_golden_vil.py. The official package feeds the gate that it calls `fgate` into the slot i and
-`igate` into f, and its checkpoints keep that: the map of `slstm_layer` swaps the names, the spec's own are sane.
+The tolerances are those of test_golden_vil.py. The official package connects its gate `fgate` to slot i and `igate` to
+f, and its checkpoints have these names. The map of `slstm_layer` swaps them; the spec uses the correct names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ checkpoint: {{it: ""}}
 
 
 def stack_spec(config: dict[str, Any]) -> str:
-    """A block stack, and the language model around it where there is a vocabulary."""
+    """Return the spec of a block stack, and of the language model around it if there is a vocabulary."""
     dim, vocabulary = config["embedding_dim"], config["vocab_size"]
     words = ["s" if at in config["slstm_at"] else "m" for at in range(config["num_blocks"])]
     blocks = {"m": "mlstm_block", "s": "slstm_block"}
@@ -122,14 +122,15 @@ def load(case: str) -> tuple[Any, dict[str, Any], str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_across_forms(case: str) -> None:
+def test_float64_across_implementations(case: str) -> None:
     data, meta, text, inputs = load(case)
     golden.compare64(data, meta, golden.run(data, text, torch.float64, inputs)[0], 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float64_same_form(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """xLSTM-large runs the official chunkwise kernel, which has the path of m = 0 as we do; the others have not."""
+def test_float64_same_implementation(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """xLSTM-large runs the official chunkwise kernel, which includes the path of m = 0 as ours does; the others do not.
+    """
     data, meta, text, inputs = load(case)
     if not case.startswith("xlstm_large"):
         golden.without_initial_path(monkeypatch)
@@ -144,7 +145,7 @@ def test_float32(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_after_stepping(case: str) -> None:
-    """Token by token from an empty state, against the official steps: rounding only."""
+    """Token by token from an empty state, against the official steps: only rounding differs."""
     data, _, text, inputs = load(case)
     _, model = golden.run(data, text, torch.float64, inputs)
     x = torch.from_numpy(data[f"in/{inputs[0]}"])

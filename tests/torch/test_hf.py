@@ -1,4 +1,4 @@
-"""seqblocks.hf: models of specs in transformers. Loading, saving, calling; test_hf_generate.py has `generate`."""
+"""seqblocks.hf: specs as transformers models. Loading, saving, calling; test_hf_generate.py tests `generate`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def ids(*shape: int) -> torch.Tensor:
 # --- one format, two readers -----------------------------------------------------------------------------------------
 
 
-def test_what_save_wrote_is_read_by_auto_classes(saved: Path) -> None:
+def test_auto_classes_read_saved_folders(saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert type(model) is hf.SeqblocksForCausalLM
     assert not model.training
@@ -76,7 +76,7 @@ def test_what_save_wrote_is_read_by_auto_classes(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5GB", "1KB"])
-def test_what_save_pretrained_wrote_is_read_by_both(saved: Path, tmp_path: Path, size: str) -> None:
+def test_both_read_folders_of_save_pretrained(saved: Path, tmp_path: Path, size: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
     with torch.no_grad():
         model.model.norm.weight.add_(0.5)
@@ -98,7 +98,7 @@ def test_parameters_in_full_precision_stay_so(tmp_path: Path) -> None:
     assert {torch.bfloat16, torch.float32} == set(kinds.values())
     assert model.dtype == torch.bfloat16
     with torch.no_grad():
-        model.model.layers[0].mamba_block.residual.mixer.ssm.D.add_(2**-20)  # not a number of bfloat16
+        model.model.layers[0].mamba_block.residual.mixer.ssm.D.add_(2**-20)  # not representable in bfloat16
     model.save_pretrained(tmp_path / "n")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "n")
     assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
@@ -133,7 +133,7 @@ def test_a_converted_folder_keeps_the_config_of_others(tmp_path: Path) -> None:
     settings = {"dim": 16, "depth": 2, "vocabulary": 16}
     seqblocks.save(seqblocks.build("mamba_130m", set=settings), tmp_path / "m")
     convert(tmp_path / "m", "hub", tmp_path / "hub")
-    assert not (tmp_path / "hub" / "config.json").exists(), "ours says nothing about those names"
+    assert not (tmp_path / "hub" / "config.json").exists(), "our config should not contain those names"
     config = {"hidden_size": 16, "model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 16}
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     convert(tmp_path / "hub", "seqblocks", tmp_path / "ours")
@@ -209,7 +209,7 @@ def test_files_of_torch(saved: Path) -> None:
 
 
 def test_missing_weights_of_a_dictionary_are_an_error(saved: Path) -> None:
-    """Of weights that are no local files, transformers reports what it would draw."""
+    """Without local weight files, transformers reports which weights it would draw."""
     config = AutoConfig.from_pretrained(saved)
     weights = {f"model.{name}": value for name, value in built().state_dict().items()}
     model = hf.SeqblocksForCausalLM.from_pretrained(None, config=config, state_dict=dict(weights))
@@ -226,7 +226,7 @@ def test_another_vocabulary_is_drawn_where_that_is_allowed(saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved, set={"vocabulary": 20}, ignore_mismatched_sizes=True)
     assert model.config.vocab_size == 20
     assert model.model.unembed.weight is model.model.embed.weight
-    assert 0.1 < float(model.model.embed.weight.detach().std()) < 1, "drawn as the spec draws it"
+    assert 0.1 < float(model.model.embed.weight.detach().std()) < 1, "initialised as in the spec"
     assert torch.equal(model.model.norm.weight, built().norm.weight)
 
 
@@ -242,7 +242,7 @@ def test_damaged_configs(saved: Path) -> None:
         ({"overrides": {"dmi": "3"}}, "there is no 'dmi' in the spec"),
     ]:
         (saved / "config.json").write_text(json.dumps(config | change))
-        if not message:  # bundled files are then those of this version
+        if not message:  # bundled files are then those of the current version
             AutoModelForCausalLM.from_pretrained(saved)
             continue
         with pytest.raises(seqblocks.SeqblocksError, match=message):
@@ -287,7 +287,7 @@ def test_specs_that_are_no_language_models(steps: str, message: str) -> None:
     assert AutoModel.from_config(config).model.spec.output
 
 
-def test_what_the_other_classes_refuse(digits: Any) -> None:
+def test_errors_of_the_other_classes(digits: Any) -> None:
     with pytest.raises(UsageError, match=r"does not classify images: it reads .* but an image classifier reads one"):
         AutoModelForImageClassification.from_config(hf.SeqblocksConfig(spec=TIED))
     text = "seqblocks: 1\nmodel:\n  input: {image: {size: 8}}\n  steps: [{patch_embed: {patch: 4, features: 4}}]\n"
@@ -362,7 +362,7 @@ model:
 """
     model = hf.wrap(built(text))
     x = torch.randn(2, 6, 8, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])  # padding on both sides: the model reads both ways
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])  # padding on both sides: the model is bidirectional
     y = model(inputs_embeds=x, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(y[0, :4], model(inputs_embeds=x[:1, :4]).last_hidden_state[0])
     torch.testing.assert_close(y[1, 2:5], model(inputs_embeds=x[1:, 2:5]).last_hidden_state[0])
@@ -451,7 +451,7 @@ def test_features_between_layers(saved: Path, digits: Any) -> None:
 
 
 def test_named_outputs(tmp_path: Path) -> None:
-    """A value beside the logits: the language model has the logits, and AutoModel has all by their names."""
+    """The language model returns the logits of several outputs, and AutoModel returns all outputs by name."""
     text = TIED.replace("{name: norm}", "{name: norm, as: torso}").replace(
         "    - unembed: {", "    - linear: {features: 1, as: value}\n    - unembed: {from: torso, as: logits, "
     )
@@ -522,7 +522,7 @@ def test_the_whole_forward_pass_is_one_graph() -> None:
         torch.testing.assert_close(compiled(x, labels=x).loss, model(x, labels=x).loss)
 
 
-def test_drawing_follows_the_seed_of_torch() -> None:
+def test_random_weights_follow_the_seed_of_torch() -> None:
     config = hf.SeqblocksConfig.of("mamba_small", set={"dim": 8, "depth": 1})
     made = []
     for seed in (0, 0, 1):

@@ -1,4 +1,4 @@
-"""Calls of models in transformers: losses, masks, packed sequences and caches that go back."""
+"""Calls of transformers models: losses, masks, packed sequences, and caches that are rewound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_losses_are_shifted_once(saved: Path) -> None:
 
 
 def test_gradients_flow_through_a_cache(saved: Path) -> None:
-    """Truncated backpropagation: a cache that is passed in training is returned."""
+    """Truncated backpropagation needs the cache that was passed in training to be returned."""
     model = AutoModelForCausalLM.from_pretrained(saved).train()
     x = ids(2, 6)
     first = model(x[:, :3], use_cache=True)
@@ -58,7 +58,7 @@ def test_gradients_flow_through_a_cache(saved: Path) -> None:
 
 
 def test_packed_sequences_by_position_ids(saved: Path) -> None:
-    """As DataCollatorWithFlattening makes them."""
+    """Position ids are those of DataCollatorWithFlattening."""
     model = AutoModelForCausalLM.from_pretrained(saved)
     x = ids(1, 9)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]])
@@ -81,7 +81,7 @@ def test_masks(saved: Path) -> None:
     for row, (start, stop) in enumerate([(2, 6), (0, 6), (1, 4)]):
         alone = model(x[row : row + 1, start:stop]).logits[0]
         torch.testing.assert_close(y[row, start:stop], alone)
-    assert model(x, attention_mask=mask).past_key_values is None, "the state has read the padding"
+    assert model(x, attention_mask=mask).past_key_values is None, "the state should include the padding"
     for wrong, message in [
         (mask[:, :4], r"attention_mask is \[3, 4\], and there are 6 tokens of 3 sequences"),
         (mask[:, None, None], "which tokens a token reads is decided by the model's steps"),
@@ -99,7 +99,7 @@ def test_a_cache_is_a_value(saved: Path) -> None:
     x = ids(2, 8)
     whole = model(x).logits
     first = model(x[:, :3], use_cache=True).past_key_values
-    for _ in range(2):  # a call does not change the cache that it was given
+    for _ in range(2):  # a call does not change the cache passed to it
         out = model(x[:, 3:7], past_key_values=first)
         torch.testing.assert_close(out.logits, whole[:, 3:7])
         assert (first.get_seq_length(), out.past_key_values.get_seq_length()) == (3, 7)
@@ -113,7 +113,7 @@ def test_a_cache_is_a_value(saved: Path) -> None:
         model(x, past_key_values=transformers.DynamicCache())
 
 
-def test_going_back(saved: Path) -> None:
+def test_rewinding_a_cache(saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
     x = ids(2, 12)
     whole = model(x).logits
@@ -132,12 +132,12 @@ def test_going_back(saved: Path) -> None:
             cache.crop(-13)
 
 
-def test_sequences_are_repeated_and_reordered_after_going_back(saved: Path) -> None:
+def test_sequences_are_repeated_and_reordered_after_rewinding(saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
     x, rows = ids(2, 8), torch.tensor([0, 0, 1, 1])
     whole = model(x).logits
     with torch.no_grad():
-        for prefix in (0, 4):  # the record begins with the sequence, or after a prefix
+        for prefix in (0, 4):  # the record starts with the sequence, or after a prefix
             cache = model(x[:, :prefix], use_cache=True).past_key_values if prefix else hf.StateCache()
             cache.activate_past_recording()
             cache = model(x[:, prefix:7], past_key_values=cache).past_key_values
@@ -176,7 +176,7 @@ def test_sequences_are_repeated_and_reordered_after_going_back(saved: Path) -> N
         ({"nonsense": 3}, "takes no nonsense"),
     ],
 )
-def test_arguments_at_fault(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     model = hf.wrap(built())
     with pytest.raises(RunError, match=message):
         model(**{"input_ids": ids(1, 2), **arguments})

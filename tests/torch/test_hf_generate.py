@@ -1,4 +1,4 @@
-"""`generate` of transformers on the state of a model: every mode against seqblocks.generate, or written out by hand."""
+"""`generate` of transformers on the state of a model: every mode against seqblocks.generate, or an explicit loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seqblocks.errors import RunError, UsageError
 
 transformers.utils.logging.set_verbosity_error()
 
-# Between them: all kinds of state, windows of attention and of convolutions, experts, loops.
+# Together these have all kinds of state, windows of attention and of convolutions, experts, loops.
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid_small": {"dim": 16, "window": 5, "vocabulary": 24},
     "jamba_small": {"dim": 16, "hidden": 24, "vocabulary": 24},
@@ -31,7 +31,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
 
 def built(name: str, seed: int = 4) -> Any:
-    """Return a small model whose outputs are far from even, so that beams cross."""
+    """Return a small model with uneven output distributions, so that beams cross."""
     model = seqblocks.build(name, set=MODELS[name], dtype="float64", seed=seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_sequence(model: Any) -> None
 
 
 def beam_search(model: Any, x: Tensor, beams: int, count: int) -> list[list[int]]:
-    """Return the likeliest continuation of each sequence among `beams`, each scored by the whole forward pass."""
+    """Return the most likely continuation of each sequence among `beams`, each scored by the whole forward pass."""
     found = []
     for row in x:
         rows: list[tuple[float, list[int]]] = [(0.0, row.tolist())]
@@ -104,7 +104,7 @@ def test_beams(model: Any) -> None:
 
 def test_padding_on_the_left_changes_nothing(model: Any) -> None:
     rows = [prompt(1, length, seed=length) for length in (7, 3, 1)]
-    x = torch.zeros(3, 7, dtype=torch.long)  # 0 is a token of the prompts too
+    x = torch.zeros(3, 7, dtype=torch.long)  # 0 also occurs as a token of the prompts
     mask = torch.zeros(3, 7, dtype=torch.long)
     for at, row in enumerate(rows):
         x[at, 7 - row.shape[1] :], mask[at, 7 - row.shape[1] :] = row, 1
@@ -118,7 +118,7 @@ def test_padding_on_the_left_changes_nothing(model: Any) -> None:
         torch.testing.assert_close(out.logits[at, -row.shape[1] :], model(row).logits[0])
 
 
-def test_a_draft_is_taken_back(model: Any) -> None:
+def test_rejected_drafts_are_removed(model: Any) -> None:
     x = prompt(1, 7)
     expected = new_tokens(model, x, max_new_tokens=14)
     assert new_tokens(model, x, max_new_tokens=14, assistant_model=hf.wrap(built("mamba_small", 5))) == expected
@@ -131,7 +131,7 @@ def test_a_draft_is_taken_back(model: Any) -> None:
     handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
     assert new_tokens(model, x, max_new_tokens=14, assistant_model=near) == expected
     handle.remove()
-    assert len(calls) < 14, "some drafts are accepted"
+    assert len(calls) < 14, "some drafts should be accepted"
 
 
 def test_draws(small: Any) -> None:
@@ -146,7 +146,7 @@ def test_draws(small: Any) -> None:
     assert many[0] != many[1]
 
 
-def test_going_on_from_a_cache_that_stays_as_it_was(small: Any) -> None:
+def test_a_cache_is_continued_and_not_changed(small: Any) -> None:
     x = prompt(1, 12)
     with torch.no_grad():
         cache = small(x[:, :8], use_cache=True).past_key_values
@@ -172,7 +172,7 @@ def test_long_prompts_are_read_in_chunks(small: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_inputs_that_do_not_stream() -> None:
-    """The captioner reads an image once; its features are a part of the state."""
+    """The captioner reads an image once; the image's features are part of the state."""
     sizes = {"dim": 16, "heads": 2, "encoder_depth": 2, "decoder_depth": 1, "vocabulary": 24}
     captioner = seqblocks.build("captioner", set=sizes, dtype="float64", seed=2).eval()
     model, x = hf.wrap(captioner), prompt(2, 4)

@@ -85,7 +85,7 @@ def test_training_is_resumed(done: tuple[Path, Trainer], tmp_path: Path, shards:
     run._issue_warnings_after_load = loaded.append  # type: ignore[method-assign]
     run.train(resume_from_checkpoint=str(checkpoint))
     if not shards:
-        assert not loaded[0].missing_keys, "of a tied parameter, the file has one"
+        assert not loaded[0].missing_keys, "the file should have one copy of a tied parameter"
     assert not loaded[0].unexpected_keys or shards
     torch.testing.assert_close(losses(run)[-3:], losses(whole)[-3:], rtol=1e-5, atol=1e-5)
     assert run.model.model.unembed.weight is run.model.model.embed.weight

@@ -1,4 +1,4 @@
-"""Specs that join systems: what each part does there is what it does alone."""
+"""Specs that combine systems: each part computes the same as it does alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqblocks.analysis import check
 
 
 def walk(order: str, rows: int, columns: int) -> torch.Tensor:
-    """The tokens of a grid in the order that a person would write down."""
+    """Return the tokens of a grid in the order of a walk written out explicitly."""
     tokens = torch.arange(rows * columns).view(rows, columns)
     path = (tokens.t() if order.startswith("columns") else tokens).flatten()
     return path.flip(0) if order.endswith("reverse") else path
@@ -19,7 +19,7 @@ def walk(order: str, rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "columns", "columns_reverse"])
 def test_an_order_is_a_walk_over_the_image(order: str) -> None:
-    """The block in an order = the forward block on tokens that were put in that order, put back; gradients too."""
+    """The block in an order equals the forward block on permuted tokens, permuted back; gradients too."""
     def block(order: str) -> seqblocks.SequenceModel:
         text = (
             "seqblocks: 1\nuse: [vil]\n"
@@ -47,18 +47,18 @@ def test_the_four_orders_are_in_turn() -> None:
 
 
 def test_the_hybrid_forgets_between_documents_in_every_mixer() -> None:
-    """Packed documents give what each gives alone: no convolution, state or window leaks."""
+    """Packed documents give the same results as separate ones: no convolution, state or window crosses a boundary."""
     model = seqblocks.build("hybrid_small", set={"dim": 16, "vocabulary": 11, "window": 4}, dtype=torch.float64).eval()
     tokens = torch.randint(11, (1, 40), generator=torch.Generator().manual_seed(0))
     packed = model(tokens, cu_seqlens=torch.tensor([0, 7, 8, 40]))
     alone = torch.cat([model(tokens[:, a:b]) for a, b in ((0, 7), (7, 8), (8, 40))], 1)
-    # the stabiliser of the mLSTM starts at a reset as at the beginning; float64 rounding of sums over 40 tokens
+    # The stabiliser of the mLSTM starts at a reset as at the beginning; float64 rounding of sums over 40 tokens.
     torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
 
 
 def test_counts_by_hand() -> None:
-    """At width 128: an mLSTM block has 109,448, Mamba's 116,608, attention 41,088 with one head of keys
-    and values and 49,280 with two, a gated network 147,584."""
+    """At width 128 an mLSTM block has 109,448 parameters, Mamba's 116,608, attention 41,088 with one key-value head and
+    49,280 with two, a gated network 147,584."""
     ends = 256 * 128 + 128  # the tied embedding and the last norm
     expected = {
         "mlstm_small": 5 * 109_448 + ends,

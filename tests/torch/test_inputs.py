@@ -78,7 +78,7 @@ model:
     - causal_conv: {kernel: 3}
     - gate: {by: gain}
 """
-# The context is read inside a scan, a parallel, a residual and a block, at two rates, and as it is.
+# The context is read directly and inside a scan, a parallel, a residual and a block, at two rates.
 NESTED = """
 blocks:
   reads:
@@ -144,7 +144,7 @@ def test_several_outputs_by_name() -> None:
     torch.testing.assert_close(one["value"], found["value"][:, 0])
 
 
-def test_a_vector_meets_each_token() -> None:
+def test_a_vector_joins_each_token() -> None:
     model = built(FILM.replace("    - causal_conv: {kernel: 3}\n    - gate: {by: gain}\n", ""))
     sound, speaker = draw(2, 5, 4), draw(2, 3, seed=2)
     gain, bias = linear(speaker, *model.linear.parameters()).split(4, -1)
@@ -167,7 +167,7 @@ def test_a_vector_meets_each_token() -> None:
          lambda x, v: (x + 2 * v).sum(-1, keepdim=True).expand(2, 5, 2)),
     ],
 )  # fmt: skip
-def test_where_a_vector_may_meet_a_sequence(step: str, expected: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_where_a_vector_can_join_a_sequence(step: str, expected: Callable[[Tensor, Tensor], Tensor]) -> None:
     inputs = "{x: {features: 4}, v: {vector: 4}}"
     model = built(f"model:\n  inputs: {inputs}\n  steps:\n    - {step}")
     x, v = draw(2, 5, 4), draw(2, 4, seed=2)
@@ -175,7 +175,7 @@ def test_where_a_vector_may_meet_a_sequence(step: str, expected: Callable[[Tenso
     check_law(model, seq=6)
 
 
-def test_a_vector_meets_each_place_of_an_image() -> None:
+def test_a_vector_joins_each_pixel_of_an_image() -> None:
     inputs = "{x: {image: {size: 4, channels: 3}}, v: {vector: 3}}"
     model = built(f"model:\n  inputs: {inputs}\n  steps: [multiply: {{by: v}}]")
     x, v = draw(2, 3, 4, 4), draw(2, 3)
@@ -199,7 +199,7 @@ def test_cross_attention(kv_heads: int) -> None:
     check_law(model, seq=6)
 
 
-def test_the_state_keeps_what_the_stream_reads_of_the_context() -> None:
+def test_the_state_stores_the_context_that_the_stream_reads() -> None:
     model = built(CAPTIONER)
     image, notes = draw(2, 3, 8, 8), draw(2, 7, 5)
     state = model.init_state(2, image=image, notes=notes)
@@ -215,7 +215,7 @@ def test_the_state_keeps_what_the_stream_reads_of_the_context() -> None:
     assert set(states.detach(states.to(state, "cpu"))) == set(state)
 
 
-def test_an_input_that_a_stream_reads_as_it_is_is_kept() -> None:
+def test_an_input_that_a_stream_reads_directly_is_stored() -> None:
     model = built(NESTED)
     whole, other = draw(2, 6, 4), draw(2, 4, 4)
     state = model.init_state(2, other=other, whole=whole)
@@ -223,7 +223,7 @@ def test_an_input_that_a_stream_reads_as_it_is_is_kept() -> None:
     assert set(state["input"]) == {"whole"}
 
 
-def test_resets_begin_a_sequence_within_the_same_context() -> None:
+def test_resets_start_a_sequence_in_the_same_context() -> None:
     model = built(CAPTIONER)
     x, context = random_input(model, 2, 8), random_context(model, 2)
     marks = torch.zeros(2, 8, dtype=torch.bool)
@@ -233,7 +233,7 @@ def test_resets_begin_a_sequence_within_the_same_context() -> None:
 
 
 def test_a_context_may_be_bidirectional_and_read_in_a_reverse_scan() -> None:
-    """The order of a scan is that of the stream: what it reads of the context keeps its own."""
+    """The order of a scan applies to the stream; the context inside keeps its own order."""
     text = """
 model:
   inputs: {x: {features: 4}, m: {features: 4}}
@@ -311,7 +311,7 @@ OBSTACLES = [
 
 
 @pytest.mark.parametrize(("steps", "reason"), OBSTACLES)
-def test_what_cannot_stream_with_a_context_says_why_and_runs_whole(steps: str, reason: str) -> None:
+def test_models_that_cannot_stream_report_why_and_run_whole(steps: str, reason: str) -> None:
     inputs = "{x: {features: 4, length: 5}, fixed: {features: 4, length: 5}}"
     both = "    - multiply: {by: mean, name: last}\n" if "fixed" in steps else ""
     head = "- pool: {from: fixed, as: mean}\n    - identity: {from: x}\n    "
@@ -328,12 +328,12 @@ def test_what_cannot_stream_with_a_context_says_why_and_runs_whole(steps: str, r
         model.init_state(2, fixed=fixed)
 
 
-def test_an_op_of_ones_own_reads_another_length() -> None:
-    """The port alone says that each token reads all of it, and that the rest may stream."""
+def test_a_user_op_reads_an_input_of_another_length() -> None:
+    """The port alone declares that each token reads all of it, and that the rest may stream."""
 
     @primitive("nearness")
     class Nearness(Op):
-        """The sum of another sequence, weighted by its products with the token."""
+        """Return the sum of another sequence, weighted by its products with the token."""
 
         ports = (Port("x", main=True), Port("other", length="other"))
 

@@ -1,4 +1,4 @@
-"""A stack like Jamba: which layers hold what, Mamba with norms of dt, B and C, and training with balanced experts."""
+"""A stack like Jamba: the layout of its layers, Mamba with norms of dt, B and C, and training with balanced experts."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Which implementation runs: the order of requests, threads, what `auto` takes, errors of impossible requests."""
+"""The choice of implementations: precedence of requests, threads, `auto`, errors for impossible requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPS = ("causal_conv", "head_norm", "headwise_linear", "mlstm")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A registry with one op, whose implementations return their names."""
+    """Return a registry with one op, whose implementations return their names."""
     monkeypatch.setattr(registry, "OPS", {})
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
 
@@ -64,7 +64,7 @@ def test_context_ends_with_an_exception(toy):
 
 
 def test_a_context_holds_for_its_thread_alone(toy):
-    """Whichever ends first: each has its own, and nothing is left of it."""
+    """Threads do not affect each other whichever ends first, and no setting remains."""
     one, other = use_backend("reference"), use_backend("torch")
     with ThreadPoolExecutor(1) as pool:
         one.__enter__()
@@ -78,7 +78,7 @@ def test_a_context_holds_for_its_thread_alone(toy):
 
 
 def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
-    """Also where another thread has compiled it for its own."""
+    """The context of the current thread counts, even if another thread compiled the code in its own context."""
     monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
     dispatch.register("op", "torch", lambda x: x + 1, dispatch.always("anywhere"))
     dispatch.register("op", "reference", lambda x: x + 2, dispatch.always("anywhere"))
@@ -93,8 +93,8 @@ def test_compiled_code_follows_the_context_of_its_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_a_checkpoint_computes_again_has_the_backend_of_the_first_time(toy, elsewhere):
-    """In another thread too, where the context does not hold: backward passes of a GPU have their own."""
+def test_recomputation_in_a_checkpoint_uses_the_same_backend(toy, elsewhere):
+    """The backward pass of a GPU runs in a thread of its own, outside the context."""
     asked = []
 
     def f(x):
@@ -124,8 +124,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_backward_pass_chooses_nothing(name, monkeypatch):
-    """What it runs was chosen in the forward pass: whatever the context says by then, and in whatever thread."""
+def test_a_backward_pass_uses_the_choice_of_the_forward_pass(name, monkeypatch):
+    """It uses the choice of the forward pass, whatever context or thread it runs in."""
     function, shapes = CALLS[name]
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     y = function(*leaves)
@@ -144,8 +144,8 @@ def test_inputs_on_several_devices_are_an_error(toy):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kernel_looks_at_all_its_inputs(name):
-    """Weights on another GPU than the input would be read there as if they lay here."""
+def test_every_kernel_checks_the_devices_of_all_its_inputs(name):
+    """A kernel would otherwise read weights on another GPU as if they were on the GPU of the input."""
     function, shapes = CALLS[name]
     for at in range(len(shapes)):
         inputs = [torch.zeros(shape, device="meta" if other == at else "cpu") for other, shape in enumerate(shapes)]
@@ -161,7 +161,7 @@ def test_a_device_is_passed_as_its_kind_and_its_index(toy):
     assert passed == [{"device": "cuda", "index": 1, "n": 1, "requested_backend": "torch"}]
 
 
-def test_by_name_what_cannot_run_is_an_error_with_the_reason(toy):
+def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(toy):
     with pytest.raises(BackendError, match=r"'triton' cannot run op: n = 3; even numbers only"):
         ran("triton", n=3)
 
@@ -192,7 +192,7 @@ def test_unknown_name_in_the_environment(toy, monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "cuda")
     with pytest.raises(BackendError, match=r"SEQBLOCKS_BACKEND.*'cuda'.*auto, triton, torch, reference"):
         ran()
-    monkeypatch.setenv(dispatch.VARIABLE, "")  # set but empty: as good as unset
+    monkeypatch.setenv(dispatch.VARIABLE, "")  # set but empty: equivalent to unset
     assert ran() == "triton"
 
 
@@ -226,7 +226,7 @@ def test_a_constant_is_what_torch_calls_one() -> None:
 
 
 def test_building_does_not_wait_for_the_compiler(root) -> None:
-    """It takes longer to import than torch itself."""
+    """The compiler takes longer to import than torch itself."""
     code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import seqblocks; seqblocks.build('vil_digits')"
     code += "; print(before, 'torch._dynamo' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout

@@ -1,4 +1,4 @@
-"""What a wire is decides what happens to it at run time: images, token ids, sequences and vectors."""
+"""The kind of a wire determines its handling at run time: images, token ids, sequences and vectors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_images_are_split_along_their_channels() -> None:
 
 
 def test_each_step_sees_the_grid_of_its_own_tokens() -> None:
-    """Two steps cut the same image; what follows the first still has its rows and columns."""
+    """Two steps cut the same image; the wires of the first still have its rows and columns."""
     model = built(
         "{patch_embed: {name: coarse, patch: 2, features: 3, as: wide}}",
         "{patch_embed: {name: fine, from: input, patch: 1, features: 3}}",
@@ -73,7 +73,7 @@ def test_each_step_sees_the_grid_of_its_own_tokens() -> None:
     assert model(torch.randn(2, 2, 8, 6, dtype=torch.float64)).shape == (2, 3)
 
 
-# --- what has a place for each row and column does not stream
+# --- steps with parameters for each row and column do not stream
 
 
 def test_positions_over_a_grid_do_not_stream() -> None:
@@ -90,14 +90,14 @@ def test_a_model_that_only_passes_images_on_does_not_stream() -> None:
         model.init_state(1)
 
 
-def test_positions_behind_a_lost_grid_stream() -> None:
-    """Downsampling gives up the grid; a frame is then one position, not all of them."""
+def test_positions_after_a_dropped_grid_stream() -> None:
+    """Downsampling drops the grid, so a frame is one position instead of all."""
     check_law(built("{downsample: {factor: 2}}", "position_embed", input="{features: 4, grid: [2, 4]}"), seq=4)
 
 
 @pytest.mark.parametrize("steps", ["position_embed", "position_embed, {causal_conv: {kernel: 2}}"])
 def test_positions_of_a_reverse_scan_count_from_its_end(steps: str) -> None:
-    """Alone or beside a step that must be flipped: the first position is that of the last token."""
+    """The first position is that of the last token, whether alone or next to a step that must be flipped."""
     model = built(f"{{scan: {{order: reverse, steps: [{steps}]}}}}", input="{features: 4, length: 5}")
     x = torch.zeros(1, 5, 4, dtype=torch.float64)
     y = x + model.scan.position_embed.weight.flip(1)
@@ -147,7 +147,7 @@ def test_mlstm_without_parameters_carries_float64() -> None:
 
 
 @pytest.mark.parametrize("mode", typing.get_args(Mode))
-def test_nothing_cannot_be_pooled(mode: str) -> None:
+def test_an_empty_sequence_cannot_be_pooled(mode: str) -> None:
     with pytest.raises(seqblocks.RunError, match="at least one token, but the sequence is empty"):
         built(f"{{pool: {{mode: {mode}}}}}")(torch.zeros(2, 0, 4, dtype=torch.float64))
 
@@ -158,7 +158,7 @@ def test_a_state_is_of_a_number_of_sequences(size: object) -> None:
         built(CARRIES).init_state(size)  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_into_memory_is_an_error_of_ours() -> None:
+def test_running_out_of_memory_is_an_error_of_the_package() -> None:
     model = built(CARRIES)
     with pytest.raises(
         seqblocks.RunError, match="cpu has not enough memory for the state of 1,000,000,000,000,000 sequences"
@@ -176,7 +176,7 @@ EDGES = (0.0, 1e-18, 1e-9, 1.0, 1e9, 1e18)
 
 
 def test_every_initialiser_that_is_accepted_draws_finite_numbers() -> None:
-    """Each number at the ends of its range, in every combination that the laws allow."""
+    """Each argument is at the limits of its range, in all combinations that the rules allow."""
     drawn = 0
     for name, known in INITIALISERS.items():
         for values in itertools.product(EDGES, repeat=len(known.arguments)):
@@ -192,7 +192,7 @@ def test_every_initialiser_that_is_accepted_draws_finite_numbers() -> None:
     assert drawn > 2 * len(INITIALISERS)
 
 
-def test_what_float16_does_not_hold_is_an_error() -> None:
+def test_values_beyond_the_range_of_float16_are_an_error() -> None:
     large = "{linear: {features: 2, init: {weight: constant(1e6)}}}"
     text = f"seqblocks: 1\nmodel: {{input: {{features: 4}}, steps: [{large}]}}"
     with pytest.raises(seqblocks.UsageError, match=r"constant\(1e\+06\) draws numbers for linear.weight that float16"):

@@ -1,4 +1,4 @@
-"""The latency that a summary states is the one that a built model has when it streams, and its lookahead likewise."""
+"""The latency and lookahead in a summary match those measured on a streaming model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measured_lookahead(model: SequenceModel, samples: int) -> int:
         for at in range(samples):
             other = x.clone()
             other[:, at] += 1
-            changed = (model(other) - before).abs().amax((0, 2)) > 1e-9  # rounding aside
+            changed = (model(other) - before).abs().amax((0, 2)) > 1e-9  # allows for rounding
             farthest = max(farthest, at - int(changed.nonzero()[0])) if changed.any() else farthest
     return farthest
 
@@ -51,7 +51,7 @@ def measured_lookahead(model: SequenceModel, samples: int) -> int:
     ("steps", "latency", "lookahead"),
     [("[causal_conv]", 0, 0), (FRAMES, 3, 3), (TWO_RATES, 11, 5), (LATE, 3, 0)],
 )
-def test_latency_is_what_a_stream_waits(steps: str, latency: int, lookahead: int) -> None:
+def test_latency_is_the_delay_of_a_stream(steps: str, latency: int, lookahead: int) -> None:
     model = seqblocks.build_text(HEAD + steps, dtype=torch.float64)
     found = seqblocks.summarise(model)
     assert found.latency == latency == measured_latency(model, 24)
@@ -81,7 +81,7 @@ def test_rate_and_lookahead_of_every_wire() -> None:
     assert "-> [batch, seq/4, 4], rate 4, lookahead 3\n" in text
 
 
-def test_what_does_not_stream_has_the_latency_of_its_lookahead() -> None:
+def test_the_latency_without_streaming_is_the_lookahead() -> None:
     whole = seqblocks.load_text(HEAD + "[{scan: {order: reverse, steps: [causal_conv]}}]")[1]
     vector = seqblocks.load_text(HEAD + "[causal_conv, pool]")[1]
     for model in (whole, vector):

@@ -1,6 +1,6 @@
-"""The state law for every bundled spec that streams, at a small size: whole = chunks = steps, value and gradient.
+"""The state law for every bundled streaming spec at a small size: whole = chunks = steps, value and gradient.
 
-float64; the bar is 1e-9 of the largest value: rounding of about length * 2^-52 on intermediate values of order 1e2.
+In float64, to 1e-9 of the largest value: rounding is about length * 2^-52 on intermediate values of order 1e2.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_whole_is_chunks_is_steps(
     law_holds(name, seq, cuts, resets, seed)
 
 
-# Their mixers are in other models of the list: at length they are run by hand.
+# Other models of the list have their mixers too. Run them at length by hand.
 HYBRIDS = ("jamba_small", "zamba_small", "qwen3_next_small", *MADE_OF_OTHERS)
 AT_LENGTH = [pytest.param(name, marks=pytest.mark.long if name in HYBRIDS else pytest.mark.slow) for name in SMALL]
 
@@ -106,7 +106,7 @@ def test_at_length(name: str, seq: int, cuts: list[int], resets: list[tuple[int,
 
 
 def test_every_streaming_spec_is_here() -> None:
-    """Sizes of one architecture count once."""
+    """Sizes of one architecture count as one."""
     from seqblocks.language.spec import bundled
 
     families = {
@@ -142,11 +142,11 @@ def test_truncated_backpropagation_stops_where_it_is_cut() -> None:
 
 
 def test_an_op_that_looks_further_ahead_than_it_says_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame of four tokens is seen from its first, and an op that reads one token more than it declares."""
+    """A frame of four tokens, and an op that reads one token more than it declares."""
     from seqblocks import op
 
     class Peek(op.Op):
-        """x[t] + x[t + far]."""
+        """Compute x[t] + x[t + far]."""
 
         far: int = op.argument(1, "how far it looks")
         said: int = op.argument(1, "how far it says it looks")
@@ -157,7 +157,7 @@ def test_an_op_that_looks_further_ahead_than_it_says_is_caught(monkeypatch: pyte
         def forward(self, p: Any, call: Any, x: Any) -> Any:
             return x + torch.cat([x[:, self.far :], torch.zeros_like(x[:, : self.far])], 1)
 
-    Peek.__module__ = "seqblocks.ops.peek"  # no plug-in: its text is not looked up
+    Peek.__module__ = "seqblocks.ops.peek"  # not a plug-in: its source is not searched
     monkeypatch.setattr(op, "PRIMITIVES", {**op.PRIMITIVES})
     op.primitive("peek")(Peek)
     head = "seqblocks: 1\nmodel: {input: {features: 3}, steps: ["

@@ -1,4 +1,4 @@
-"""Wrong arguments to the library: each raises one of its own errors, with a message that says what is wrong."""
+"""Invalid arguments to the library: each raises an error of the package with a clear message."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_bounds_of_packed_sequences(bounds: Any, message: str) -> None:
 
 
 def test_bounds_need_a_device_only_for_their_values() -> None:
-    """Elsewhere than on the CPU reading them would wait; what a tensor says of itself is checked anywhere."""
+    """Reading values from another device would wait, so only the attributes of such tensors are checked."""
     assert kernels.packed_resets(torch.tensor([0, 9], device="meta"), 5).shape == (1, 5)
     with pytest.raises(RunError, match=r"at least two numbers, .*; got 0"):
         kernels.packed_resets(torch.zeros(0, dtype=torch.long, device="meta"), 5)
@@ -181,7 +181,7 @@ def test_a_dtype_has_several_names(dtype: Any) -> None:
 
 
 def test_seeds() -> None:
-    """By default all builds have the same weights; with None torch's generator governs, and nothing else does."""
+    """By default all builds have the same weights. With seed=None only torch's generator determines them."""
 
     def weight(at: int, seed: int | None) -> torch.Tensor:
         torch.manual_seed(at)
@@ -217,13 +217,13 @@ def test_a_summary_of_what_was_built() -> None:
         ({"seq": 0}, "a sequence needs at least one token, not 0"),
     ],
 )
-def test_the_law_is_asked_within_the_sequence(given: dict[str, Any], message: str) -> None:
+def test_the_law_is_checked_within_the_sequence(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         testing.check_law(small(), **{"seq": 5, **given})
 
 
 class Own(Op):
-    """What somebody may write; `given` is what forward returns."""
+    """An op with a user-defined forward, which returns `given`."""
 
     given: str = argument("x", "an expression")
 
@@ -232,7 +232,7 @@ class Own(Op):
 
 
 class OwnState(Own):
-    """Likewise, with a state."""
+    """An op with a user-defined forward and a state."""
 
     def state(self, x: Any) -> dict[str, State]:
         return {"s": State((2,))}
@@ -252,7 +252,7 @@ class OwnState(Own):
         ("own_state", "None", "not NoneType"),
     ],
 )
-def test_a_primitive_gives_what_it_declares(
+def test_a_primitive_must_return_the_declared_outputs(
     verb: str, given: str, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PRIMITIVES, "own", Own)
@@ -265,7 +265,7 @@ def test_a_primitive_gives_what_it_declares(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_law_is_held_to_what_a_dtype_can(dtype: torch.dtype) -> None:
+def test_the_tolerance_of_the_law_depends_on_the_dtype(dtype: torch.dtype) -> None:
     testing.check_law(small(dtype=dtype))
 
 
@@ -285,7 +285,7 @@ def test_the_law_of_a_model_without_parameters() -> None:
 
 
 def test_kernels_need_torch_and_einops_alone(root: Path) -> None:
-    """On a machine that holds no more, they can still be tested and timed."""
+    """They can be tested and timed on a machine without the other dependencies."""
     program = (
         "import sys\n"
         "for name in ('pydantic', 'yaml', 'rich'): sys.modules[name] = None\n"
@@ -297,7 +297,7 @@ def test_kernels_need_torch_and_einops_alone(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mlstm_small", "mamba_small", "vil_digits", "vim_tiny", "hybrid_small"])
 def test_a_model_without_storage_runs(name: str) -> None:
-    """On the meta device shapes flow and nothing is computed: what tools ask that count or shard a model."""
+    """On the meta device, shapes are computed without values. Tools that count or shard models rely on this."""
     model = seqblocks.build(name, device="meta")
     wire = model.spec.input
     if wire.kind == "image":
@@ -311,7 +311,7 @@ def test_a_model_without_storage_runs(name: str) -> None:
 
 
 def test_modules_are_there_without_an_import_of_their_own(root: Path) -> None:
-    """README: `seqblocks.testing.check_law(model)`."""
+    """The README uses `seqblocks.testing.check_law(model)` without importing the submodule."""
     code = (
         "import seqblocks, sys; assert 'torch' not in sys.modules;"
         "seqblocks.testing.check_law, seqblocks.checkpoint.load, seqblocks.state.detach, seqblocks.kernels.mlstm;"

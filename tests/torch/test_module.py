@@ -40,8 +40,8 @@ model:
           - residual: {steps: [layer_norm, {causal_conv: {kernel: 2, mixing: true}}]}
     - linear: {features: 3}
 """
-# The recurrent stabiliser is the same in every split, so whole, chunks and steps differ by rounding only: about
-# length * 2^-52 relative to intermediate values of order 1e2; 1e-9 leaves two decades of room at length 40.
+# The recurrent stabiliser is the same in every split, so whole, chunks and steps differ only by rounding: about length
+# * 2^-52 relative to intermediate values of order 1e2. 1e-9 leaves two decades of room at length 40.
 ROUNDING = 1e-9
 
 
@@ -50,7 +50,7 @@ def built(text: str, **options: Any) -> Any:
 
 
 def randomised(model: Any, seed: int = 0) -> Any:
-    """Every parameter redrawn, so that zero-initialised gates take part."""
+    """Redraw every parameter, so that gates initialised to zero have an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,7 +71,7 @@ def test_whole_is_chunks_is_steps(seq: int, cuts: list[int], marks: list[int], s
     check_law(model, seq=seq, cuts=[cut for cut in cuts if 0 < cut < seq], resets=resets, seed=seed, tolerance=ROUNDING)
 
 
-def test_the_law_is_one_that_can_be_broken() -> None:
+def test_the_law_detects_violations() -> None:
     model = randomised(built(STREAM))
     conv = model.first.residual.scan.c
     conv.register_forward_hook(lambda _m, _i, out: (out[0], {k: v * 0 for k, v in out[1].items()}))
@@ -79,7 +79,7 @@ def test_the_law_is_one_that_can_be_broken() -> None:
         check_law(model)
 
 
-def test_packed_sequences_are_pieces_on_their_own() -> None:
+def test_packed_sequences_equal_separate_sequences() -> None:
     model = randomised(built(STREAM))
     x = torch.randn(1, 12, 8, dtype=torch.float64)
     packed = model(x, cu_seqlens=torch.tensor([0, 5, 6, 12]))
@@ -87,7 +87,7 @@ def test_packed_sequences_are_pieces_on_their_own() -> None:
     torch.testing.assert_close(packed, pieces, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_resets_in_reverse_order_are_pieces_on_their_own() -> None:
+def test_resets_in_reverse_order_equal_separate_sequences() -> None:
     text = "seqblocks: 1\nuse: [vil]\nmodel: {input: {features: 8}, steps: [{vil: {dim: 8, heads: 2, order: reverse}}]}"
     model = randomised(built(text))
     x = torch.randn(1, 9, 8, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_resets_in_reverse_order_are_pieces_on_their_own() -> None:
 
 
 def test_packed_sequences_compile_without_a_break() -> None:
-    """Nothing is read back from the device to find where they begin; empty ones, at the end too, are none."""
+    """Boundaries are not read back from the device. Empty sequences are skipped, also at the end."""
     from seqblocks.kernels import packed_resets
 
     expected = torch.zeros(1, 9, dtype=torch.bool)
@@ -138,7 +138,7 @@ def test_orders_are_these_permutations(order: str) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_scan_over_a_grid_shows_its_steps_the_grid_turned() -> None:
+def test_steps_of_a_scan_over_a_grid_see_the_transposed_grid() -> None:
     model = randomised(built(scan_text("columns", steps="{conv2d: {kernel: 3}}")))
     turned = randomised(built(scan_text("forward", steps="{conv2d: {kernel: 3}}").replace("[3, 5]", "[5, 3]")))
     x = torch.randn(1, 15, 4, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_directions_that_own_all_equal_two_scans() -> None:
 
 @pytest.mark.parametrize("own", ["all", "[causal_conv.bias]"])
 def test_directions_are_ordinary_modules(own: str) -> None:
-    """Hooks run, children are found by name, and a program made by torch.export becomes a module again."""
+    """Hooks run, children are found by name, and a torch.export program can be converted back to a module."""
     model = randomised(built(scan_text("[forward, reverse]", f", own: {own}")))
     x = torch.randn(2, 15, 4, dtype=torch.float64)
     seen: list[str] = []
@@ -224,7 +224,7 @@ model:
 """
 
 
-def test_tied_parameters_are_one_and_stay_one() -> None:
+def test_tied_parameters_stay_tied() -> None:
     model = built(TIED)
     assert model.unembed.weight is model.embed.weight
     assert sum(p.numel() for p in model.parameters()) == graph.count(model.graph)
@@ -262,7 +262,7 @@ INITIALISED = {
 
 
 @pytest.mark.parametrize("init", INITIALISERS)
-def test_weights_know_nothing_of_torchs_defaults(init: str) -> None:
+def test_weights_do_not_depend_on_torchs_defaults(init: str) -> None:
     text = f"""
 seqblocks: 1
 model:
@@ -301,7 +301,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(n for n in bundled() if n.endswith(("_tiny", "_digits", "_small_block"))))
-def test_what_the_graph_counts_is_what_the_module_has(name: str) -> None:
+def test_the_graph_counts_the_parameters_of_the_module(name: str) -> None:
     model = seqblocks.build(name, device="meta")
     declared = {item.name: item.parameter.shape for item in graph.parameters(model.graph)}
     assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == declared
@@ -333,7 +333,7 @@ model:
 
 @pytest.mark.slow
 def test_a_compiler_sees_one_graph_of_a_model_of_images() -> None:
-    """Whose tokens einops arranges; of another size too, to which the positions are resized."""
+    """einops arranges the tokens. Another size works too: the positions are resized to it."""
     model = seqblocks.build_text(IMAGES).eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -345,11 +345,11 @@ def test_a_compiler_sees_one_graph_of_a_model_of_images() -> None:
 
 
 def test_tokens_of_an_image_by_columns() -> None:
-    """A scan in that order reads the tokens of a grid one column after the other, and puts them back by rows."""
+    """A scan in that order reads the tokens of a grid column by column, and restores the order by rows."""
     text = "seqblocks: 1\nmodel: {input: {features: 1, grid: [2, 3]}, steps: [scan: {order: columns, steps: [%s]}]}\n"
     model = seqblocks.build_text(text % "causal_conv: {kernel: 2, bias: false}")
     with torch.no_grad():
-        model.scan.causal_conv.weight.copy_(torch.tensor([[[10.0, 1.0]]]))  # ten times the token before, and this one
+        model.scan.causal_conv.weight.copy_(torch.tensor([[[10.0, 1.0]]]))  # ten times the previous token, plus this
     found = model(torch.arange(1.0, 7.0).view(1, 6, 1))
     assert found.flatten().tolist() == [1.0, 42.0, 53.0, 14.0, 25.0, 36.0]  # columns 1 4, 2 5, 3 6
 
@@ -389,7 +389,7 @@ model: {input: {features: 4}, steps: [{residual: {drop_path: 0.25, steps: [{line
     full = x + torch.nn.functional.linear(x, branch.weight, branch.bias)
     y = model(x)
     skipped = (y == x).all(-1).all(-1)
-    # 4000 Bernoulli(1/4) draws: five standard deviations are 5 * sqrt(3/16/4000) = 0.034
+    # The mean of 4000 Bernoulli(1/4) draws: five standard deviations are 5 * sqrt(3/16/4000) = 0.034.
     assert abs(skipped.double().mean() - 0.25) < 0.035
     torch.testing.assert_close(y[~skipped] - x[~skipped], (full - x)[~skipped] / 0.75)
     torch.testing.assert_close(model.eval()(x), full)
@@ -430,7 +430,7 @@ def test_clear_errors() -> None:
         backwards.step(torch.randn(1, 4))
 
 
-def test_layers_are_indexed_as_those_of_a_module_list() -> None:
+def test_layers_are_indexed_like_a_module_list() -> None:
     rest = built(STREAM).rest
     layers = [rest.get_submodule(str(at)) for at in range(2)]
     assert len(rest) == 2
@@ -477,7 +477,7 @@ model: {input: {features: 4}, steps: [{position_embed: {length: 8}}]}
         model(torch.zeros(1, 9, 4, dtype=torch.float64))
 
 
-def test_parameter_groups_part_weights_from_gains_and_biases() -> None:
+def test_parameter_groups_separate_weights_from_gains_and_biases() -> None:
     model = built(STREAM)
     decayed, plain = model.parameter_groups(0.1)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
@@ -485,14 +485,14 @@ def test_parameter_groups_part_weights_from_gains_and_biases() -> None:
     assert all(p.ndim > 1 for p in decayed["params"])
 
 
-def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
+def test_reserved_names_include_all_attributes_of_modules() -> None:
     scans = [scan_text("[forward, reverse]", f", own: {own}") for own in ("all", "[causal_conv.weight]")]
-    added = {"smart_apply"}  # by transformers, to every module, when it makes a model in the same process
+    added = {"smart_apply"}  # transformers adds these to every module when it makes a model in the same process
     made = [built(text) for text in (STREAM, *scans)]
     for instance in made:
         for part in instance.modules():
             if isinstance(part, Primitive) or part._parameters:
-                continue  # a leaf: no step is below it
+                continue  # a leaf: it contains no steps
             public = {name for name in dir(part) if not name.startswith("_")} - set(part._modules) - added
             assert public <= RESERVED_NAMES, f"{type(part).__name__}: {public - RESERVED_NAMES}"
     assert {n for n in dir(nn.Module) if not n.startswith("_")} - added <= RESERVED_NAMES
@@ -501,7 +501,7 @@ def test_reserved_names_cover_everything_a_step_name_could_hide() -> None:
 def test_repr_reads_like_the_spec_and_collapses_layers() -> None:
     text = repr(seqblocks.build("vil_tiny", device="meta"))
     assert "proj_up(features=768, out=[batch, 196, 768])" in text
-    assert text.count("(head_norm)") == 2, "the two kinds of layer are each shown once"
+    assert text.count("(head_norm)") == 2, "both kinds of layer should be shown once"
     assert "12 x" in text
 
 
@@ -511,7 +511,7 @@ def test_a_model_is_called_with_keywords_that_help_shows() -> None:
 
 
 def test_pooling_by_the_largest() -> None:
-    """Vision Mamba's `max`: the head on every token, then the largest score of each class."""
+    """Vision Mamba's `max` applies the head to every token, then returns the largest score of each class."""
     text = "seqblocks: 1\nmodel: {input: {features: 4}, steps: [{linear: {features: 3}}, {pool: {mode: max}}]}"
     model = seqblocks.build_text(text)
     x = torch.randn(2, 5, 4)
@@ -521,8 +521,9 @@ def test_pooling_by_the_largest() -> None:
         model.init_state(1)
 
 
-def test_modules_are_called_with_what_their_nodes_read() -> None:
-    """Ports in order, then what bodies capture; the input of a repeat is captured by its second layer."""
+def test_modules_are_called_with_the_wires_that_their_nodes_read() -> None:
+    """Arguments are the ports in order, then the wires that bodies capture. The second layer of a repeat captures its
+    input."""
     model = built(
         """
 seqblocks: 1

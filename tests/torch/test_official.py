@@ -1,4 +1,4 @@
-"""Every bundled `checkpoint:` map against names, shapes and numbers of the releases it is for (tests/golden/hub)."""
+"""Every bundled `checkpoint:` map against names, shapes and values of the releases that it reads (tests/golden/hub)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent.parent / "golden" / "hub"
 
 
 def official_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes by `model layout`."""
+    """Return names and shapes by `model layout`."""
     out: dict[str, dict[str, tuple[int, ...]]] = {}
     for line in (FOLDER / "official_names.txt").read_text().splitlines():
         if line.startswith("# "):
@@ -45,7 +45,7 @@ SHAPES = official_shapes()
 
 
 def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
-    """Tensors of one number each; a tied head is the embedding's own."""
+    """Return tensors that share one stored number each; a tied head is the embedding's tensor."""
     out = {name: torch.tensor(numbers[name]).expand(shape) for name, shape in SHAPES[case].items()}
     if case.startswith(("mamba", "recurrentgemma")):
         out["lm_head.weight"] = out[next(name for name in out if "embed" in name)]
@@ -53,7 +53,7 @@ def without_memory(case: str, numbers: dict[str, float]) -> dict[str, Tensor]:
 
 
 def parameters_from(spec: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our parameters, all at once."""
+    """Return our parameters, converted all at once."""
     ours, left_out = translated(spec, Weights(tensors, tensors.__getitem__))
     assert not any(left_out)
     return {name: ours.read(name) for name in ours.headers}
@@ -66,14 +66,15 @@ def test_every_bundled_map_has_its_official_names() -> None:
 
 @pytest.mark.parametrize("case", sorted(SHAPES))
 def test_every_parameter_has_its_tensor_and_every_tensor_its_parameter(case: str) -> None:
-    """Tensors without memory, each of one number of its own, so that it shows which one a parameter was made of."""
+    """Each tensor stores a single distinct number, which identifies the tensor that a parameter was read from."""
     model = check.load_model(case.split()[0])
     shapes = SHAPES[case]
     numbers = {name: float(at) for at, name in enumerate(shapes)}
     tensors = without_memory(case, numbers)
     tied = {item.tied for item in graph.parameters(model.graph) if item.tied}
     made = parameters_from(model, tensors)
-    # as many tensors as parameters, but for the head that is tied and for what the sLSTM and RWKV-6 hold in one
+    # There are as many tensors as parameters, except for the tied head and for parameters that the sLSTM and RWKV-6
+    # store in one tensor.
     together = 3 * sum(name.endswith("slstm_cell._bias_") for name in shapes)
     together += 4 * sum(name.endswith(("x_bias", "x_proj.2.weight")) for name in shapes)
     assert len(made) == len(shapes) - len(tied) + together
@@ -100,7 +101,7 @@ def test_one_tensor_more_or_less_or_of_another_shape_is_an_error(case: str) -> N
 
 
 def mamba_of(config: dict[str, Any]) -> Any:
-    """The bundled model with the numbers of a configuration of transformers."""
+    """Return the bundled model with the sizes of a transformers configuration."""
     block, rank = "model.layers.mamba_block.", config["time_step_rank"]
     text, _, _ = check.locate("mamba_130m")
     changes: dict[str, Any] = {
@@ -116,7 +117,8 @@ def mamba_of(config: dict[str, Any]) -> Any:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Both sum in float32, in another order: four roundings of 1.2e-7 for each of 17 tokens, of the largest logit."""
+    """Compare float32 sums in another order: four roundings of 1.2e-7 for each of 17 tokens, relative to the largest
+    logit."""
     assert (found - expected).abs().max() <= 17 * 4 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
@@ -130,7 +132,7 @@ def test_the_bundled_mamba_gives_the_logits_of_transformers(variant: str, layout
     if layout == "mamba_ssm":
         tensors["backbone.embedding.weight"] = tensors.pop("backbone.embeddings.weight")
     if variant == "tied":
-        del tensors["lm_head.weight"]  # as a safetensors file has it
+        del tensors["lm_head.weight"]  # as stored in a safetensors file
     load_official(model, tensors)
     with torch.no_grad():
         close(model(torch.from_numpy(data["in/input_ids"])), torch.from_numpy(data["out/logits"]))
@@ -160,7 +162,7 @@ DEPTHS = {"vil_tiny": 2, "vil2_tiny": 1, "vim_tiny": 1, "vil_digits": 2, "vil_ti
 
 @pytest.mark.parametrize(("name", "depth"), DEPTHS.items())
 def test_the_smallest_depth_works(name: str, depth: int) -> None:
-    """The rate of drop_path grows over the layers: from 0, where there is one."""
+    """The rate of drop_path grows over the layers, from 0 if there is only one."""
     changes: dict[str, Any] = {"depth": depth, "drop_path": 0.2} if name.startswith("vi") else {"depth": depth}
     model = check.load_model(name, set=changes)
     rates = [node.arguments.drop_path for node in graph.walk(model.graph) if node.kind == "residual"]

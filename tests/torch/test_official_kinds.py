@@ -1,4 +1,4 @@
-"""Tensors that are no weights, and models that cannot be filled or saved: one clear error, and nothing changes."""
+"""Tensors that cannot be weights, and models that cannot be filled or saved: one clear error, and no changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_official_weights_of_another_kind_change_nothing(kind: str, name: str) -
     made, others = model(), dict(model(1).state_dict())
     odd = ODD[kind]
     if name == "down.weight" and isinstance(odd, Tensor) and not odd.is_nested and odd.layout != torch.sparse_csr:
-        odd = odd.t()  # which fits
+        odd = odd.t()  # this one fits
     with pytest.raises(seqblocks.RunError):
         load_official(made, {**others, name: odd})
     assert same(made, model())
@@ -103,7 +103,7 @@ def test_weights_that_a_dtype_does_not_hold_are_an_error(tmp_path: Path) -> None
         load(tmp_path / "a", dtype="float16")
     with torch.no_grad():
         made.up.weight.fill_(torch.inf)
-    load_official(model(1).half(), made.state_dict())  # infinite before
+    load_official(model(1).half(), made.state_dict())  # already infinite
 
 
 def test_integers_are_not_saved(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_part_of_a_larger_storage_is_saved_alone(tmp_path: Path) -> None:
 def test_nan_is_tied_to_nan(tmp_path: Path) -> None:
     steps = "[embed: {features: 4}, unembed: {bias: false, tie: embed}]"
     text = f"seqblocks: 1\nmodel: {{input: {{tokens: 5}}, steps: {steps}}}"
-    made = seqblocks.build_text(text, device="meta").to_empty(device="cpu")  # which parts what is tied
+    made = seqblocks.build_text(text, device="meta").to_empty(device="cpu")  # which separates tied parameters
     table = torch.full((5, 4), float("nan"))
     with torch.no_grad():
         made.embed.weight.copy_(table)

@@ -1,8 +1,8 @@
-"""Options of the official packages that no golden case has, against the equations written out here, token by token.
+"""Options of the official packages without golden cases, against the equations written out here, token by token.
 
-float64, values and gradients of every parameter. Both sides compute the same sums, of fewer than a thousand products of
+float64, values and gradients of every parameter. Both sides compute the same sums of fewer than a thousand products of
 order 1, in another order: 1e-10 of the largest value of an array. Where the official cell is a parallel form
-(tests/torch/test_golden_vil.py) the truth here is the recurrence that we run, so it is held as tightly.
+(tests/torch/test_golden_vil.py), the reference here is the recurrence that we run, so the tolerance is as small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 
 
 def built(text: str, seed: int = 0) -> tuple[SequenceModel, Weights]:
-    """A model with every parameter redrawn, and the parameters by their official names."""
+    """Return a model with every parameter redrawn, and the parameters by their official names."""
     model = seqblocks.build_text(text, dtype=torch.float64).eval()
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def spec(width: int, *steps: str, use: str = "xlstm") -> str:
 
 
 def same(model: SequenceModel, w: Weights, truth: Callable[[Weights, Tensor], Tensor], x: Tensor) -> None:
-    """The model and the truth: values, and gradients of every parameter and of x where that is no token id."""
+    """Compare model and reference: values, and gradients of every parameter and of x unless it is token ids."""
     leaves = [x.requires_grad_(), *w.values()] if x.is_floating_point() else [*w.values()]
     found, expected = model(x), truth(w, x)
     assert found.shape == expected.shape
@@ -67,7 +67,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 
 def convolved(w: Weights, name: str, x: Tensor) -> Tensor:
-    """silu of the causal convolution; the last tap meets the current token."""
+    """Return silu of the causal convolution; the last tap is at the current token."""
     kernel = w[f"{name}.weight"]
     taps = kernel.shape[-1]
     padded = F.pad(x, (0, 0, taps - 1, 0))
@@ -101,7 +101,7 @@ def mixer_v2(w: Weights, x: Tensor, divisor: float = 1.0) -> Tensor:
 
 
 def mixer_v1(w: Weights, x: Tensor) -> Tensor:
-    """The convolution and what is projected from it run once; both scans read them, and share D."""
+    """Compute the convolution and the projections once; both scans read them and share D."""
     x, z = affine(w, "in_proj", x).chunk(2, -1)
     u = convolved(w, "conv1d", x)
     rank = w["dt_proj.weight"].shape[1]
@@ -154,8 +154,9 @@ checkpoint:
 
 
 def pairs(w: Weights, x: Tensor) -> Tensor:
-    """`if_bidirectional`: two layers side by side, one on the flipped sequence; what both give is added, and so is
-    the stream that both carry on, which doubles it."""
+    """`if_bidirectional`: pairs of layers run in parallel, one on the flipped sequence. Their outputs are added, and so
+    is the
+    residual stream of both, which doubles it."""
     hidden, stream = x, torch.zeros_like(x)
     for first in (0, 2):
         given = stream + hidden
@@ -174,8 +175,9 @@ def test_vision_mamba_layers_in_pairs() -> None:
     same(model, w, pairs, draw(2, 5, 6))
 
 
-def test_vision_mamba_starts_as_the_official_code_does() -> None:
-    """Steps between 0.001 and 0.1, those of version 2's way back 0.693; projections out damped by the depth."""
+def test_initial_values_of_vision_mamba() -> None:
+    """Steps are between 0.001 and 0.1, those of version 2's backward direction 0.693. Output projections are scaled by
+    the depth."""
     model = seqblocks.build("vim_tiny", set={"depth": 9, "dim": 64, "classes": 3})
     there, back = (
         torch.cat(
@@ -185,7 +187,7 @@ def test_vision_mamba_starts_as_the_official_code_does() -> None:
     )
     assert there.min() >= 9.9e-4
     assert there.max() <= 0.101
-    assert (there.log().std() > 1).item()  # evenly in the logarithm: ln(100) / sqrt(12) = 1.33
+    assert (there.log().std() > 1).item()  # uniform in the logarithm: ln(100) / sqrt(12) = 1.33
     assert torch.equal(back, torch.full_like(back, 2).log())
     out = model.get_parameter("layers.4.block.mixer.out_proj.weight")
     assert 0.9 < out.abs().max().item() * (128 * 9) ** 0.5 <= 1
@@ -196,13 +198,13 @@ def test_vision_mamba_starts_as_the_official_code_does() -> None:
     assert 9.9e-4 <= steps.min() < steps.max() <= 0.101
 
 
-def test_mamba_starts() -> None:
+def test_initial_values_of_mamba() -> None:
     """`dt_init: constant` with its scale, and other bounds of the steps."""
     more = "rank: 4, dt_scale: 3, dt_random: false, dt_min: 0.1, dt_max: 0.4, dt_floor: 0.2"
     model = seqblocks.build_text(spec(64, f"mamba_mixer: {{name: it, dim: 64, {more}}}", use="mamba"))
     assert torch.equal(model.get_parameter("it.dt_proj.weight"), torch.full((128, 4), 1.5))
     steps = F.softplus(model.get_parameter("it.dt_proj.bias"))
-    torch.testing.assert_close(steps.min().item(), 0.2)  # half of the draws lie below it
+    torch.testing.assert_close(steps.min().item(), 0.2)  # half of the draws are below it
     assert 0.38 < steps.max().item() <= 0.4001
 
 
@@ -263,7 +265,7 @@ model:
         INPUT
 checkpoint: {it: ""}
 """
-FUSED = {  # official name -> ours in one piece, in the order of the rows
+FUSED = {  # official name -> our names in one tensor, in the order of the rows
     "qkv_opreact": ("mlstm_layer", ("q", "k", "v", "o"), ("q", "k", "v", "ogate_preact")),
     "ifgate_preact": ("mlstm_layer", ("igate", "fgate"), ("igate_preact", "fgate_preact")),
     "proj_up_gate_z": ("ffn", ("swiglu.gate", "swiglu.up"), ("proj_up_gate", "proj_up")),
@@ -278,7 +280,7 @@ def test_xlstm_large(gate: str, normalize: bool) -> None:
 
 
 def test_xlstm_large_with_fused_weights() -> None:
-    """`weight_mode: fused`: the rows of q, k, v and o are in one matrix, and so do both gates and half of the FFN."""
+    """`weight_mode: fused`: one matrix contains the rows of q, k, v and o, one both gates, and one half of the FFN."""
     model, w = built(LARGE.replace("        INPUT\n", ""))
     text, tensors = (
         LARGE.replace("        INPUT\n", "").replace('checkpoint: {it: ""}', 'checkpoint:\n  it: ""'),
@@ -308,7 +310,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def scalar(w: dict[str, Tensor], x: Tensor, c: Tensor) -> Tensor:
-    """The sLSTM layer for 2 heads of width 3; our own names, the official ones are swapped."""
+    """Compute the sLSTM layer for 2 heads of width 3, with our names; the official ones are swapped."""
 
     def heads(name: str, x: Tensor) -> Tensor:
         return torch.einsum("bshi,hoi->bsho", x.unflatten(-1, (2, 3)), w[f"mixer.layer.{name}.weight"])
@@ -333,7 +335,8 @@ def scalar(w: dict[str, Tensor], x: Tensor, c: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_slstm_block(activation: str) -> None:
-    """No weight in the norm of the heads, biases in the feed-forward network, each of its official activations."""
+    """The norm of the heads has no weight, the feed-forward network has biases, and each official activation is tested.
+    """
     rest = f"kernel: 3, gain: none, bias: true, expand: 1, multiple: 2, activation: {activation}"
     model, _ = built(spec(6, f"slstm_block: {{name: it, dim: 6, heads: 2, {rest}}}"))
     own = {name.removeprefix("it."): p for name, p in model.named_parameters()}
@@ -348,7 +351,7 @@ def test_slstm_block(activation: str) -> None:
 
 
 def test_slstm_weights_of_the_cuda_backend() -> None:
-    """There the recurrent matrices map from axis 1 to axis 2, and the biases are ordered by head."""
+    """The CUDA backend's recurrent matrices map from axis 1 to axis 2, and its biases are ordered by head."""
     block = "slstm_layer: {name: it, gates: input, dim: 12, heads: 3}"
     model, _ = built(spec(12, block))
     own = {name.removeprefix("it."): p.detach() for name, p in model.named_parameters()}
@@ -364,8 +367,8 @@ def test_slstm_weights_of_the_cuda_backend() -> None:
     assert torch.equal(again(draw(1, 4, 12)), model(draw(1, 4, 12)))
 
 
-def test_slstm_starts_of_the_official_package() -> None:
-    """`bias_init: small_init` and `recurrent_weight_init: standard`, in a step of one's own."""
+def test_initial_values_of_the_slstm() -> None:
+    """`bias_init: small_init` and `recurrent_weight_init: standard`, in a user-defined step."""
     init = "{f_bias: 'linspace(3, 6)', recurrent: 'uniform(-1 / sqrt(12), 1 / sqrt(12))'}"
     gates = (f"linear: {{from: input, features: 12, as: {name}}}" for name in "ifzo")
     cell = seqblocks.build_text(spec(12, *gates, f"slstm: {{i: i, f: f, z: z, o: o, heads: 3, init: {init}}}")).slstm
@@ -374,7 +377,8 @@ def test_slstm_starts_of_the_official_package() -> None:
 
 
 def test_dropout_is_in_the_official_places() -> None:
-    """After the mLSTM layer and the network; after the sLSTM cell, but before the norm of its heads."""
+    """Dropout follows the mLSTM layer and the network. It follows the sLSTM cell, but precedes the norm of its heads.
+    """
     for step in ("mlstm_layer", "gated_ffn"):
         model, _ = built(spec(8, f"{step}: {{dim: 8, dropout: {1 - 1e-9}}}"))
         assert not model.train()(draw(1, 5, 8)).any()
@@ -382,7 +386,7 @@ def test_dropout_is_in_the_official_places() -> None:
     step = "slstm_layer: {gates: input, dim: 16, heads: 2, dropout: 0.5, gain: none}"
     model, _ = built(spec(16, step))
     y = model.train()(draw(2, 5, 16))
-    assert y.unflatten(-1, (2, 8)).mean(-1).abs().max() <= 1e-14  # 8 numbers of order 1 that a norm has centred
+    assert y.unflatten(-1, (2, 8)).mean(-1).abs().max() <= 1e-14  # 8 numbers of order 1, centred by a norm
     assert not torch.equal(y, model.eval()(draw(2, 5, 16)))
 
 
@@ -391,8 +395,9 @@ def test_dropout_is_in_the_official_places() -> None:
 
 @pytest.mark.parametrize("size", [(8, 12), (12, 20)], ids=str)
 def test_positions_of_another_grid(size: tuple[int, int]) -> None:
-    """Patches that overlap have the positions of patches that do not, and an image of another size has those of the
-    first: interpolated, in the model's own precision."""
+    """Overlapping patches use the positions of patches that do not overlap. Images of another size use the positions of
+    the
+    first size, interpolated in the model's own precision."""
     embed = "patch_embed: {patch: 4, stride: 2, features: 3}, position_embed: {rows: 2, columns: 3}"
     model, w = built(
         f"seqblocks: 1\nmodel: {{input: {{image: {{size: [8, 12]}}}}, steps: [{embed}]}}\nexpect: {{params: 165}}"

@@ -36,7 +36,7 @@ def in_stages(model, stages, *inputs):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
-def test_stages_in_a_row_are_the_model(stages):
+def test_consecutive_stages_equal_the_model(stages):
     model = seqblocks.build_text(STEPS)
     x = torch.randn(2, 5, 8)
     expected = model(x)
@@ -66,7 +66,7 @@ def test_stages_compute_about_as_much():
     assert layers == [2, 2]
 
 
-def test_what_is_tied_across_stages_is_refused():
+def test_parameters_tied_across_stages_are_refused():
     model = seqblocks.build("mamba_small", device="meta")
     with pytest.raises(seqblocks.UsageError, match=r"unembed.weight is embed.weight, .* stages 0 and 1.*untie"):
         pipeline_stage(model, 0, 2)

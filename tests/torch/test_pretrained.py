@@ -1,4 +1,4 @@
-"""`from_pretrained`: folders of others, their config.json, and models of transformers where it is installed."""
+"""`from_pretrained`: folders of other packages, their config.json, and transformers models where it is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES = ["mamba", "mamba2", "falcon_mamba", "xlstm", "xlstm_fused"]
 
 
 def drawn_config(family: str, seed: int) -> dict[str, Any]:
-    """A configuration of transformers, small and drawn at random."""
+    """Return a small random configuration of transformers."""
     chance = random.Random(seed)
     if family.startswith("xlstm"):
         heads = chance.choice((1, 2, 3))
@@ -62,7 +62,7 @@ def drawn_config(family: str, seed: int) -> dict[str, Any]:
 
 
 def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
-    """A model of transformers, with noise on every parameter."""
+    """Return a transformers model, with noise on every parameter."""
     library = transformers()
     name = {"mamba": "Mamba", "mamba2": "Mamba2", "falcon_mamba": "FalconMamba"}.get(family, "xLSTM")
     config = getattr(library, f"{name}Config")(**{**drawn_config(family, seed), **more})
@@ -84,7 +84,7 @@ def peer(family: str, seed: int, dtype: torch.dtype, **more: Any) -> Any:
 
 
 class InFloat64:
-    """torch, for a module that computes parts in float32 whatever its dtype: for a comparison to 1e-9."""
+    """Replace torch in a module that computes parts in float32 for any dtype, for a comparison to 1e-9."""
 
     float32 = torch.float64
 
@@ -98,13 +98,13 @@ def in_float64(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tensor, "float", Tensor.double)
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # a warning of transformers about kernels that are not installed
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_have_the_same_logits(
     family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode = {"mode": "train"} if "xlstm" in family else {}  # the other one carries its state in float32
+    mode = {"mode": "train"} if "xlstm" in family else {}  # the other model stores its state in float32
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
         model = peer(family, seed, dtype, **mode)
         model.save_pretrained(tmp_path / str(dtype), max_shard_size="20KB")
@@ -141,7 +141,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_of_transformers_come_back_bit_for_bit(family: str, seed: int, tmp_path: Path) -> None:
+def test_weights_of_transformers_survive_a_round_trip_bit_for_bit(family: str, seed: int, tmp_path: Path) -> None:
     model = peer(family, seed, torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     seqblocks.checkpoint.convert(tmp_path / "theirs", "seqblocks", tmp_path / "ours")
@@ -151,7 +151,7 @@ def test_weights_of_transformers_come_back_bit_for_bit(family: str, seed: int, t
     assert before.headers.keys() == after.headers.keys()
     assert all(torch.equal(before.read(name), after.read(name)) for name in before.headers)
     if family == "xlstm_fused":
-        return  # the class cannot be built off the meta device
+        return  # the class can only be built on the meta device
     again, report = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -196,7 +196,7 @@ FLA += [{**GLA, "model_type": "hgrn2", "expand_ratio": 8}, {**GLA, "model_type":
 
 CONFIGS = [MAMBA, OFFICIAL, MAMBA2, XLSTM, FALCON, GRIFFIN, QWEN, OLMO, KIMI, JAMBA, BAMBA, ZAMBA, *FLA]
 ODD = (0, -1, 10**7, 2.5, float("nan"), float("inf"), "x", None, [], [3], {}, {"a": 1}, True)
-MORE = {  # entries that a config may have
+MORE = {  # optional entries of a config
     "rope_parameters", "layer_types", "mlp_layer_types", "mlp_only_layers", "num_kv_heads", "head_dim", "num_v_heads",
     "expert_layer_period", "decoder_sparse_step", "time_step_limit", "value_dim", "linear_num_key_heads",
     "hidden_ratio", "num_mem_blocks", "mamba_expand", "linear_attn_config", "expand",
@@ -215,11 +215,12 @@ def test_no_config_ends_in_a_traceback(config: dict[str, Any]) -> None:
 def test_a_spec_from_a_config_is_complete(config: dict[str, Any]) -> None:
     text = families.spec_text(config)
     model = seqblocks.build_text(text)
-    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded, officially"
+    assert model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 16 if config is OFFICIAL else 11), "padded in the release"
 
 
 def test_official_configs_have_the_size_of_the_releases() -> None:
-    """mamba-130m and mamba2-130m, whose vocabularies are padded to multiples of 8 and 16; a smaller state space."""
+    """mamba-130m and mamba2-130m pad their vocabularies to multiples of 8 and 16; this test uses a smaller state space.
+    """
     config = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "rms_norm": True}
     second = {**config, "pad_vocab_size_multiple": 16, "ssm_cfg": {"layer": "Mamba2"}}
     small = {**second, "n_layer": 1, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 768, "rmsnorm": False, "D_has_hdim": True}}
@@ -268,7 +269,7 @@ def test_official_configs_have_the_size_of_the_releases() -> None:
         ({**GLA, "model_type": "rwkv7", "head_dim": 8, "value_dim": [32, 16]}, r"value_dim is \[32, 16\], but seqb"),
     ],
 )
-def test_a_config_that_is_none_of_ours(config: Any, message: str, tmp_path: Path) -> None:
+def test_unsupported_configs(config: Any, message: str, tmp_path: Path) -> None:
     safetensors.save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(seqblocks.UsageError, match=message):
@@ -315,7 +316,7 @@ def write(place: Path, kind: str, found: dict[str, Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "torch", "torch shards", "file"])
-def test_what_is_read(tmp_path: Path, spec: Path, kind: str) -> None:
+def test_weights_are_read(tmp_path: Path, spec: Path, kind: str) -> None:
     place = write(tmp_path / "w", kind, tensors())
     model = seqblocks.from_pretrained(place, spec)
     assert torch.equal(model.body.weight, tensors()["body.kernel"].T)
@@ -351,7 +352,7 @@ def test_pickled_code_is_not_run(tmp_path: Path, spec: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_left_out_is_reported(tmp_path: Path, spec: Path) -> None:
+def test_omitted_tensors_are_reported(tmp_path: Path, spec: Path) -> None:
     other = {**tensors(), "head.bias": torch.ones(3), "extra": torch.ones(2)}
     place = write(tmp_path / "w", "safetensors", other)
     message = r"unembed\.bias is \[3\], but \[11\] in the.*\n.*the spec does not map: extra"
@@ -362,7 +363,7 @@ def test_what_is_left_out_is_reported(tmp_path: Path, spec: Path) -> None:
         model = seqblocks.from_pretrained(place, spec, partial=True, seed=5)
     assert torch.equal(model.unembed.bias, seqblocks.build(spec, seed=5).unembed.bias)
     assert torch.equal(model.embed.weight, tensors()["wte.weight"])
-    assert seqblocks.from_pretrained(write(tmp_path / "v", "file", tensors()), spec, partial=True), "and no warning"
+    assert seqblocks.from_pretrained(write(tmp_path / "v", "file", tensors()), spec, partial=True), "without warning"
 
 
 def test_two_tensors_for_a_tied_parameter_must_be_equal(tmp_path: Path, spec: Path) -> None:
@@ -403,7 +404,7 @@ def named(model: Any) -> dict[str, Tensor]:
         ({"model.safetensors.index.json": b"{"}, "index.json cannot be read: it is not valid JSON"),
     ],
 )
-def test_files_that_are_at_fault(tmp_path: Path, spec: Path, content: Any, message: str) -> None:
+def test_invalid_files(tmp_path: Path, spec: Path, content: Any, message: str) -> None:
     (tmp_path / "w").mkdir()
     for name, data in (content or {}).items():
         (tmp_path / "w" / name).write_bytes(data)
@@ -414,7 +415,7 @@ def test_files_that_are_at_fault(tmp_path: Path, spec: Path, content: Any, messa
 
 
 def read_or_refused(place: Path, spec: Path) -> str:
-    """The error's message; empty where all is the same as ever."""
+    """Return the message of the error, or an empty string if the model is unchanged."""
     try:
         model = seqblocks.from_pretrained(place, spec)
     except (seqblocks.UsageError, seqblocks.RunError) as error:
@@ -488,7 +489,7 @@ def test_only_one_tensor_is_read_at_a_time(tmp_path: Path, spec: Path, monkeypat
 
 
 def test_the_folder_of_a_bundled_model(tmp_path: Path) -> None:
-    """The spec given by name, the weights of its own map."""
+    """The spec is given by name, and its own map reads the weights."""
     changes = {"dim": 16, "depth": 2, "vocabulary": 11}
     model = seqblocks.build("mamba_130m", set=changes)
     found = {name: tensor for name, tensor in named(model).items() if name != "lm_head.weight"}
@@ -519,8 +520,8 @@ def test_rotary_positions_of_olmo_are_those_that_transformers_reads(tmp_path: Pa
         assert f"rotary: {theirs or 0}," in families.spec_text(config), entries
 
 
-def test_the_share_that_turns_of_bamba_is_read_below_rope_parameters_alone() -> None:
-    """As transformers reads it."""
+def test_the_rotary_share_of_bamba_is_read_only_below_rope_parameters() -> None:
+    """The values match those that transformers reads."""
     usual = families.spec_text({**BAMBA, "num_attention_heads": 1})
     assert "turned: 8," in usual
     assert families.spec_text({**BAMBA, "num_attention_heads": 1, "partial_rotary_factor": 1.0}) == usual

@@ -1,4 +1,4 @@
-"""`from_pretrained` on models of flash-linear-attention, which tests/golden/fla/make.py ran on a CPU."""
+"""`from_pretrained` on flash-linear-attention models, which tests/golden/fla/make.py ran on a CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_logits_tokens_and_weights_are_those_of_the_package(name: str, tmp_path:
             steps.append(logits_t)
     found = torch.stack(steps, 1)
     assert (found - logits).abs().max() <= tolerance * logits.abs().max()
-    assert torch.equal(found.argmax(-1), logits.argmax(-1)), "36 greedy choices"
+    assert torch.equal(found.argmax(-1), logits.argmax(-1)), "all 36 greedy choices should agree"
     seqblocks.checkpoint.convert(place, "seqblocks", tmp_path / "ours")
     seqblocks.checkpoint.convert(tmp_path / "ours", "official", tmp_path / "back")
     back = weights_in(tmp_path / "back")

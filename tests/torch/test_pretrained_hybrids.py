@@ -1,4 +1,4 @@
-"""`from_pretrained` on what transformers writes for hybrids of recurrences and attention."""
+"""`from_pretrained` on transformers checkpoints of hybrids of recurrences and attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seqblocks.checkpoint.reading import weights_in
 from tests.torch.hub_models import DRAWN, in_float64, peer
 
 pytest.importorskip("safetensors", reason="an optional extra; the test extra installs it")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of transformers about kernels that are not installed
 CASES = [pytest.param(family, seed, marks=[pytest.mark.long] * (seed > 0)) for family in DRAWN for seed in range(3)]
 
 
@@ -52,5 +52,5 @@ def test_greedy_tokens_are_those_of_transformers(family: str, seed: int, tmp_pat
             logits_t, state = ours.step(found[-1][:, 0], state)
             found.append(logits_t.argmax(-1, keepdim=True))
         tokens = torch.cat(found, 1)
-        theirs = model(tokens, use_cache=False).logits.argmax(-1)  # each is greedy after those before it
+        theirs = model(tokens, use_cache=False).logits.argmax(-1)  # each token is greedy after the previous ones
     assert torch.equal(tokens[:, 5:], theirs[:, 4:-1])

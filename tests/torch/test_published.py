@@ -43,7 +43,7 @@ def small(name: str, changes: dict[str, Any]) -> SequenceModel:
     return seqblocks.build(path, set=changes, dtype=torch.float64, device="cpu", seed=0).eval()
 
 
-def test_all_of_them_are_tried() -> None:
+def test_all_of_them_are_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.yaml")} == {*WHOLE, *STREAMS}
 
 
@@ -51,7 +51,7 @@ def test_all_of_them_are_tried() -> None:
 def test_it_streams(name: str) -> None:
     model = small(name, STREAMS[name])
     check_law(model, seq=5, cuts=[2])
-    if model.frame_size == 1 and name != "tcn":  # which returns one vector
+    if model.frame_size == 1 and name != "tcn":  # returns a single vector
         check_law(model, seq=5, cuts=[2], resets=[(0, 3), (1, 1)])
 
 

@@ -1,6 +1,6 @@
-"""Resets: an agent recovers from a state that is not finite, and steps that would mix sequences are refused.
+"""Resets: recovery from a state that is not finite, and rejection by steps that would mix sequences.
 
-The kernels: check_poison in tests/kernels/conformance.py, and tests/kernels/test_mlstm_resets.py.
+The kernels are tested by check_poison in tests/kernels/conformance.py, and by tests/kernels/test_mlstm_resets.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STREAMING = ("mamba_small", "mlstm_small", "hybrid_small", "memoroid_agent", "tr
 @pytest.mark.parametrize("name", STREAMING)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_an_agent_recovers(name: str, poison: float) -> None:
-    """One step with a reset on a poisoned state is as from a new state, and leaves nothing of the old one."""
+    """One step with a reset on a poisoned state equals a step on a new state, and nothing of the old state remains."""
     model = seqblocks.build(name, device="cpu", seed=0)
     first = model.init_state(3)
     shape = (3, *([model.frame_size] if model.frame_size > 1 else []))
@@ -55,8 +55,8 @@ def small(input: str, *steps: str) -> SequenceModel:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_what_would_mix_sequences_refuses_resets(name: str) -> None:
-    """Such a step used to compute with tokens of other sequences, silently."""
+def test_steps_that_would_mix_sequences_refuse_resets(name: str) -> None:
+    """Such a step used to mix in tokens of other sequences without an error."""
     input, step, why = MIXERS[name]
     model = small(input, "linear: {features: 4}", step)
     x = torch.randn(1, 6, 4)

@@ -1,4 +1,4 @@
-"""Folders that `save` writes, whatever happens meanwhile, and what `load` does with damaged ones."""
+"""Folders written by `save`, also while other things happen, and `load` on damaged ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["exchanged", "renamed twice"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a folder takes the place of another."""
+    """Select how a folder replaces another."""
     if request.param != "exchanged":
         monkeypatch.setattr(writing, "_exchange", lambda a, b: False)
     return str(request.param)
@@ -73,7 +73,7 @@ def contents(path: Path) -> dict[str, bytes]:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_is_what_the_hub_has(path: Path) -> None:
+def test_the_folder_has_the_layout_of_the_hub(path: Path) -> None:
     save(model(), path)
     assert names(path) == WHOLE
     assert (path / "spec.yaml").read_text() == TEXT
@@ -100,13 +100,13 @@ def test_the_size_of_shards(path: Path, size: Any, files: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, "5 gigabytes", "GB", True, None, "0.1"])
-def test_a_size_that_is_none(path: Path, size: Any) -> None:
+def test_invalid_sizes(path: Path, size: Any) -> None:
     with pytest.raises(seqblocks.UsageError, match="the shard size must be a number of bytes, such as"):
         save(model(), path, shard_size=size)
     assert not path.exists()
 
 
-def test_without_the_library_it_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(model(), path)
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     for call in (lambda: save(model(), path), lambda: load(path)):
@@ -117,7 +117,7 @@ def test_without_the_library_it_is_named(path: Path, monkeypatch: pytest.MonkeyP
 def test_save_follows_links(path: Path, tmp_path: Path) -> None:
     (tmp_path / "else").mkdir()
     real = tmp_path / "else" / "real"
-    path.symlink_to(Path("else") / real.name)  # leads nowhere as yet
+    path.symlink_to(Path("else") / real.name)  # the target does not exist yet
     for seed in (1, 2):
         save(model(seed), path)
         assert path.is_symlink()
@@ -131,7 +131,7 @@ def test_save_follows_links(path: Path, tmp_path: Path) -> None:
         save(model(), ring)
 
 
-def test_save_refuses_what_is_no_folder(tmp_path: Path) -> None:
+def test_save_refuses_files(tmp_path: Path) -> None:
     pipe, plug, file, device = (tmp_path / name for name in ("pipe", "s", "file", "null"))
     os.mkfifo(pipe)
     file.write_text("notes")
@@ -151,21 +151,21 @@ def test_save_refuses_what_is_no_folder(tmp_path: Path) -> None:
                 call()
 
 
-def test_what_others_wrote_stays(path: Path) -> None:
+def test_files_of_others_are_not_removed(path: Path) -> None:
     path.mkdir()
-    save(model(), path)  # an empty folder is taken
+    save(model(), path)  # an empty folder is accepted
     (path / "notes.txt").write_text("mine")
     with pytest.raises(seqblocks.UsageError, match=r"save did not write and would remove: notes\.txt\. Save to"):
         save(model(1), path)
     assert names(path) == sorted([*WHOLE, "notes.txt"])
     assert same(load(path), model())
     (path / "notes.txt").unlink()
-    (path / RECORD).unlink()  # weights that somebody else has written
+    (path / RECORD).unlink()  # weights written by another program
     with pytest.raises(seqblocks.UsageError, match=r"was not written by save: it has no seqblocks\.json"):
         save(model(1), path)
 
 
-def test_what_appears_in_the_old_folder_meanwhile_is_not_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_added_to_the_old_folder_meanwhile_are_not_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(model(), path)
     exchange = writing._exchange
 
@@ -207,9 +207,9 @@ def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path, name: str) -
 
 
 def child(work: Callable[[], Any]) -> int:
-    """Run in a process of its own; its number."""
+    """Run in a separate process, and return its number."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, of which this uses none
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks next to threads, which are not used here
         number = os.fork()
     if number == 0:
         try:
@@ -242,7 +242,7 @@ def test_leftovers_of_killed_saves_go_and_running_saves_stay(path: Path, tmp_pat
     os.read(ready[0], 1)
     (first,) = unfinished()
     save(model(1), path)
-    assert unfinished() == [first], "its writer is alive"
+    assert unfinished() == [first], "its writer is still running"
     os.kill(running, signal.SIGKILL)
     os.waitpid(running, 0)
     assert unfinished() == [first]
@@ -254,7 +254,7 @@ def test_leftovers_of_killed_saves_go_and_running_saves_stay(path: Path, tmp_pat
         os.close(end)
 
 
-def test_where_there_are_no_locks_age_decides(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_age_decides(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_lock", lambda handle: None)
     old, fresh = (tmp_path / f".{path.name}.0000000{i}.saving" for i in range(2))
     for each in (old, fresh):
@@ -266,7 +266,7 @@ def test_where_there_are_no_locks_age_decides(path: Path, tmp_path: Path, monkey
 
 
 def limited(count: int, action: Any) -> Any:
-    """Let no file of this process grow above so many bytes. Returns the limit before."""
+    """Prevent this process from growing a file above that many bytes. Return the previous limit."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, action)
@@ -277,7 +277,7 @@ def limited(count: int, action: Any) -> Any:
 @needs_fork
 @pytest.mark.parametrize("part", range(12))
 def test_killed_at_any_byte_the_old_folder_stays(path: Path, part: int) -> None:
-    """The system ends the process at that byte of a file; of the files the record is the largest."""
+    """The system kills the process at that byte of a file. The record is the largest file."""
     save(model(1), path)
     before, inode = contents(path), path.stat().st_ino
     count = max(map(len, before.values())) * part // 11 - (part == 11)
@@ -291,11 +291,11 @@ def test_killed_at_any_byte_the_old_folder_stays(path: Path, part: int) -> None:
     assert path.stat().st_ino == inode
     save(model(2), path)
     assert same(load(path), model(2))
-    assert names(path.parent) == ["m"], "and the half of it goes"
+    assert names(path.parent) == ["m"], "partial files should be removed"
 
 
 def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
-    """The library's error is its own."""
+    """The library's own error would be different."""
     resource = pytest.importorskip("resource")
     handler = signal.getsignal(signal.SIGXFSZ)
     for count in (10, 300):
@@ -310,7 +310,7 @@ def test_a_full_disk_raises_the_error_of_the_system(path: Path) -> None:
 
 
 @needs_fork
-def test_killed_at_any_moment_one_of_both_models_is_there(path: Path, way: str) -> None:
+def test_killed_at_any_moment_one_of_both_models_is_complete(path: Path, way: str) -> None:
     models = [model(seed) for seed in range(2)]
     chance = random.Random(5)
     save(models[0], path)
@@ -338,7 +338,8 @@ OPERATIONS = [
 
 
 def count_operations(patch: pytest.MonkeyPatch, stop: Callable[[int], None]) -> list[str]:
-    """Call `stop` with the number of each operation on files before it runs. Returns their names, as they run."""
+    """Call `stop` with the number of each file operation before it runs. Return the names of the operations in order.
+    """
     done: list[str] = []
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -355,7 +356,7 @@ def count_operations(patch: pytest.MonkeyPatch, stop: Callable[[int], None]) -> 
 
 
 def one_of_both(path: Path) -> int:
-    """The seed of the model that is there, whole."""
+    """Return the seed of the model that is stored completely."""
     found = load(path)
     (seed,) = [seed for seed in (1, 2) if same(found, model(seed))]
     return seed
@@ -382,13 +383,13 @@ def test_any_operation_that_fails_loses_nothing(path: Path, way: str) -> None:
                 assert "Input/output error" in str(error)  # noqa: PT017 - it may succeed too
                 saved = False
         seed = one_of_both(path)
-        assert seed == 2 or not saved, f"{done[at - 1]}: saved, it said"
+        assert seed == 2 or not saved, f"{done[at - 1]}: reported as saved"
         save(model(2), path)
-        assert names(path.parent) == ["m"], f"{done[at - 1]}: something is left"
+        assert names(path.parent) == ["m"], f"{done[at - 1]}: files were left"
 
 
 @needs_fork
-def test_killed_at_any_operation_one_of_both_models_is_there(path: Path, way: str) -> None:
+def test_killed_at_any_operation_one_of_both_models_is_complete(path: Path, way: str) -> None:
     save(model(1), path)
     with pytest.MonkeyPatch.context() as patch:
         done = count_operations(patch, lambda at: None)
@@ -405,7 +406,7 @@ def test_killed_at_any_operation_one_of_both_models_is_there(path: Path, way: st
         one_of_both(path)
         save(model(2), path)
         assert one_of_both(path) == 2
-        assert names(path.parent) == ["m"], f"{done[at - 1]}: something is left"
+        assert names(path.parent) == ["m"], f"{done[at - 1]}: files were left"
 
 
 def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +458,7 @@ def test_a_file_that_vanishes_while_it_is_read_is_one_clear_error(path: Path, mo
 
 
 def parts(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record and the tensors that `save` writes."""
+    """Return the record and the tensors that `save` writes."""
     built = model(seed)
     tensors = dict(built.state_dict())
     sums = {name: record.checksum(name, tensor) for name, tensor in tensors.items()}
@@ -475,7 +476,7 @@ def write(path: Path, about: Any, tensors: Any, text: str = TEXT) -> None:
     (path / "spec.yaml").write_text(text)
 
 
-def test_what_the_tests_write_is_what_save_writes(path: Path) -> None:
+def test_the_files_of_these_tests_match_those_of_save(path: Path) -> None:
     write(path, *parts())
     assert same(load(path), model())
 
@@ -490,7 +491,7 @@ RECORDS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), RECORDS)
-def test_a_record_that_is_not_sound_is_one_clear_error(path: Path, key: str, value: Any) -> None:
+def test_an_invalid_record_is_one_clear_error(path: Path, key: str, value: Any) -> None:
     about, tensors = parts()
     changed = {**about, key: value} if key == "checksum" else sealed({**about, key: value})
     for each in (changed, {k: v for k, v in changed.items() if k != key}, {**about, key: value}):
@@ -528,19 +529,19 @@ def test_a_tensor_of_another_kind_is_one_clear_error(path: Path, kind: str) -> N
     about["checksums"]["up.weight"] = record.checksum("up.weight", ODD[kind])
     try:
         write(path, sealed(about), tensors)
-    except KeyError as error:  # what an older safetensors cannot write, it cannot read
+    except KeyError as error:  # an older safetensors can neither write nor read this
         pytest.skip(f"safetensors does not write {error}")
     with pytest.raises(seqblocks.UsageError, match=r"not written by .*: up\.weight is (of|complex)"):
         load(path)
 
 
 def outcome(path: Path) -> str:
-    """What load makes of a folder: the same model, or the kind of error."""
+    """Return the result of load: the same model, or the kind of error."""
     try:
         found = load(path)
     except (seqblocks.UsageError, seqblocks.RunError) as error:
         return type(error).__name__
-    assert same(found, model()), "changed weights that were not noticed"
+    assert same(found, model()), "changed weights were not detected"
     return "same"
 
 
@@ -564,7 +565,7 @@ def test_a_missing_shard_is_named(path: Path) -> None:
         load(path)
 
 
-def test_shards_that_are_exchanged_are_noticed(path: Path) -> None:
+def test_exchanged_shards_are_detected(path: Path) -> None:
     save(model(), path, shard_size=96)
     (path / SHARDS[0]).rename(path / "x")
     (path / SHARDS[2]).rename(path / SHARDS[0])
@@ -578,14 +579,14 @@ def test_shards_that_are_exchanged_are_noticed(path: Path) -> None:
               {"weight_map": {"a": "/etc/passwd"}}, {"weight_map": {"a": ""}}, {"weight_map": {"a": ".."}},
               {"weight_map": {}}],
 )  # fmt: skip
-def test_an_index_that_is_not_sound_is_one_clear_error(path: Path, index: Any) -> None:
+def test_an_invalid_index_is_one_clear_error(path: Path, index: Any) -> None:
     save(model(), path, shard_size=96)
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert outcome(path) == "UsageError"
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_flipped_bits_are_noticed_or_harmless(path: Path, name: str) -> None:
+def test_flipped_bits_are_detected_or_harmless(path: Path, name: str) -> None:
     save(model(), path, shard_size=96)
     whole, chance = (path / name).read_bytes(), random.Random(11)
     for _ in range(100):
@@ -631,7 +632,7 @@ def test_a_folder_that_names_a_huge_model_allocates_nothing(path: Path, monkeypa
 
 
 def test_only_one_tensor_is_read_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor but the last one read is alive when the next is."""
+    """While a tensor is read, only the previously read one is still alive."""
     save(model(), path)
     alive: list[Any] = []
     read = folder._read_tensor
@@ -664,7 +665,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of memory is read from /proc")
 def test_memory_holds_the_model_and_one_tensor(path: Path, root: Path) -> None:
-    """128 MiB in tensors of 8; the interpreter and the analysis take some more."""
+    """128 MiB in tensors of 8 MiB, plus some memory for the interpreter and the analysis."""
     steps = [f"linear: {{features: {2048 if at % 2 == 0 else 1024}, bias: false, name: l{at}}}" for at in range(16)]
     text = f"seqblocks: 1\nmodel: {{input: {{features: 1024}}, steps: [{', '.join(steps)}]}}"
     save(seqblocks.build_text(text), path, shard_size="40MB")

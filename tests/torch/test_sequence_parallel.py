@@ -1,4 +1,4 @@
-"""A sequence whose parts are on several ranks: outputs, loss and gradients are those of the whole sequence.
+"""A sequence split over several ranks: outputs, loss and gradients equal those of the whole sequence.
 
 float64: 1e-12 of the largest value of a tensor, some thousand roundings; gradients, of the largest of the model.
 """
@@ -26,15 +26,15 @@ from tests.torch import judge, test_context_models, test_law
 from tests.torch.sequence_ranks import SHARES, Errors, Example, larger, relative, run_ranks
 
 SMALL = test_law.SMALL | test_context_models.SMALL | {"caduceus_small": {"dim": 8, "depth": 2}}
-FAMILIES = (  # the kinds of state, and of what a step may read besides its tokens
+FAMILIES = (  # kinds of state, and of inputs that a step may read besides its tokens
     "xlstm_125m_7_1", "xlstm_7b", "mamba_130m", "mamba2_130m", "gla_1_3b", "qwen3_next_small", "rwkv6_1_4b",
     "recurrentgemma_2b", "mingru_small", "hybrid_small", "transformer_small", "centaurus_mlstm", "centaurus_denoiser",
     "memoroid_agent", "captioner", "caduceus_small", "turned",
 )  # fmt: skip
-EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence that each rank has
+EMPTY = ((4, 0, 5), (0, 0, 7), (7, 0, 0))  # frames of the sequence on each rank
 COMPOSED = 400  # random specs
 
-# Scans from the other end, also of steps that need flipped copies, and one inside another.
+# Reverse scans, also of steps that need flipped copies, and nested ones.
 TURNED = """
 seqblocks: 1
 use: [xlstm, transformer]
@@ -51,7 +51,7 @@ model:
           - scan: {order: [forward, reverse], own: all, merge: sum, steps: [{causal_conv: {kernel: 3}}]}
           - sinusoids
 """
-# Full attention over more tokens than the cache of a stream, and steps of other kinds, also at another rate.
+# Full attention over more tokens than a stream caches, and other kinds of steps, also at another rate.
 SHORT_CACHE = """
 seqblocks: 1
 use: [xlstm, transformer]
@@ -76,7 +76,7 @@ def built(name: str) -> SequenceModel:
 
 
 def compared(names: Iterable[str], size: int, **options: Any) -> Found:
-    """Run models on parts of a sequence, on the first ranks of all."""
+    """Run models on parts of a sequence, on the first of the ranks."""
     group = distributed.new_group(list(range(size)))
     if distributed.get_rank() >= size:
         return {}
@@ -115,7 +115,7 @@ def empty_parts() -> Found:
 
 
 def micro_batches(group: Any) -> Errors:
-    """All forward passes come first: the ranks work on different ones at the same time."""
+    """Run all forward passes first, so that the ranks work on different micro-batches at the same time."""
     model = larger(built("hybrid_small"))
     parallel = sequence_parallel(model, group)
     tokens = torch.randint(11, (4, 20), generator=torch.Generator().manual_seed(0))
@@ -132,7 +132,7 @@ def micro_batches(group: Any) -> Errors:
 
 
 def checkpointed_layers(group: Any) -> Errors:
-    """Steps that are computed again receive and send nothing again."""
+    """Recompute steps: they must not communicate a second time."""
     model = larger(built("hybrid_small"))
     example = Example(model, SHARES[2])
     errors: Errors = {}
@@ -146,7 +146,7 @@ def checkpointed_layers(group: Any) -> Errors:
 
 
 def evaluation(group: Any) -> Errors:
-    """Nothing is differentiated; sequences packed into one row."""
+    """Run without gradients; the sequences are packed into one row."""
     model = larger(built("mamba_130m"))
     parallel = sequence_parallel(model, group)
     tokens, bounds = torch.arange(20).unsqueeze(0) % 11, torch.tensor([0, 3, 10, 20])
@@ -159,7 +159,7 @@ def evaluation(group: Any) -> Errors:
 
 
 def frozen(group: Any) -> Errors:
-    """A model without trainable parameters hands back no gradients."""
+    """A model without trainable parameters returns no gradients."""
     model = larger(built("hybrid_small")).requires_grad_(False)
     parallel = sequence_parallel(model, group)
     tokens = torch.arange(20).unsqueeze(0) % 11
@@ -167,7 +167,7 @@ def frozen(group: Any) -> Errors:
 
 
 def distributed_data_parallel(group: Any) -> Errors:
-    """DDP over the same ranks divides what it adds by their number."""
+    """DDP over the same ranks divides the sum of gradients by their number."""
     model = larger(built("hybrid_small"))
     tokens = torch.arange(40).reshape(2, 20) % 11
     whole = cross_entropy(model(tokens).mT, tokens.flip(1))
@@ -179,7 +179,7 @@ def distributed_data_parallel(group: Any) -> Errors:
 
 
 def sharded(group: Any) -> Errors:
-    """Parameters sharded over the same ranks, layers that are computed again: FSDP2 averages gradients."""
+    """Shard parameters over the same ranks, with recomputed layers: FSDP2 averages gradients."""
     mesh = DeviceMesh.from_group(group, "cpu")
     model = larger(built("hybrid_small"))
     tokens = torch.arange(40).reshape(2, 20) % 11
@@ -197,7 +197,7 @@ def sharded(group: Any) -> Errors:
 
 
 def weighted(group: Any) -> Errors:
-    """Targets that do not count, unevenly over the ranks."""
+    """Distribute ignored targets unevenly over the ranks."""
     parallel = sequence_parallel(larger(built("mingru_small")), group)
     losses = torch.arange(6.0, dtype=torch.float64) ** 2
     counts = torch.tensor([0, 0, 1, 1, 0, 1.0])
@@ -265,14 +265,14 @@ def composed() -> dict[int, tuple[Errors, str]]:
             continue
         shares = (2, 1, length // model.frame_size - 3) if isinstance(length, int) else (2, 3, 1)
         judge.moderate(model, seed)
-        print(seed, text)  # shown where a rank fails
+        print(seed, text)  # reported if a rank fails
         found[seed] = Example(model, shares, seed).compare(parallel), text
     return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """What a function above returns on three ranks. They are started once for each."""
+    """Return the result of a function above on three ranks. The ranks are started once per function."""
     folder = tmp_path_factory.mktemp("ranks")
     found: dict[str, list[Any] | str] = {}
 
@@ -314,8 +314,9 @@ def test_cases(case: Callable[..., Errors], results: Callable[[str], list[Any]])
         assert max(errors.values()) <= tolerance, errors
 
 
-def test_rounding_is_that_of_the_whole(results: Callable[[str], list[Any]]) -> None:
-    """In float32 and bfloat16 parts are about as far from float64 as the whole sequence: the roundings are others."""
+def test_rounding_errors_are_those_of_the_whole(results: Callable[[str], list[Any]]) -> None:
+    """In float32 and bfloat16, parts have about the same error as the whole sequence, although they round differently.
+    """
     for found in results("families")[:2]:
         for name, (parts, whole) in found["rounded"].items():
             assert 0 < parts <= 4 * whole, (name, parts, whole)
@@ -410,10 +411,10 @@ def test_a_mean_in_16_bits_is_taken_in_float32(alone: None) -> None:
     assert mean.dtype == torch.float16
 
 
-def test_parts_of_a_model_are_no_whole_models(alone: None, tmp_path: Path) -> None:
+def test_parts_of_a_model_are_not_whole_models(alone: None, tmp_path: Path) -> None:
     whole = spec("swiglu: {hidden: 4}")
     part = tensor_parallel(whole)
-    assert clip_gradients(part, 1.0) == 0, "there are no gradients"
+    assert clip_gradients(part, 1.0) == 0, "there should be no gradients"
     with pytest.raises(seqblocks.UsageError, match=r"spread over several ranks: export what seqblocks\.load makes"):
         seqblocks.export.pt2(part, tmp_path / "m.pt2")
     stage = pipeline_stage(whole, 0, 1)

@@ -1,5 +1,4 @@
-"""What those do who serve a model or train it with other tools: states that are kept, moved and saved, wrapped layers,
-exports for any batch."""
+"""Serving models and training them with other tools: stored states, wrapped layers, exports for any batch."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def made(name: str, **options: Any) -> SequenceModel:
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", STREAMING)
-def test_a_state_owns_its_memory_and_no_more(name: str, batch: int, mode: Callable[[], Any]) -> None:
+def test_a_state_owns_its_memory(name: str, batch: int, mode: Callable[[], Any]) -> None:
     model = made(name)
     with mode():
         x = random_input(model, batch, 30)
@@ -89,7 +88,7 @@ def test_a_state_of_other_dtypes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "f64"])
-def test_a_fresh_state_has_the_dtypes_of_one_that_comes_back(dtype: str) -> None:
+def test_a_new_state_has_the_dtypes_of_a_returned_one(dtype: str) -> None:
     """Centaurus comes first, with parameters in float32."""
     model = made("centaurus_mlstm", dtype=dtype)
     check_law(model, seq=5)
@@ -99,7 +98,7 @@ def test_a_fresh_state_has_the_dtypes_of_one_that_comes_back(dtype: str) -> None
 
 
 class Around(nn.Module):
-    """Pass on what it is called with, as wrappers do that shard, compile or checkpoint."""
+    """Pass on all arguments, as wrappers for sharding, compiling or checkpointing do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -155,12 +154,12 @@ def test_a_replacement_is_called_with_the_joined_input() -> None:
     other.load_state_dict(model.both.state_dict())
     model.both = other
     torch.testing.assert_close(model(x), expected)
-    model.both = Around(other)  # passes on what an ordinary module does not take
+    model.both = Around(other)  # ignores arguments that an ordinary module does not accept
     with pytest.raises(TypeError, match="call"):
         model(x)
 
 
-def test_a_step_of_another_dtype_is_not_the_inputs_fault() -> None:
+def test_a_step_of_another_dtype_is_not_reported_as_a_fault_of_the_input() -> None:
     model = made("mamba_130m", dtype="bf16")
     name = "layers.0.mamba_block.residual.mixer.in_proj"
     step = model.get_submodule(name)

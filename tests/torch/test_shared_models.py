@@ -1,4 +1,4 @@
-"""The bundled models whose steps share parameters: what they hold, and what they compute."""
+"""Bundled models whose steps share parameters: stored parameters and computed values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_they_are_models_whose_parameters_are_repeated(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zamba_small", "looped_small"])
 def test_they_stream(name: str) -> None:
-    """test_law.py goes through more lengths."""
+    """test_law.py tests more lengths."""
     check_law(built(name), seq=9, cuts=[2, 6], resets=[(0, 4), (1, 7)], tolerance=1e-9)
 
 
@@ -72,7 +72,7 @@ def _call() -> Any:
 
 
 def reverse_complement(x: Tensor) -> Tensor:
-    """Bases are in the order A, C, G, T."""
+    """Return the reverse complement. Bases are in the order A, C, G, T."""
     return x.flip(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""`share:`: one set of parameters for several steps, in values and gradients, and in all that torch does to a model."""
+"""`share:`: one set of parameters for several steps, in values, gradients, and all torch operations on a model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def model() -> SequenceModel:
 X = torch.randn(2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_what_is_stored(model: SequenceModel) -> None:
+def test_stored_parameters(model: SequenceModel) -> None:
     names = {name.rpartition(".")[0] for name in model.state_dict()}
     assert names >= {"first", "m.residual.ssm", "deep.0.own", "deep.2.own", "deep.0.narrow"}
     assert not [name for name in names if name.startswith(("second", "n.", "deep.1.n", "deep.0.again", "deep.0.outer"))]
@@ -117,11 +117,11 @@ def test_weights_are_drawn_by_the_name_of_the_owner() -> None:
         assert torch.equal(parameter, twice.state_dict()[name])
 
 
-# --- what torch does to a model -----------------------------------------------------------------------------------
+# --- torch operations on a model -------------------------------------------------------------------------------------
 
 
 def doubled(model: SequenceModel, x: Tensor = X) -> Tensor:
-    """Return the output after the owner's weight is doubled: the same as that of a model with these weights."""
+    """Double the owner's weight and return the output, which must equal that of a model with these weights."""
     weights = {k: v * 2 if k == "first.weight" else v for k, v in model.state_dict().items()}
     return functional_call(built(STEPS), weights, (x,))
 
@@ -150,7 +150,7 @@ def test_functional_call_reaches_all_uses(model: SequenceModel) -> None:
     torch.testing.assert_close(functional_call(model, twice, (X,)), expected, rtol=0, atol=0)
 
 
-def test_loading_keeps_it(model: SequenceModel) -> None:
+def test_loading_preserves_sharing(model: SequenceModel) -> None:
     other, expected = built(STEPS, seed=1), doubled(model)
     double(model)
     for assign in (False, True):
@@ -191,7 +191,7 @@ def test_parametrisations_reach_all_uses(model: SequenceModel) -> None:
 
 
 def test_replaced_parameters_are_used_by_all(model: SequenceModel) -> None:
-    """As sharding does, which puts other parameters, and another class, in place of those that were built."""
+    """Sharding also replaces parameters by others, of another class."""
     expected = doubled(model)
     weight = nn.Parameter(2 * model.first.weight.detach())
     model.first.register_parameter("weight", weight)
@@ -203,7 +203,7 @@ def test_replaced_parameters_are_used_by_all(model: SequenceModel) -> None:
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "parametrised", "loaded"])
 def test_planned_steps_follow_the_owner(model: SequenceModel, change: str) -> None:
-    """Steps without gradients are planned once, with the parameters at hand."""
+    """Steps without gradients are planned once, with the current parameters."""
 
     def streamed() -> Tensor:
         state = model.init_state(2)
@@ -230,7 +230,8 @@ def test_planned_steps_follow_the_owner(model: SequenceModel, change: str) -> No
 
 @pytest.mark.filterwarnings("ignore:FSDP2")
 def test_a_sharded_model(model: SequenceModel) -> None:
-    """The owner's parameters are whole while it is used elsewhere: the model is sharded at once, or they stay whole."""
+    """The owner's parameters must be whole while another step uses them: shard the model at once, or leave them whole.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -256,7 +257,7 @@ def test_a_sharded_model(model: SequenceModel) -> None:
 
 
 def test_between_a_context_and_what_streams() -> None:
-    """An encoder of the context and a decoder that streams have one block."""
+    """An encoder of the context and a streaming decoder share one block."""
     text = """
 seqblocks: 1
 use: [transformer]
@@ -316,7 +317,7 @@ def test_groups_of_an_optimiser_hold_each_parameter_once(model: SequenceModel) -
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_file_holds_it_once(model: SequenceModel, tmp_path: Path) -> None:
+def test_a_saved_file_has_one_copy(model: SequenceModel, tmp_path: Path) -> None:
     double(model)
     save(model, tmp_path / "saved")
     again = load(tmp_path / "saved")
@@ -344,7 +345,7 @@ ONCE = ("net.0.weight", "net.0.bias", "deep.0.weight")
 
 
 @pytest.mark.parametrize("more", [(), ("net.1.weight", "net.1.bias", "deep.1.weight"), ("net.1.bias",)])
-def test_official_weights_hold_it_once_or_often(more: tuple[str, ...]) -> None:
+def test_official_weights_may_have_one_copy_or_several(more: tuple[str, ...]) -> None:
     model = seqblocks.build_text(OFFICIAL)
     load_official(model, official(*ONCE, *more))
     assert torch.equal(model.get_parameter("a.weight"), torch.arange(16.0).reshape(4, 4))
@@ -377,7 +378,7 @@ def test_official_weights_that_differ() -> None:
 
 
 def test_steps_that_run_as_one() -> None:
-    """The kernel that computes several steps together reads the shared parameters of each."""
+    """A fused kernel for several steps reads the shared parameters of each."""
     model = built(
         """
 - identity: {as: z}
@@ -402,7 +403,7 @@ def test_steps_that_run_as_one() -> None:
 
 @pytest.mark.parametrize("own", ["none", "all", "[p]"])
 def test_inside_a_scan_of_two_orders(own: str) -> None:
-    """A step shares with the step of its own direction, or with one outside."""
+    """A step shares parameters with the step of its own direction, or with one outside."""
     model = built(
         f"""
 - linear: {{features: 4, name: out}}

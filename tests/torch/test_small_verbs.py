@@ -1,4 +1,4 @@
-"""Arithmetic on wires, shifts, rotary positions, norms with a shared gain: against the formula, and the state law."""
+"""Arithmetic on wires, shifts, rotary positions, norms with a shared gain: against the formulas, and the state law."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ RESETS[1, [0, 8]] = True
 
 
 def earlier(x: Tensor, by: int, resets: Tensor | None = None) -> Tensor:
-    """The definition, token by token."""
+    """Compute the definition, token by token."""
     y = torch.zeros_like(x)
     for row in range(x.shape[0]):
         start = 0
@@ -118,7 +118,7 @@ def test_rotary_of_a_part_of_each_head() -> None:
 
 
 def test_sinusoids() -> None:
-    """Interleaved as in the paper, with halves as in tensor2tensor: the last wavelength is that of the base."""
+    """Interleaved as in the paper, in halves as in tensor2tensor: the last wavelength is that of the base."""
     place = torch.arange(9, dtype=torch.float64).unsqueeze(-1)
     y = built("sinusoids: {base: 100}")(X) - X
     for pair in range(3):
@@ -251,7 +251,7 @@ def test_heads_repeated_and_joined() -> None:
 
 
 def test_features_of_each_head() -> None:
-    """Shares, sums, places moved round, and a matrix that all heads share, against the formula."""
+    """Fractions, sums, rolled positions, and a matrix shared by all heads, against the formula."""
     x = X.unflatten(-1, (3, 2))
     for step, expected in {
         "softmax: {heads: 3}": x.exp() / x.exp().sum(-1, keepdim=True),
@@ -291,7 +291,7 @@ model:
 
 
 def test_several_corrections_per_token() -> None:
-    """Each token decays once, is corrected three times, and reads; in reverse order too."""
+    """Each token decays once, is corrected three times, and then reads; in reverse order too."""
     model = from_text(CORRECTED.replace("ORDER", "forward"))
     check_law(model, seq=11, cuts=[3, 7], resets=[(0, 4), (1, 9)])
 

@@ -1,4 +1,4 @@
-"""What ops declare of their splits, computed in one process: the ranks' parts together are what the op computes."""
+"""The declared splits of ops, computed in one process: the parts of all ranks add up to the result of the op."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gla_1_3b": {"dim": 16, "depth": 1}, "memoroid_agent": {}, "captioner": {},
     "qwen3_next_small": {"dim": 32},
 }  # fmt: skip
-# Verbs that declare a split and occur in none of these.
+# Verbs that declare a split and do not occur in any of these.
 OTHERS = """
 seqblocks: 1
 model:
@@ -74,7 +74,7 @@ def declared(node: graph.Node) -> list[Split]:
 
 
 def widths(node: graph.Node, split: Split) -> list[int]:
-    """Return the widths that are dealt out: the plan asks whether that is possible."""
+    """Return the widths that are divided among ranks, since the plan checks whether that is possible."""
     read = zip(node.op.ports, node.wires, strict=True)
     made = [] if split.sums else [node.type.features]
     return [*made, *(wire.features for port, wire in read if wire and port.name in split.parts)]
@@ -96,7 +96,7 @@ def run(op: Op, parameters: dict[str, torch.Tensor], inputs: list[Any], wires: t
 
 
 def by_parts(node: graph.Node, split: Split, parameters: dict[str, torch.Tensor], inputs: list[Any]) -> torch.Tensor:
-    """Return what all ranks compute together."""
+    """Return the combined result of all ranks."""
     outputs = []
     for rank in range(RANKS):
         own = dict(parameters)

@@ -1,4 +1,4 @@
-"""What eigenvalues of the state's transition decide: parity needs negative ones (arXiv:2411.12537)."""
+"""Eigenvalues of the state's transition limit state tracking: parity needs negative ones (arXiv:2411.12537)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ LENGTH = 16
 
 
 def bits(batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random bits, and for each token whether so far an odd number of them was 1."""
+    """Return random bits, and for each token whether the number of ones so far is odd."""
     x = torch.randint(0, 2, (batch, length), generator=generator)
     return x, x.cumsum(1) % 2
 
 
 def accuracy_of_longer_ones(negative: bool) -> float:
-    """Train on sequences of LENGTH; return the share of right answers in the last half of ones four times as long."""
+    """Train on sequences of LENGTH; return the share of right answers in the second half of sequences four times as
+    long."""
     model = seqblocks.build_text(SPEC.replace("NEGATIVE", str(negative).lower()), seed=0)
     generator = torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -68,7 +68,7 @@ def tokens() -> Tensor:
 
 
 def steps(model: SequenceModel, resets: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Outputs token by token without gradients, and the last state."""
+    """Return outputs token by token without gradients, and the last state."""
     outputs, state, x = [], None, tokens()
     with torch.no_grad():
         for t in range(x.shape[1]):
@@ -107,7 +107,7 @@ LINEAR = [
        "factor: unit_variance, first_full: true"))],
 )  # fmt: skip
 def test_tokens_of_linear_attention_and_of_gated_recurrences(mixer: str) -> None:
-    """Planned steps of all rules and options give the numbers of the whole sequence."""
+    """Planned steps of all rules and options equal the whole sequence."""
     width = 4 if "heads: 1" in mixer else 8
     spec = f"""
 seqblocks: 1
@@ -141,7 +141,7 @@ model:
 
 
 def _only(spec: str, used: set[str]) -> str:
-    """The spec without the wires that nothing reads: they would be errors."""
+    """Return the spec without unused wires, which would be errors."""
     lines = spec.splitlines()
     for name in ("q", "k", "g", "gk", "gv", "b"):
         if name not in used:
@@ -166,7 +166,7 @@ VERBS = [
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("verb", VERBS)
 def test_tokens_of_small_verbs(verb: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned tokens are those of the whole sequence, and no module is called for them."""
+    """Planned tokens equal the whole sequence, and no module is called for them."""
     monkeypatch.setattr(Stepper, "_call_module", None)
     steps = "linear: {features: 8, as: a}", verb, "linear: {features: 4, name: out}"
     text = "\n    - ".join(["seqblocks: 1\nmodel:\n  input: {features: 8}\n  steps:", *steps])
@@ -255,7 +255,7 @@ CHANGES = [_add, _load, _assign, _replace, _parametrize, _hook, _hook_inside, _s
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_is_planned_anew(change: Any) -> None:
+def test_a_changed_model_is_planned_again(change: Any) -> None:
     model = build()
     before, _ = steps(model)
     change(model)
@@ -264,7 +264,7 @@ def test_a_changed_model_is_planned_anew(change: Any) -> None:
     assert_follows(model)
 
 
-def test_a_change_that_leaves_no_trace_holds_from_the_next_stream_on() -> None:
+def test_an_undetectable_change_applies_from_the_next_stream_on() -> None:
     model = build()
     steps(model)
     for parameter in model.parameters():
@@ -284,7 +284,7 @@ def test_copies_and_pickles() -> None:
     assert (steps(model)[0] - steps(twin)[0]).abs().max() > 1e-3
 
 
-def test_training_and_gradients_take_the_other_way() -> None:
+def test_training_and_gradients_do_not_use_the_plan() -> None:
     model = build()
     steps(model)
     state = model.init_state(2)
@@ -295,7 +295,7 @@ def test_training_and_gradients_take_the_other_way() -> None:
         assert model._stepper_for(tokens()[:, 0]) is None
 
 
-def test_the_environment_and_hooks_are_seen_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_and_hooks_are_checked_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = build(), tokens()[:, 0]
     steps(model)
     plan = model._stepper
@@ -303,7 +303,7 @@ def test_the_environment_and_hooks_are_seen_at_each_token(monkeypatch: pytest.Mo
         monkeypatch.setenv("SEQBLOCKS_BACKEND", "reference")
         assert model._stepper_for(x) is None
         monkeypatch.delenv("SEQBLOCKS_BACKEND")
-        nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # not of this model
+        nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # of another model
         assert model._stepper_for(x) is plan is not None
         handle = model.mlstm_block.register_forward_pre_hook(lambda *_: None)
         assert model._stepper_for(x) is not plan
@@ -319,7 +319,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     found, _ = steps(model)
     with torch.no_grad():
         expected = model(tokens())
-    bar = 40 * torch.finfo(dtype).eps  # some forty roundings of numbers below 1 in a row
+    bar = 40 * torch.finfo(dtype).eps  # some forty consecutive roundings of numbers below 1
     torch.testing.assert_close(found, expected, rtol=0, atol=bar * expected.abs().max().item())
 
 
@@ -374,7 +374,7 @@ model:
         _, state = model.step(x)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             model.step(x, state)
-    keys = ("aten::addmm", "aten::bmm")  # the second of matrices that are not copied: `prepare_linear`
+    keys = ("aten::addmm", "aten::bmm")  # matrices that are not copied, see `prepare_linear`
     assert sum(event.count for event in recorded.key_averages() if event.key in keys) == products
 
 
@@ -411,7 +411,7 @@ def by_hand() -> Any:
         ("gated_deltanet", 1.13),  # q, k and v are convolved one by one: each has a state of its own
     ],
 )  # fmt: skip
-def test_as_many_operations_as_by_hand(name: str, most: float, by_hand: Any) -> None:
+def test_the_number_of_operations_equals_code_by_hand(name: str, most: float, by_hand: Any) -> None:
     """Operations of torch for one token, against those of the step that the benchmark writes out by hand."""
     assert by_hand.largest_difference(name, tokens=10) < 2e-6
     model = by_hand.build(name)
@@ -430,9 +430,9 @@ def _operations(function: Any) -> int:
     return sum(event.count for event in recorded.key_averages() if event.key.startswith("aten::"))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for its attention
-def test_transforms_of_functions_take_the_other_way() -> None:
-    """`vmap` over sequences gives what a batch gives."""
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its attention
+def test_transforms_of_functions_do_not_use_the_plan() -> None:
+    """`vmap` over sequences gives the same result as a batch."""
     model, x = build(), tokens()[:, 0]
     with torch.no_grad():
         expected, _ = model.step(x)
@@ -457,12 +457,12 @@ def assert_compiled_follows(model: SequenceModel, step: Any) -> None:
 
 
 def _reversed(state: Any) -> Any:
-    """The same state, the entries of all dicts in another order."""
+    """Return the same state, with the entries of all dicts in another order."""
     return {name: _reversed(x) for name, x in reversed(state.items())} if isinstance(state, dict) else state
 
 
 def test_a_compiled_step_follows_a_changed_model() -> None:
-    """It derives all from the parameters of now, and is compiled anew where a step is another."""
+    """It reads the current parameters, and is compiled again if a step was replaced."""
     model = build(SMALL)
     step = compiled(model)
     assert_compiled_follows(model, step)
@@ -502,7 +502,7 @@ def test_a_compiled_step_leaves_autocast_and_other_backends_to_forward() -> None
 
 @pytest.mark.parametrize("name", ["mamba_small", "mlstm_small", "hybrid_small", "slstm"])
 def test_compiled_as_few_operations_as_by_hand(name: str, by_hand: Any) -> None:
-    """One graph for all tokens, whose nodes are what a compiler's time depends on."""
+    """One graph serves all tokens. The number of its nodes determines the compile time."""
     ours = by_hand.graphs_of(name, True, lambda graph, _: graph.forward, calls=3)
     hand = by_hand.graphs_of(name, False, lambda graph, _: graph.forward)
     nodes = [sum(node.op.startswith("call") for node in found[0].graph.nodes) for found in (ours, hand)]

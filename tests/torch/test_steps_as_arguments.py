@@ -1,4 +1,4 @@
-"""Models whose blocks are called with steps compute what the steps compute in their place, and stream."""
+"""Models whose blocks are called with steps equal models with the steps written in place, and stream."""
 
 import copy
 
@@ -26,7 +26,7 @@ OTHERS = ("{scan: {order: [forward, reverse], own: all, steps: [causal_conv]}}",
 
 
 def renamed(name: str) -> str:
-    """The name in the spec with the steps written out of a parameter in the one that passes them."""
+    """Translate a parameter name of the expanded spec into the name in the spec that passes the steps."""
     for inner in ("mixer.mixer.", "mixer.after.", "prenorm.", "norm.rms_", "residual.mixer."):
         name = name.replace(inner, {"norm.rms_": "rms_", "residual.mixer.": "residual."}.get(inner, ""))
     return name

@@ -22,7 +22,8 @@ def model(request: pytest.FixtureRequest) -> SequenceModel:
 
 
 def record(function: Callable[[], None]) -> Callable[[], None]:
-    """Do what a CUDA graph does with memory, on a CPU: the function runs before it is recorded, and at each launch."""
+    """Simulate on a CPU what a CUDA graph does to memory: the function runs before it is recorded, and at each launch.
+    """
     for _ in range(2):
         function()
     return function
@@ -39,7 +40,7 @@ def by_hand(model: SequenceModel, tokens: Tensor, resets: Tensor | None = None) 
 
 
 def near(found: Tensor, expected: Tensor) -> None:
-    """Steps differ from the whole by rounding in float32: chunks add in another order."""
+    """Compare steps with the whole: they differ by rounding in float32, because chunks add in another order."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +102,7 @@ def test_its_state_is_a_value(model: SequenceModel, recorded: None) -> None:
     assert torch.equal(stream.step(TOKENS[:, 1]), first)
 
 
-def test_a_state_of_others_is_refused(recorded: None) -> None:
+def test_a_foreign_state_is_refused(recorded: None) -> None:
     model = seqblocks.build("mlstm_small", seed=0).eval()
     stream = model.stream(3)
     stream.capture()
@@ -110,7 +111,7 @@ def test_a_state_of_others_is_refused(recorded: None) -> None:
         stream.state = model.init_state(2)
     with pytest.raises(seqblocks.RunError, match="holds 3 sequences"):
         stream.step(TOKENS[:2, 1])
-    near(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither left a trace
+    near(stream.step(TOKENS[:, 1]), by_hand(model, TOKENS)[:, 1])  # neither call changed the state
 
 
 def test_marks_of_other_shapes_are_refused(recorded: None) -> None:

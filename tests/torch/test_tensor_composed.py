@@ -1,7 +1,9 @@
-"""Tensor parallelism of random specs: outputs, gradients and streams of the ranks' parts are those of the whole model.
+"""Tensor parallelism of random specs: outputs, gradients and streams of the ranks' parts equal those of the whole
+model.
 
-The ranks are threads of this process, and what they exchange goes through a list; test_distributed.py has processes.
-float64: 1e-9 of the largest value, some hundreds of operations.
+The ranks are threads of this process and communicate through a list; test_distributed.py uses processes. The tolerance
+is
+1e-9 of the largest value in float64, for some hundreds of operations.
 """
 
 from __future__ import annotations
@@ -28,22 +30,23 @@ from tests.compose import compose
 from tests.torch import judge
 from tests.torch.sequence_ranks import larger, relative
 
-pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may be a strange one
+pytestmark = pytest.mark.filterwarnings("ignore::seqblocks.errors.SpecWarning")  # a random spec may produce warnings
 
 FRAMES = 5
-WAIT = 60  # seconds; a rank that waits for one that failed is ended
+WAIT = 60  # seconds, after which a rank that waits for a failed one is stopped
 GENERAL = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 CASES = {"seed": st.integers(0, 2**32), "ranks": st.sampled_from([2, 2, 2, 3, 4])}  # three quarters cannot be split
 
 
 class Threads:
-    """Ranks as threads: each runs a function with its rank, and `gathered` returns what all ranks pass to it."""
+    """Run ranks as threads. Each runs a function with its rank, and `gathered` returns the values passed by all ranks.
+    """
 
     def __init__(self) -> None:
         self.own = threading.local()
 
     def run(self, ranks: int, work: Callable[[int], Any]) -> list[Any]:
-        """Return what the ranks return. Raise the error of one, but for those that waited for another."""
+        """Return the results of the ranks. Raise the error of one, except of those that only waited for another."""
         self.barrier, self.slots = threading.Barrier(ranks, timeout=WAIT), [None] * ranks
         found: list[Any] = [None] * ranks
         errors: list[BaseException] = []
@@ -85,7 +88,7 @@ def threads() -> Iterator[Threads]:
 
 
 def part_of(model: SequenceModel, plan: Plan, rank: int) -> SequenceModel:
-    """Return what `tensor_parallel` returns on a rank."""
+    """Return the result of `tensor_parallel` on a rank."""
     with torch.device("meta"):
         local = SequenceModel(plan.part)
     local._parts = Parts(None, rank, plan.ranks, plan.cuts, plan.whole)
@@ -95,7 +98,7 @@ def part_of(model: SequenceModel, plan: Plan, rank: int) -> SequenceModel:
 
 
 class Example:
-    """An input of a model, and what it is compared by: outputs, gradients, and the outputs of a stream."""
+    """An input of a model, and the results to compare: outputs, gradients, and the outputs of a stream."""
 
     def __init__(self, model: SequenceModel, seed: int) -> None:
         length = model.spec.input.length
@@ -108,7 +111,7 @@ class Example:
             self.resets[1, length // 2] = True
 
     def outputs(self, model: SequenceModel) -> dict[str, Tensor]:
-        """Run the model forward and back."""
+        """Run the model forward and backward."""
         found = _by_name(model(self.x, resets=self.resets, **self.context))
         generator = torch.Generator().manual_seed(1)
         losses = [
@@ -130,7 +133,7 @@ class Example:
 
 
 def check(model: SequenceModel, plan: Plan, example: Example, threads: Threads) -> None:
-    """Compare a model and the parts of it that ranks have."""
+    """Compare a model with its parts on the ranks."""
     model.zero_grad()
     expected = example.outputs(model)
     if model._obstacle is None:
@@ -167,7 +170,7 @@ def holds(seed: int, ranks: int, threads: Threads) -> None:
     try:
         model = larger(seqblocks.build_text(text, dtype="float64", seed=seed))
         plan = tensor_plan(model.spec, ranks)
-    except (seqblocks.SpecError, seqblocks.UsageError):  # not right, or nothing can be split
+    except (seqblocks.SpecError, seqblocks.UsageError):  # the spec is invalid, or nothing can be split
         return
     note(str(plan))
     judge.moderate(model, seed)

@@ -1,4 +1,4 @@
-"""The plan of tensor parallelism: what is split, what stays whole, and what is refused. No process group is needed."""
+"""The plan of tensor parallelism: split steps, whole steps, and rejected models. No process group is needed."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def test_each_step_is_listed_with_how_it_is_split():
     assert "mlstm_layer.cell.mlstm      heads" in str(plan)
 
 
-def test_rows_of_a_split_output_are_dealt_out_by_its_parts():
+def test_rows_of_a_split_output_are_divided_by_its_parts():
     cut = plan_of("- mlstm_layer: {dim: 16, heads: 2}").cuts["mlstm_layer.proj_up.weight"]
     assert cut.axis == 0
     assert [list(cut.pieces(rank, 2)) for rank in (0, 1)] == [[(0, 32), (64, 32)], [(32, 32), (96, 32)]]
 
 
-def test_what_would_only_be_gathered_stays_whole():
+def test_steps_that_would_only_be_gathered_stay_whole():
     assert "last.weight" not in plan_of("- swiglu: {hidden: 8}").cuts
     with pytest.raises(seqblocks.UsageError, match=r"no step of .* can be split over 2 ranks"):
         plan_of("- layer_norm")
 
 
-def test_heads_that_cannot_be_dealt_out_are_refused_by_name():
+def test_heads_that_cannot_be_divided_are_refused_by_name():
     with pytest.raises(seqblocks.UsageError) as error:
         plan_of("- linear: {features: 54, as: [q, k, v]}\n- attention: {q: q, k: k, v: v, heads: 3}")
     assert "over 2 ranks: attention (" in str(error.value)
@@ -87,7 +87,7 @@ def test_parameters_of_a_shared_step_are_cut_alike():
     assert [path for path, _ in plan.steps] == ["first", "second"]
 
 
-def test_what_a_step_inside_a_block_needs_whole_is_whole_outside_too():
+def test_wires_needed_whole_inside_a_block_are_whole_outside():
     text = TEXT.format(steps="""    - swiglu: {hidden: 8}
     - linear: {features: 16, as: a}
     - both: {as: b}
@@ -120,11 +120,11 @@ model:
     part = declared(plan.part.graph)
     assert part["w"]["output"].shape == (4,)
     assert part["known"]["output"].shape == (5, 4)
-    assert list(part["memory"]) == ["output"], "steps that read the context have no state"
+    assert list(part["memory"]) == ["output"], "steps that read the context should have no state"
 
 
 def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypatch):
-    """On a device a norm adds the residual before it: the parts are added and gathered first."""
+    """On a device a norm adds the residual before it, so the parts are added and gathered first."""
     norm = seqblocks.build_text("seqblocks: 1\nmodel: {input: {features: 4}, steps: [layer_norm]}").layer_norm
     expected = norm(torch.ones(1, 2, 4).cumsum(2), call=Call(False))[0]
     norm.__class__ = tensor.Exchanging
@@ -137,7 +137,7 @@ def test_a_gathered_input_of_a_norm_may_be_a_sum_that_is_not_added_yet(monkeypat
 
 
 @pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2"])
-def test_ranks_that_are_no_number(ranks):
+def test_invalid_ranks(ranks):
     with pytest.raises(seqblocks.UsageError, match="over a whole number of ranks, at least 1, not"):
         plan_of("- swiglu: {hidden: 8}", ranks)
 
@@ -166,8 +166,8 @@ def test_arguments_that_count_what_is_independent_exist():
         assert op.independent in ("", "features") or op.independent in op.model_fields, verb
 
 
-def test_what_is_not_ordered_by_heads_stays_whole():
-    """Corrections of a token come before heads, and a matrix of all heads has no part for a rank."""
+def test_parameters_not_ordered_by_heads_stay_whole():
+    """Corrections of a token precede heads, and a matrix shared by all heads cannot be divided among ranks."""
     plan = plan_of("""
 - swiglu: {hidden: 8}
 - headwise_linear: {block: 4, shared: true, as: q}

@@ -1,4 +1,4 @@
-"""Trainers of others: torchtitan's protocol of models, and the Lightning module of docs/distributed.md."""
+"""Training with other packages: torchtitan's protocol of models, and the Lightning module of docs/distributed.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What warnings say of parameters is what backward finds: none gets a gradient that is warned of, all others do."""
+"""Warnings about untrained parameters match the backward pass: exactly the parameters in warnings get no gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = 3_000_000  # parameters of a bundled model that a test runs
 
 
 def untrained_steps(model: ModelSpec) -> set[str]:
-    """Return the parameters of the steps that W902 is about: those of one step, or of all steps inside it."""
+    """Return the parameters of the steps that W902 names: those of one step, or of all steps inside it."""
     spans = {each.span for each in model.warnings if each.code == "W902" and "receives no gradient" in each.message}
     idle = {id(node) for node in graph.walk(model.graph) if node.span in spans}
     inner = {id(each) for node in graph.walk(model.graph) if id(node) in idle for body in node.bodies.values()
@@ -33,7 +33,7 @@ def untrained_steps(model: ModelSpec) -> set[str]:
 
 
 def parameters_before(model: ModelSpec) -> set[str]:
-    """Return the parameters of what the steps of W902 are computed from: of a chain only the last is warned of."""
+    """Return the parameters of the inputs of W902's steps: W902 names only the last step of a chain."""
     spans = {each.span for each in model.warnings}
     nodes = sorted(graph.walk(model.graph), key=lambda node: node.outputs[0], reverse=True)
     before: set[int] = set()
@@ -44,7 +44,7 @@ def parameters_before(model: ModelSpec) -> set[str]:
 
 
 def without_gradient(model: ModelSpec, seed: int = 0) -> set[str]:
-    """Return the parameters whose gradient is zero everywhere, with weights and an input drawn at random."""
+    """Return the parameters whose gradient is zero everywhere, with random weights and a random input."""
     module = seqblocks.build_model(model, dtype=torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_a_planted_constant(steps: str, warned: set[str]) -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.filterwarnings("ignore::seqblocks.SpecWarning")
 def test_composed_specs(seed: int) -> None:
-    """Composed specs have constants here and there: every step may be followed by `scale: 0`."""
+    """Composed specs get constants in random places: any step may be followed by `scale: 0`."""
     text = planted(compose(seed), seed)
     try:
         _, model = check.load_text(text)
@@ -116,7 +116,7 @@ def test_composed_specs(seed: int) -> None:
 
 
 def planted(text: str, seed: int) -> str:
-    """Return a composed spec (JSON) with a step that gives 0 in one of its lists of steps."""
+    """Insert a step that outputs 0 into a list of steps of a composed spec, and return the spec as JSON."""
     data = json.loads(text)
     rng = random.Random(seed)
     lists: list[list[Any]] = []

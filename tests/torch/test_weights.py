@@ -1,4 +1,4 @@
-"""Weights of others: layouts, recipes both ways, and what is left out."""
+"""Weights of other packages: layouts, recipes in both directions, and omitted tensors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rows_of_heads_that_alternate() -> None:
         load_official(linear("{slice: w, groups: 2}"), {"w": fused[:-1]})
 
 
-def test_parts_of_other_sizes_are_said() -> None:
+def test_parts_of_other_sizes_are_reported() -> None:
     parts = {"b": drawn(3, 6), "c": drawn(5, 6)}
     with pytest.raises(seqblocks.RunError, match=r"the parts along axis 0 are \[3, 5\]; add `sizes: \[3, 5\]`"):
         load_official(linear("{concat: [b, c]}"), parts)
@@ -120,14 +120,14 @@ model:
 """
 
 
-def test_what_does_not_fit_is_left_out_only_where_that_is_asked_for() -> None:
+def test_tensors_that_do_not_fit_are_omitted_only_on_request() -> None:
     other, model = (seqblocks.build_text(HEADS.replace("CLASSES", n), seed=int(n)) for n in ("3", "5"))
     tensors = {**other.state_dict(), "extra": torch.ones(2)}
     del tensors["body.bias"]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(seqblocks.RunError) as caught:
         load_official(model, tensors)
-    assert len(str(caught.value).splitlines()) == 4, "all of it, in one error"
+    assert len(str(caught.value).splitlines()) == 4, "one error should list everything"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     left_out = load_official(model, tensors, partial=True)
     assert sorted(left_out.missing) == ["body.bias", "head.bias", "head.weight"]
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_left_out_only_where_that_is_asked_for() -> None:
         assert torch.equal(model.state_dict()[name], before[name])
 
 
-def test_positions_of_another_grid_are_interpolated_where_that_is_asked_for() -> None:
+def test_positions_of_another_grid_are_interpolated_on_request() -> None:
     text = (
         "seqblocks: 1\nmodel: {input: {image: {size: SIZE}}, steps: [patch_embed: {patch: 4, features: 8},"
         " position_embed, pool: {mode: mean}, classifier: {classes: CLASSES}]}"
@@ -151,7 +151,7 @@ def test_positions_of_another_grid_are_interpolated_where_that_is_asked_for() ->
     assert left_out == ({}, [], {"position_embed.weight": (1, 4, 4, 8)})
     assert str(left_out) == "position_embed.weight is interpolated from [1, 4, 4, 8]"
     image = drawn(1, 3, 24, 24)
-    assert torch.equal(large(image), small(image)), "which interpolates at each call"
+    assert torch.equal(large(image), small(image)), "the model interpolates at each call"
 
 
 def test_bundled_layouts() -> None:

@@ -1,4 +1,4 @@
-"""Bundled models that read a whole input at once: each builds, runs, and trains all that it counts."""
+"""Bundled models that read a whole input at once: each builds, runs, and trains all counted parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_patches_merge_in_the_order_of_the_official_code() -> None:
 
 
 def test_a_pixel_keeps_its_place() -> None:
-    """Without the layers between, the head's features return to the pixels that the patch was cut from."""
+    """Without the layers in the middle, the head's features return to the pixels of their patch."""
     model = small("vil_segmenter")
     made: list[Tensor] = []
     model.get_submodule("head").register_forward_hook(lambda _m, _i, out: made.append(out[0]))
@@ -65,7 +65,7 @@ def test_a_pixel_keeps_its_place() -> None:
 
 
 def perturbed(name: str) -> SequenceModel:
-    """A small model none of whose parameters is at its start."""
+    """Return a small model with all parameters changed from their initial values."""
     model, generator = small(name), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +74,7 @@ def perturbed(name: str) -> SequenceModel:
 
 
 def test_the_forecast_follows_scale_and_level_of_each_series() -> None:
-    """The norm is reversible. The variance is near 1e6, so the 1e-5 that is added to it is 1e-11 of it."""
+    """The norm is reversible. The variance is near 1e6, so the added 1e-5 is 1e-11 of it."""
     model, x = perturbed("slstm_forecaster"), 1000 * draw(2, 20, 3)
     factor, level = torch.tensor([[0.5, 2.0, 3.0], [-1e4, 0, 1e3]], dtype=torch.float64)
     torch.testing.assert_close(model(factor * x + level), factor * model(x) + level, rtol=1e-8, atol=1e-5)
