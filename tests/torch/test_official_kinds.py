@@ -67,7 +67,7 @@ def test_official_weights_of_another_kind_are_named(kind: str, message: str) -> 
 
 def test_weights_without_storage_are_an_error() -> None:
     gone = torch.ones(6, 4)
-    gone.untyped_storage().resize_(0)  # as sharding leaves what is elsewhere
+    gone.untyped_storage().resize_(0)  # sharding leaves remote weights like this
     with pytest.raises(seqblocks.RunError, match=r"up\.weight of the official weights has no storage"):
         load_official(model(), {**model().state_dict(), "up.weight": gone})
     made = model()
