@@ -1,4 +1,4 @@
-"""The sLSTM: a scalar memory per channel with exponential gates and recurrent connections within each head"""
+"""The sLSTM: a scalar memory per channel, exponential gates and recurrent connections within each head."""
 
 from seqblocks.kernels.slstm.interface import SLSTMState, slstm
 

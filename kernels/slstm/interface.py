@@ -1,5 +1,6 @@
-"""The sLSTM: a scalar memory per channel with exponential gates and recurrent connections within each head
-(arXiv:2405.04517, eq. 8-18).
+"""The sLSTM: a scalar memory per channel, exponential gates and recurrent connections within each head.
+
+Source: arXiv:2405.04517, eq. 8-18.
 
 B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o. With (i, f, z, o) = x + R y + b:
 
@@ -7,8 +8,8 @@ B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o. 
     c' = exp(l - m') c + exp(i - m') tanh(z)          n' = exp(l - m') n + exp(i - m')
     y' = sigmoid(o) c' / n'
 
-Implementations: `reference.py` (this), `torch.py` (the same loop with its derivative written out), `triton` (all tokens
-in one launch).
+Implementations: `reference.py` (the definition), `torch.py` (the same loop with a handwritten derivative), `triton`
+(all tokens in one launch).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def slstm(
 ) -> Tensor | tuple[Tensor, SLSTMState]:
     """Run the cell over a sequence.
 
-    i, f, z, o [B, S, H * D] are the gates' inputs before recurrence and bias; recurrent [H, D, 4, D] maps a head's
-    output to its four gates; bias [4, H, D]. state: y, c, n, m, each [B, H, D]; zeros if not given.
+    i, f, z, o [B, S, H * D]: gate pre-activations before recurrence and bias. recurrent [H, D, 4, D]: maps the output
+    of a head to its four gates. bias [4, H, D]. state: y, c, n, m, each [B, H, D]; zeros if not given.
     resets [B, S] bool: true where a token is the first of a new sequence, in the order of the scan.
     reverse: scan from right to left.
 
-    Returns y [B, S, H * D] in i's dtype, and with return_state the state after the last token. The cell runs in
-    float32, float64 if any input is; the Triton implementation multiplies y and recurrent in bfloat16 if all gates are.
-    The torch and Triton implementations have first derivatives only; "reference" any number.
-    Raises ValueError for shapes that do not fit, BackendError (see dispatch).
+    Returns y [B, S, H * D] in the dtype of i, and with return_state also the state after the last token. The cell is
+    computed in float32, or in float64 if any input is float64; the Triton implementation multiplies y and recurrent in
+    bfloat16 if all gates are bfloat16. The torch and Triton implementations have first derivatives only; "reference"
+    has derivatives of any order. Raises ValueError for wrong shapes, BackendError (see dispatch).
     """
     H, D = recurrent.shape[0], recurrent.shape[1]
     _check(i, f, z, o, recurrent, bias, resets)

@@ -1,4 +1,4 @@
-"""The sLSTM cell as defined: one token after the other (arXiv:2405.04517, eq. 8-18).
+"""The sLSTM cell by its definition, token by token (arXiv:2405.04517, eq. 8-18).
 
 B batch, S sequence, H heads, D width of a head; gates in the order i, f, z, o.
 y [B, H, D] output, c cell, n normaliser, m stabiliser: c and n are stored divided by exp(m).
@@ -21,7 +21,7 @@ from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained
 
 
 class SLSTMState(NamedTuple):
-    """What an sLSTM remembers, each [B, H, D]. float32, or float64 where the inputs are."""
+    """The state of an sLSTM. Each tensor is [B, H, D], float32, or float64 if the inputs are."""
 
     y: Tensor
     c: Tensor
@@ -30,11 +30,14 @@ class SLSTMState(NamedTuple):
 
 
 def cell(gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState) -> SLSTMState:
-    """One token. gates [B, 4, H, D] before the recurrent part, recurrent [H, D, 4, D] from y, bias [4, H, D]."""
+    """Return the state after one token.
+
+    gates [B, 4, H, D]: pre-activations before recurrence and bias; recurrent [H, D, 4, D]; bias [4, H, D].
+    """
     y, c, n, m = state
     i, f, z, o = (gates + torch.einsum("bhd,hdge->bghe", y, recurrent) + bias).unbind(1)
     through = m + F.logsigmoid(f)
-    m_new = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
+    m_new = torch.where(n == 0, i, torch.maximum(i, through))  # Before the first token, m has no meaning.
     write = torch.exp(i - m_new).clamp(max=1.0)
     keep = torch.exp((through - m_new).clamp(max=0.0))
     c = keep * c + write * torch.tanh(z)
@@ -45,7 +48,10 @@ def cell(gates: Tensor, recurrent: Tensor, bias: Tensor, state: SLSTMState) -> S
 def run(
     inputs: Sequence[Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState, resets: Tensor | None, reverse: bool
 ) -> tuple[Tensor, SLSTMState]:
-    """The scan of i, f, z, o [B, S, H * D]; the rest in the dtype of the state. Returns y [B, S, H, D], last state."""
+    """Run the scan over i, f, z, o [B, S, H * D] and return y [B, S, H, D] and the last state.
+
+    recurrent and bias have the dtype of the state.
+    """
     kinds = (*(TOKENS,) * 4, SHARED, SHARED, *(STATE,) * 4)
     y, *last = contained(
         lambda *x: _run(x[:4], x[4], x[5], SLSTMState(*x[6:]), resets, reverse),

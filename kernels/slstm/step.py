@@ -1,4 +1,4 @@
-"""One token of the sLSTM, with its recurrent weights as one matrix for each head.
+"""One token of the sLSTM, with the recurrent weights of each head as one matrix.
 
 B batch, H heads, D width of a head.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """Return f(y, c, n, m [B, H, D], i, f, z, o [B, H * D]) -> (y [B, H * D], the next y, c, n, m).
 
-    recurrent [H, D, 4, D] from y, biases [H, D] of i, f, z, o. The same numbers as `slstm` for one token, without
+    recurrent [H, D, 4, D], biases [H, D] of i, f, z, o. f computes the same values as `slstm` for one token, without
     gradients.
     """
     H, D = recurrent.shape[:2]
@@ -28,7 +28,7 @@ def prepare(recurrent: Tensor, biases: Sequence[Tensor]) -> Callable[..., tuple[
         recurrent = torch.baddbmm(bias, y.transpose(0, 1), matrix)  # [H, B, 4 D]
         i, f, z, o = gates.add_(recurrent.view(H, -1, 4, D).permute(1, 2, 0, 3)).unbind(1)
         through = F.logsigmoid(f).add_(m)
-        m = torch.where(n == 0, i, torch.maximum(i, through))  # nothing to stabilise against before the first token
+        m = torch.where(n == 0, i, torch.maximum(i, through))  # Before the first token, m has no meaning.
         write, keep = (i - m).exp_(), through.sub_(m).clamp_(max=0.0).exp_()
         c = z.tanh().mul_(write).addcmul_(keep, c)
         n = write.addcmul_(keep, n)

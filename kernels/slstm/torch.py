@@ -1,12 +1,12 @@
-"""The sLSTM with its derivative written out: the same loop over time, without a graph of operations.
+"""The sLSTM with a handwritten derivative: the same loop over time, without an autograd graph.
 
-The recurrence needs y of the token before, so time cannot be cut into chunks. A token takes one matrix
-product and a few fused elementwise calls, and in the backward pass one product for the gradient that goes back in time;
-the gradient of the recurrent matrix is a single product over the whole sequence at the end.
+The recurrence needs y of the previous token, so the sequence cannot be split into chunks. A token takes one matrix
+product and a few fused elementwise calls, and in the backward pass one product for the gradient of the previous y. The
+gradient of the recurrent matrix is a single product over the whole sequence at the end.
 
-The derivative is that of the definition, the stabiliser included: with m' = max(i, l), l = m + ls(f),
-keep = exp(l - m'), write = exp(i - m'), the gradient of m' is what came from the state less that of both exponents,
-and goes to the one that made the maximum.
+The derivative is that of the definition, including the stabiliser. With m' = max(i, l), l = m + ls(f),
+keep = exp(l - m') and write = exp(i - m'), the gradient of m' is that of the state's m minus those of both exponents.
+It is added to the gradient of the argument that attains the maximum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seqblocks.kernels.resets import SHARED, STATE, TOKENS, contained, reset_tim
 from seqblocks.kernels.slstm import reference as slstm_reference
 from seqblocks.kernels.slstm.reference import SLSTMState
 
-PART = 64  # tokens whose factors of the backward pass are computed at once
+PART = 64  # tokens for which the factors of the backward pass are computed at once
 
 
 def _order(S: int, reverse: bool) -> range:
@@ -39,7 +39,7 @@ def _slstm(
     """Return y [B, S, H, D] and, for the backward pass and the last state, c, n, m and the gates of all tokens."""
     B, S, _, H, D = gates.shape
     with without_autocast(gates.device.type):
-        # time first, and a head's gates next to each other: a step is a plain matrix product, added in place
+        # Time is the first axis and the gates of a head are adjacent: a step adds a plain matrix product in place.
         full = gates.new_empty(S, H, B, 4, D)
         torch.add(gates.permute(1, 3, 0, 2, 4), bias.permute(1, 0, 2).unsqueeze(1), out=full)
         full = full.view(S, H, B, 4 * D)
@@ -59,14 +59,17 @@ def _slstm(
             gate.baddbmm_(y, matrix)
             y, c, n, m = _token((i, f, z, o), c, n, m, place, exponents, fresh)
             fresh = False
-    # not `contiguous`, which leaves the strides of axes one long: the fake says them all
+    # `contiguous` would leave the strides of axes of length 1, but they must equal those of the fake op.
     return ys.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format), cs, ns, ms, full
 
 
 def _token(
     gates: Sequence[Tensor], c: Tensor, n: Tensor, m: Tensor, out: list[Tensor], exponents: Tensor, fresh: bool
 ) -> list[Tensor]:
-    """y and the next c, n, m, in `out`. exponents [2, H, B, D]: memory to use. fresh: whether n may be 0."""
+    """Compute y and the next c, n, m into `out`, and return it.
+
+    exponents [2, H, B, D]: working memory. fresh: whether n may be 0.
+    """
     i, f, z, o = gates
     y_, c_, n_, m_ = out
     write, keep = exponents
@@ -86,7 +89,7 @@ def _token(
 
 
 def _log_sigmoid(x: Tensor) -> Tensor:
-    """log(1 / (1 + e^-x)), in half of the time of torch's own for few numbers; below -40 it is x."""
+    """Return log(1 / (1 + e^-x)); below -40 it is x. For few elements it takes half the time of torch's logsigmoid."""
     return F.softplus(x, -1.0, 40.0)
 
 
@@ -103,7 +106,7 @@ def _slstm_backward(
     recurrent: Tensor, y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None,
     ys: Tensor, cs: Tensor, ns: Tensor, ms: Tensor, full: Tensor, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of gates, recurrent, bias and the initial state."""
+    """Return the gradients of gates, recurrent, bias and the initial state."""
     S, H, B, D = cs.shape
     with without_autocast(cs.device.type):
         matrix = recurrent.reshape(H, D, 4 * D).transpose(1, 2)
@@ -140,7 +143,10 @@ def _slstm_backward(
 
 
 def _before(x: Tensor, start: Tensor, span: slice, reverse: bool, marks: Tensor | None) -> Tensor:
-    """What each token of a span read of a state x [S, H, B, D] that began as `start`: 0 where a sequence begins."""
+    """Return the state before each token of a span, 0 where a sequence begins.
+
+    x [S, H, B, D]: the state after each token; start: the initial state.
+    """
     first = span.stop if reverse else span.start - 1
     edge = x[first, None] if 0 <= first < x.shape[0] else start[None]
     inner = x[span]
@@ -151,7 +157,7 @@ def _before(x: Tensor, start: Tensor, span: slice, reverse: bool, marks: Tensor 
 def _factors(
     full: Tensor, c: Tensor, n: Tensor, m: Tensor, c_: Tensor, n_: Tensor, m_: Tensor
 ) -> list[Tensor]:
-    """Return by what `_token_backward` multiplies, for several tokens at once: all that needs no later gradient."""
+    """Return the factors of `_token_backward` for several tokens: everything that does not depend on gradients."""
     i, f, z, o = full.split(c.shape[-1], -1)
     through = m_ + _log_sigmoid(f)
     first = n_ == 0
@@ -166,7 +172,7 @@ def _factors(
 
 
 def _token_backward(carry: list[Tensor], factors: list[Tensor], out: list[Tensor]) -> list[Tensor]:
-    """Write the gradients of the gates to `out`; return those of c, n and m of the token before."""
+    """Write the gradients of the gates to `out`; return those of the previous c, n and m."""
     g_y, g_c, g_n, g_m = carry
     share, of_n, write, written, keep, kept_c, kept_n, wins, loses, by_f, by_z, by_o = factors
     d_i, d_f, d_z, d_o = out
@@ -227,9 +233,9 @@ def _run(
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:
     y, c, n, m, _ = _slstm(gates, recurrent, bias, y0, c0, n0, m0, resets, reverse)
-    last = 0 if reverse else -1  # while code is compiled, the length may be unknown
+    last = 0 if reverse else -1  # During compilation, the length may be symbolic.
     state = y[:, last], *(s[last].transpose(0, 1) for s in (c, n, m))
-    return y, *(s.clone() for s in state)  # a view would change with y, and keep all tokens alive
+    return y, *(s.clone() for s in state)  # A view would change with y, and keep the memory of all tokens allocated.
 
 
-register("slstm", "torch", run, always("a loop over time with a written-out derivative, on any device"), by_hand=True)
+register("slstm", "torch", run, always("a loop over time with a handwritten derivative, on any device"), by_hand=True)

@@ -1,21 +1,22 @@
-"""The sLSTM in Triton: all tokens in one launch forward, and backward in one and a product for the recurrent weights.
+"""The sLSTM in Triton: one launch for all tokens forward; one backward, and a product for the recurrent weights.
 
-A program owns a head of 16 sequences and walks along the tokens, because each needs the outputs of the one before.
-There are three ways; `tiles` in launch.py chooses.
+A program processes one head of 16 sequences and loops over the tokens, because each needs the outputs of the one
+before. There are three methods, between which `tiles` in launch.py chooses:
 
-- whole.py: where the head's four matrices fit on chip they stay there, and the states in registers.
-- teams.py: wider heads are shared by a team of programs, a slice of the channels each, which exchange their outputs at
-  each token and wait for one another.
-- blocks.py: what no team fits goes by blocks of channels. Matrices come from the second-level cache at each token, and
-  states and outputs pass through memory that only this program touches, with a barrier between tokens.
+- whole heads (`scan`): if the four matrices of the head fit on chip, they stay there, and the states in registers.
+- teams (`scan_by_team`, teams.py): a wider head is shared by a team of programs. Each has a slice of the channels; they
+  exchange their outputs and synchronise at each token.
+- tiles (`scan_by_tiles`): if no team fits, one program processes the channels tile by tile. Matrices are read from the
+  L2 cache at each token, and states and outputs go through memory that only this program uses, with a barrier between
+  tokens.
 
-The forward pass keeps c, n, m and the four gates of every token for the backward pass, if there will be one. The
-derivative is that of the definition, stabiliser included (see ../torch.py). Gradients of the gates are stored, and
-those of the matrices are one product of them with the outputs of the tokens before.
+If there will be a backward pass, the forward pass saves c, n, m and the four gates of every token. The derivative is
+that of the definition, including the stabiliser (see ../torch.py). Gradients of the gates are stored; those of the
+matrices are one product of these with the outputs of the previous tokens.
 
-Gates, states and sums are float32. Dots take bfloat16 where all gates are; float16, whose range a gradient may leave,
-goes through tf32, which has as many digits, rounded to nearest; float32 stays float32. Transposes are loads in another
-order.
+Gates, states and sums are float32. Dots use bfloat16 if all gates are bfloat16. float16, whose range a gradient may
+exceed, is converted to tf32, which has as many digits, rounding to nearest. float32 stays float32. Matrices are
+transposed by loading them in another order.
 """
 
 from seqblocks.kernels.slstm.triton.launch import run

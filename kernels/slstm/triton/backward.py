@@ -1,4 +1,4 @@
-"""The sLSTM's backward kernels, which walk from the last token with the transposed matrices."""
+"""The backward kernels of the sLSTM, which run from the last token to the first with transposed matrices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scan_backward(
     S, B, D, gb, gs,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):
-    """Matrices on chip, gradients of the state in registers."""
+    """Run all tokens with the matrices on chip and the gradients of the state in registers."""
     H = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
@@ -45,7 +45,7 @@ def scan_backward(
     here = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     wide = head * D + d
-    # [gate's channel, y's channel]: the transpose, by how it is loaded
+    # [channel of a gate, channel of y]: loaded transposed
     back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + d[:, None]
     from_i, from_f, from_z, from_o = load_matrices(back, D, is_d[:, None] & is_d[None, :], DOT)
     out = tl.load(dy1 + cell, here, 0.0)
@@ -78,8 +78,11 @@ def scan_backward_by_tiles(
     S, B, D, gb, gs,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):
-    """`scan_backward` by tiles of channels; dy0, dc0, dn0, dm0 hold the current gradients. exchange [4, B, H, D]: the
-    gates' gradients of a token as dots take them, where that is not how they are stored."""
+    """Run `scan_backward` by tiles of channels.
+
+    dy0, dc0, dn0, dm0 hold the current gradients. exchange [4, B, H, D]: the gradients of a token's gates as
+    operands of dots, if these differ from the stored ones.
+    """
     H = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
@@ -118,7 +121,7 @@ def scan_backward_by_tiles(
                 )
             c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
             store_state(dc0, dn0, dm0, cell, c, n, m, here)
-        tl.debug_barrier()  # all channels' gradients are there before any goes back through the matrices
+        tl.debug_barrier()  # The products below need the gradients of all channels.
         for first in range(0, D, BD):
             d = first + tl.arange(0, BD)
             is_d = d < D
@@ -146,7 +149,7 @@ def _load_kept(
     dy, resets, states, gates_if, gates_zo, c0, n0, m0, t, b, d, head, S, B, H, D, gb, gs, is_d, rest,
     REVERSE: tl.constexpr,
 ):
-    """Of token t, `rest` tokens after the first: dy, what is kept of its gates, c, n, m before it, and its mark."""
+    """Load dy of token t, its saved gates, the c, n, m before it, and its mark. rest: number of tokens before it."""
     is_b = b < tl.where(rest >= 0, B, 0)
     here = is_b[:, None] & is_d[None, :]
     mark = load_mark(resets, t, b, is_b, S)
@@ -167,7 +170,7 @@ def _load_kept(
 @jit
 @no_type_check
 def _halved(x, N: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr):
-    """The first half of [N, BB, BU] and the second, added."""
+    """Return the sum of the first and second half of x [N, BB, BU]."""
     a, b = tl.split(tl.permute(tl.reshape(x, (2, N // 2, BB, BU)), (1, 2, 3, 0)))
     return a + b
 
@@ -175,7 +178,7 @@ def _halved(x, N: tl.constexpr, BB: tl.constexpr, BU: tl.constexpr):
 @jit
 @no_type_check
 def _sides(BD: tl.constexpr):
-    """Of eight products side by side, a warp each: [8] which of two gates, and [8, BD / 4] which of its channels."""
+    """Return the operands of eight products, one per warp: which of two gates [8], and its channels [8, BD / 4]."""
     side = tl.arange(0, 8)
     return side // 4, (side % 4 * (BD // 4))[:, None] + tl.arange(0, BD // 4)[None, :]
 
@@ -183,7 +186,7 @@ def _sides(BD: tl.constexpr):
 @jit
 @no_type_check
 def _load_exchanged(exchange, GATE: tl.constexpr, at, BB: tl.constexpr, BD: tl.constexpr):
-    """A gate's gradients from all programs, past the first-level cache."""
+    """Load the gradients of a gate from all programs, bypassing the L1 cache."""
     return tl.load(exchange + GATE * BB * BD + at, cache_modifier=".cg")
 
 
@@ -194,9 +197,12 @@ def _through(
     PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, AHEAD: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """[BB, BU]: all channels' gradients of the gates back through the matrices of these channels. AHEAD: all of them
-    are loaded at once, where they fit on chip. EXACT: products one after the other, which without matrix units take
-    the fewest registers; else from_i has those of i and f, and from_z those of z and o."""
+    """Return the gradients [BB, BU] of y for these channels, from the gradients of the gates of all channels.
+
+    AHEAD: all gradients are loaded at once, which requires that they fit on chip. EXACT: the products are computed one
+    after the other, which takes the fewest registers without matrix units; otherwise from_i contains the matrices of i
+    and f, and from_z those of z and o.
+    """
     if EXACT:
         at = (tl.arange(0, BB) * BD)[:, None] + tl.arange(0, BD)[None, :]
         i = _load_exchanged(exchange, I_GATE, at, BB, BD)
@@ -238,7 +244,10 @@ def scan_backward_by_team(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr,
 ):
-    """dc0, dn0, dm0 hold the gradients at `begin`, and then those at `end`; step S, without a token, makes dy0."""
+    """Run `scan_backward` by teams. Step S has no token and computes dy0.
+
+    dc0, dn0, dm0 hold the gradients at `begin`, and afterwards those at `end`.
+    """
     parts = tl.num_programs(0)
     team = first + tl.program_id(1)
     head = (team % H).to(tl.int64)
@@ -247,7 +256,7 @@ def scan_backward_by_team(
     is_b, is_d = b < B, d < D
     here = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
-    # [gate's channel, y's channel]: the transpose, by how it is loaded
+    # [channel of a gate, channel of y]: loaded transposed
     if EXACT:
         k = tl.arange(0, BD)
         back = recurrent + head * D * 4 * D + d[None, :] * (4 * D) + k[:, None]
@@ -303,7 +312,7 @@ def scan_backward_by_team(
             di, df, dz, do, at, live_gradient(gi, mark, resets), live_gradient(gf, mark, resets),
             live_gradient(gz, mark, resets), live_gradient(go, mark, resets), live,
         )
-        c, n, m = old_c, tl.where(step + 1 < S, old_n, 1.0), old_m  # step S divides by no state
+        c, n, m = old_c, tl.where(step + 1 < S, old_n, 1.0), old_m  # In step S there is no state to divide by.
         next_dy, next_i, next_f, next_z, next_o, old_c, old_n, old_m, next_mark = _load_kept(
             dy, resets, states, gates_if, gates_zo, c0, n0, m0, t + 1 if REVERSE else t - 1, b, d, head, S, B, H, D,
             gb, gs, is_d, S - 2 - step, REVERSE,

@@ -1,7 +1,7 @@
-"""What the sLSTM's kernels share: the cell and its gradient, and where a token's numbers are.
+"""Functions that the kernels of the sLSTM share: the cell, its gradient, loads and stores.
 
-i, f, z, o and dy have strides over batch and tokens, with a head's channels next to each other. recurrent [H, D, 4, D];
-bias [4, H, D]; y and the gates' gradients [B, S, H, D]; kept states [3, B, S, H, D] are c, n, m, and kept gates
+i, f, z, o and dy have strides over batch and tokens; the channels of a head are adjacent. recurrent [H, D, 4, D];
+bias [4, H, D]; y and the gradients of the gates [B, S, H, D]; saved states c, n, m [3, B, S, H, D]; saved gates
 i, f [2, B, S, H, D] and z, o [2, B, S, H, D]; states and their gradients [B, H, D].
 """
 
@@ -18,7 +18,7 @@ N_STATE, M_STATE = constexpr(1), constexpr(2)  # c is first
 @jit
 @no_type_check
 def tanh(x):
-    """Within 1e-7 of it; e^-2|x| does not overflow."""
+    """Return tanh(x) with an error of at most 1e-7, from e^-2|x|, which cannot overflow."""
     v = exp(-2.0 * tl.abs(x))
     return tl.where(x < 0.0, v - 1.0, 1.0 - v) * reciprocal(1.0 + v)
 
@@ -26,7 +26,7 @@ def tanh(x):
 @jit
 @no_type_check
 def advance(i, f, z, o, c, n, m):
-    """y, c, n, m after a token, from its gates before their activation."""
+    """Return y, c, n, m after a token, from its gate pre-activations and the previous c, n, m."""
     through = m + log_sigmoid(f)
     top = tl.where(n == 0.0, i, tl.maximum(i, through))
     write = exp(i - top)
@@ -39,7 +39,10 @@ def advance(i, f, z, o, c, n, m):
 @jit
 @no_type_check
 def advance_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, old_c, old_n, old_m):
-    """Gradients of the gates, then of the old c, n, m before the token; dc, dn, dm come from after it."""
+    """Return the gradients of the gates and of the old c, n, m before the token.
+
+    dy, dc, dn, dm: gradients of y, c, n, m after the token.
+    """
     through = old_m + log_sigmoid(f)
     first = old_n == 0.0
     write = exp(i - m)
@@ -64,7 +67,7 @@ def advance_gradients(dy, dc, dn, dm, i, f, z, o, c, n, m, old_c, old_n, old_m):
 @jit
 @no_type_check
 def carried(x, mark, resets):
-    """What passes between a token and the one before: nothing across a reset, not even NaN and inf."""
+    """Return x with zeros where a sequence begins: not even NaN and inf pass from one sequence to another."""
     if resets is not None:
         x = tl.where(mark == 0, x, 0.0)
     return x
@@ -79,7 +82,7 @@ def all_carried(y, c, n, m, mark, resets):
 @jit
 @no_type_check
 def live_gradient(x, mark, resets):
-    """A gradient; zero, not NaN, at a token without any, whatever is kept of it."""
+    """Return a gradient x with zeros for tokens without a gradient, whose saved values may not be finite."""
     if resets is not None:
         x = tl.where(mark < 2, x, 0.0)
     return x
@@ -98,7 +101,7 @@ def load_tile(x, rows, columns, is_row, is_column):
 @jit
 @no_type_check
 def load_mark(resets, t, b, is_b, S):
-    """Of token t: not 0 where a sequence begins with it, 2 and more where it has no gradient."""
+    """Load the marks of token t: nonzero where it begins a sequence, at least 2 where it has no gradient."""
     mark = (b < 0)[:, None]
     if resets is not None:
         mark = tl.load(resets + b * S + t, is_b, 0)[:, None]
@@ -108,7 +111,7 @@ def load_mark(resets, t, b, is_b, S):
 @jit
 @no_type_check
 def load_gates(i, f, z, o, t, b, wide, ib, js, fb, fs, zb, zs, ob, os, is_b, is_d):
-    """Of token t, as they are stored."""
+    """Load the gates of token t in their dtypes."""
     return (
         load_tile(i, b * ib + t * js, wide, is_b, is_d), load_tile(f, b * fb + t * fs, wide, is_b, is_d),
         load_tile(z, b * zb + t * zs, wide, is_b, is_d), load_tile(o, b * ob + t * os, wide, is_b, is_d),
@@ -118,14 +121,14 @@ def load_gates(i, f, z, o, t, b, wide, ib, js, fb, fs, zb, zs, ob, os, is_b, is_
 @jit
 @no_type_check
 def load_bias(bias, GATE: tl.constexpr, H, D, wide, is_d):
-    """Of a gate, [1, BD]; wide: channels among those of all heads."""
+    """Load the bias of a gate, [1, BD]. wide: indices of the channels among those of all heads."""
     return tl.load(bias + GATE * H * D + wide, is_d, 0.0)[None, :]
 
 
 @jit
 @no_type_check
 def load_biases(bias, H, D, wide, is_d):
-    """Of the four gates."""
+    """Load the biases of the four gates."""
     return (
         load_bias(bias, I_GATE, H, D, wide, is_d), load_bias(bias, F_GATE, H, D, wide, is_d),
         load_bias(bias, Z_GATE, H, D, wide, is_d), load_bias(bias, O_GATE, H, D, wide, is_d),
@@ -135,14 +138,14 @@ def load_biases(bias, H, D, wide, is_d):
 @jit
 @no_type_check
 def load_matrix(at, GATE: tl.constexpr, D, there, DOT: tl.constexpr):
-    """Of a gate, for a dot; `at` are its places in the input gate's."""
+    """Load the matrix of a gate as an operand of a dot. at: pointers to the matrix of the input gate."""
     return tl.load(at + GATE * D, there, 0.0).to(DOT)
 
 
 @jit
 @no_type_check
 def load_matrices(at, D, there, DOT: tl.constexpr):
-    """Of the four gates."""
+    """Load the matrices of the four gates."""
     return (
         load_matrix(at, I_GATE, D, there, DOT), load_matrix(at, F_GATE, D, there, DOT),
         load_matrix(at, Z_GATE, D, there, DOT), load_matrix(at, O_GATE, D, there, DOT),
@@ -175,7 +178,7 @@ def store_gate_gradients(di, df, dz, do, at, gi, gf, gz, go, there):
 @jit
 @no_type_check
 def store_kept(states, gates_if, gates_zo, at, plane, there, c, n, m, i, f, z, o):
-    """What the backward pass needs of a token, if there will be one."""
+    """Store the states and gates of a token for the backward pass, if there will be one."""
     if states is not None:
         tl.store(states + at, c, there)
         tl.store(states + N_STATE * plane + at, n, there)
@@ -191,7 +194,10 @@ def store_kept(states, gates_if, gates_zo, at, plane, there, c, n, m, i, f, z, o
 def token_gradients(
     dy, dc, dn, dm, resets, states, gates_if, gates_zo, c0, n0, m0, at, past, cell, plane, b, is_d, B, rest, mark
 ):
-    """`advance_gradients` of what is kept of a token, `rest` tokens after the first; before that are c0, n0, m0."""
+    """Return `advance_gradients` of a token from its saved values.
+
+    rest: the number of tokens before it; at 0, the old state is c0, n0, m0.
+    """
     here = (b < B)[:, None] & is_d[None, :]
     old = (b < tl.where(rest > 0, B, 0))[:, None] & is_d[None, :]
     given = (b < tl.where(rest > 0, 0, B))[:, None] & is_d[None, :]

@@ -1,4 +1,4 @@
-"""The sLSTM's forward kernels: heads that fit on chip, heads by blocks of channels, heads by teams."""
+"""The forward kernels of the sLSTM: for heads that fit on chip, for heads by tiles of channels, and for teams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scan(
     S, B, D, ib, js, fb, fs, zb, zs, ob, os,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):
-    """Matrices on chip, states in registers."""
+    """Run all tokens with the matrices on chip and the states in registers."""
     H = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
@@ -67,7 +67,7 @@ def scan(
         t = tl.cast(S - 1 - step if REVERSE else step, tl.int64)
         xi, xf, xz, xo = _biased(upcoming, biases)
         out, c, n, m = all_carried(out, c, n, m, mark, resets)
-        # Loaded a token ahead: the memory's answer takes about as long as all the rest of a token.
+        # Loaded one token ahead, because the memory latency is about as long as the rest of a token.
         after = t - 1 if REVERSE else t + 1
         is_after = b < tl.where(step + 1 < S, B, 0)
         mark = load_mark(resets, after, b, is_after, S)
@@ -92,8 +92,11 @@ def scan_by_tiles(
     S, B, D, ib, js, fb, fs, zb, zs, ob, os,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
 ):
-    """`scan` by tiles of channels. y1, c1, n1, m1 hold the current state, and exchange [2, B, H, D] alternately the
-    outputs of a token and of the one before."""
+    """Run `scan` by tiles of channels.
+
+    y1, c1, n1, m1 hold the current state. exchange [2, B, H, D] alternately holds the outputs of a token and of the
+    previous one.
+    """
     H = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
@@ -123,7 +126,7 @@ def scan_by_tiles(
                 read = tl.where(mark == 0, load_tile(before, row, k, is_b, k < D), 0.0).to(DOT)
                 into = recurrent + head * D * 4 * D + k[:, None] * (4 * D) + d[None, :]
                 square = (k < D)[:, None] & is_d[None, :]
-                # one matrix after the other: four at a time take 24 registers more on AMD's devices
+                # Loading one matrix at a time saves 24 registers on AMD GPUs.
                 xi += tl.dot(read, load_matrix(into, I_GATE, D, square, DOT), input_precision=PRECISION)
                 xf += tl.dot(read, load_matrix(into, F_GATE, D, square, DOT), input_precision=PRECISION)
                 xz += tl.dot(read, load_matrix(into, Z_GATE, D, square, DOT), input_precision=PRECISION)
@@ -142,7 +145,7 @@ def scan_by_tiles(
             tl.store(y1 + cell, out, here)
             store_state(c1, n1, m1, cell, c, n, m, here)
             store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)
-        tl.debug_barrier()  # the next token reads what other threads wrote
+        tl.debug_barrier()  # For the next token, other threads read what was written.
 
 
 @common.kernel(do_not_specialize=["S", "B", "begin", "end", "first", "patience"])
@@ -153,7 +156,7 @@ def scan_by_team(
     REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr,
     BU: tl.constexpr,
 ):
-    """`scan` by teams (see teams.py); c1, n1, m1 hold the state at `begin`, and then that at `end`."""
+    """Run `scan` by teams (see teams.py). c1, n1, m1 hold the state at `begin`, and afterwards that at `end`."""
     parts = tl.num_programs(0)
     team = first + tl.program_id(1)
     head = (team % H).to(tl.int64)
@@ -164,7 +167,7 @@ def scan_by_team(
     here = is_b[:, None] & is_d[None, :]
     cell = (b * H + head)[:, None] * D + d[None, :]
     wide = head * D + d
-    # [a gate's channel, y's channel], the four gates one after the other: 64 rows, which one product takes
+    # [channel of a gate, channel of y], with the four gates one after the other: one product then has 64 rows.
     row = tl.arange(0, 4 * BU)
     channel = tl.program_id(0) * BU + row % BU
     into = recurrent + head * D * 4 * D + (row // BU * D + channel)[:, None] + k[None, :] * (4 * D)
@@ -184,7 +187,7 @@ def scan_by_team(
         before = exchange + (step % 2) * (BB * BD)
         after = exchange + (1 - step % 2) * (BB * BD)
         is_later = b < tl.where(step + 1 < S, B, 0)
-        # past the first-level cache, which knows nothing of what others wrote
+        # Bypass the L1 cache, which does not see the stores of other programs.
         read = tl.load(before + (line[None, :] + k[:, None]), cache_modifier=".cg")
         if resets is not None:
             c, n, m = carried(c, mark, resets), carried(n, mark, resets), carried(m, mark, resets)
@@ -203,7 +206,7 @@ def scan_by_team(
         tl.store(after + (line[:, None] + d[None, :]), written, is_d[None, :])
         if step + 1 < end:
             arrive(arrived)
-        # what the others do not wait for
+        # The other programs do not need the following stores.
         at = ((b * S + t) * H + head)[:, None] * D + d[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), here)
         store_kept(states, gates_if, gates_zo, at, plane, here, c, n, m, xi, xf, xz, xo)

@@ -1,4 +1,4 @@
-"""How the sLSTM's kernels are launched, as ops of torch."""
+"""Launches of the sLSTM's kernels, as torch ops."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from seqblocks.kernels.slstm.triton.backward import scan_backward, scan_backward
 from seqblocks.kernels.slstm.triton.forward import scan, scan_by_team, scan_by_tiles
 from seqblocks.kernels.triton_common import ceil_div, last_contiguous, tl
 
-ROWS = 16  # sequences of a program: the least that a dot takes
-WIDTH = 1024  # of a head, at most
-AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch: interpreted programs run in turn
-PATIENCE = 1 << 24  # times that a program looks whether the others are there: seconds, where a microsecond is usual
+ROWS = 16  # sequences of a program: the fewest rows that a dot supports
+WIDTH = 1024  # the largest width of a head
+AT_ONCE = 1 if common.INTERPRETED else 1 << 31  # tokens of a team's launch; the interpreter runs programs in turn.
+PATIENCE = 1 << 24  # polls until a program times out: seconds, where a microsecond is usual
 
-_no_teams: set[torch.device] = set()  # where the driver refused one, or one gave up: heads go by tiles there
-_late: dict[torch.device, Tensor] = {}  # by device, whether a team gave up; pinned: reading it waits for nothing
+_no_teams: set[torch.device] = set()  # devices where a team was refused or timed out; tiles are used there
+_late: dict[torch.device, Tensor] = {}  # by device, whether a team timed out; in pinned memory, read without waiting
 
 
 class TeamRefused(Exception):
-    """The driver will not run all programs of a launch at once."""
+    """Raised if the driver cannot run all programs of a launch at once."""
 
 
 def _intercepted() -> bool:
-    """Whether a mode, such as that of fake tensors, intercepts calls: its tensors hold no numbers."""
+    """Return whether a dispatch mode intercepts calls, such as fake tensor mode, whose tensors have no data."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _late_flag(x: Tensor) -> Tensor:
-    """[1] int32, in memory of the host that the device of x can write."""
+    """Return the flag [1], int32, in host memory to which the device of x can write."""
     if _intercepted():
         return torch.zeros(1, dtype=torch.int32, device="cpu")
     if x.device not in _late:
@@ -48,28 +48,29 @@ def _late_flag(x: Tensor) -> Tensor:
 
 
 def _raise_if_late(x: Tensor) -> None:
-    """Raise RuntimeError if an earlier launch gave up waiting."""
+    """Raise RuntimeError if an earlier launch timed out."""
     flag = None if _intercepted() else _late.get(x.device)
     if flag is not None and flag.item():
         flag.zero_()
         _no_teams.add(x.device)
         raise RuntimeError(
-            f"an sLSTM kernel that was launched on {x.device} before this call gave up: programs that share a head "
-            "waited too long for one another, and its outputs are NaN. From now on this process runs such heads by "
-            "tiles on this device, which wait for nothing. Repeat the work since the last result that was finite."
+            f"an sLSTM kernel launched earlier on {x.device} timed out: programs that share a head "
+            "waited too long for one another, and its outputs are NaN. This process now uses another kernel on this "
+            "device, in which no programs wait. Repeat the computation from the last finite result."
         )
 
 
 def _refusal(error: Exception) -> bool:
-    """Whether a launch failed because a cooperative grid is too large or not supported here (MPS, vGPU)."""
+    """Return whether a launch failed because a cooperative grid is too large or not supported (MPS, vGPU)."""
     text = str(error).lower()
     return type(error).__name__ == "OutOfResources" or "cooperative" in text or "not supported" in text
 
 
 def _whole_bytes(BD: int, dots: str, backward: bool) -> int:
-    """Shared bytes, at most, of a program that keeps the four matrices of a head of BD channels on chip.
+    """Return an upper bound on the shared bytes of a program with the four matrices of a head of BD channels on chip.
 
-    Besides these the compiler takes 96 to 160 a channel, and with two stages 832 to 960 backward.
+    In addition to the matrices, the compiler uses 96 to 160 bytes per channel, and with two stages in the backward pass
+    832 to 960.
     """
     return (8 if dots == "bf16" else 16) * BD * BD + (1024 if backward and BD <= 64 else 160) * BD
 
@@ -80,22 +81,23 @@ def tiles(
 ) -> dict[str, int]:
     """Return sequences (BB) and channels (BD) of a program, WHOLE if these are all of a head, warps and stages.
 
-    Where a team shares a head, which takes a device of that many `processors`, also the channels of each program (BU).
+    If a team shares a head, which depends on the number of `processors` of the device, also the channels of each
+    program (BU).
 
     dots: "bf16", "tf32" or "fp32". The four matrices of a head take 8 D^2 bytes on chip in bfloat16 and 16 D^2 in the
-    others; what is loaded ahead takes as much again in the backward pass, which reads thirteen numbers a channel.
-    room: shared bytes that a program may have; without it, what the architecture is known for.
+    others; values loaded ahead take as much again in the backward pass, which reads thirteen values per channel.
+    room: bytes of shared memory available to a program; by default those of the architecture.
     """
     BD, narrow = max(16, common.power_of_two(width)), dots == "bf16"
     room = common.SHARED.get(arch, 0) if room is None else room
-    # registers: 64 channels of float32 spill on sm_8x, and 32 on AMD's
+    # Registers: 64 channels of float32 spill on sm_8x, and 32 on AMD GPUs.
     fits = BD <= 32 or (BD <= 128 and narrow) or (BD <= 64 and not arch.startswith("sm_8"))
     whole = BD <= 16 or (arch.startswith("sm_") and fits and _whole_bytes(BD, dots, backward) <= room)
     team = {} if whole else _team(width, dots, backward, arch, heads, batch, processors, room)
     if team:
         return team
     BD = BD if whole else min(BD, 64 if narrow else 32)
-    # a token waits for the one before it, so it is shared by many threads: four channels each, as far as they fit
+    # Tokens run one after the other, so each is split among many threads: four channels each, as far as warps allow.
     warps = max(1, min(16 if whole and not backward else 8, ROWS * BD // (4 * common.lanes(arch))))
     stages = 1 if whole and backward and BD > 64 else 2
     return {"BB": ROWS, "BD": BD, "WHOLE": int(whole), "num_warps": warps, "num_stages": stages}
@@ -104,17 +106,17 @@ def tiles(
 def _team(
     width: int, dots: str, backward: bool, arch: str, heads: int, batch: int, processors: int, room: int
 ) -> dict[str, int]:
-    """Return how teams share heads, as `tiles` does; empty where no team fits onto the device, or into its registers.
+    """Return the tile of a team, like `tiles`; empty if no team fits on the device or into registers.
 
-    A launch takes about as long however much each program does at a token, so the tiles with the fewest launches are
-    taken, and of these the smallest.
+    The time of a launch hardly depends on the work of each program per token. So the tiles with the fewest launches are
+    chosen, and of these the smallest.
     """
     BD, size = common.power_of_two(width), 2 if dots == "bf16" else 4
     most_cells = {"bf16": 2048, "tf32": 1024, "fp32": 256 if backward else 512}[dots]
     most = {"bf16": 1 << 18, "tf32": 1 << 17, "fp32": 1 << 17}[dots]
     if not backward:
         most = {"bf16": 1 << 20, "tf32": 1 << 18, "fp32": 1 << 17}[dots]
-    # what was exchanged is loaded at once or, if need be, by parts
+    # Exchanged values are loaded at once or, if they do not fit, in parts.
     reads = [(4, 1), (1 if dots == "fp32" else 2, 0)] if backward else [(1, 0)]
     found = []
     for BU, BB in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64)):
@@ -128,7 +130,7 @@ def _team(
     tile = {"BB": BB, "BD": BD, "BU": BU, "WHOLE": 0, "num_stages": 1}
     if backward:
         return tile | {"AHEAD": ahead, "EXACT": int(dots == "fp32"), "num_warps": 8}
-    # on sm_90 four warps have a product of 64 rows together, and more would each read all of the matrices
+    # On sm_90, four warps compute a product of 64 rows together; with more, each group would read all matrices.
     four = arch == "sm_90" and dots == "bf16" and cells == 256 and BD <= 512
     return tile | {"num_warps": 4 if four else 16 if cells > 1024 else 8}
 
@@ -155,7 +157,7 @@ class _Plan:
         self.options |= {"PRECISION": "tf32" if dots == "tf32" else "ieee", **self.tile}
 
     def operand(self, x: Tensor) -> Tensor:
-        """x as dots take it, like `triton_common.operand`."""
+        """Convert x to an operand of a dot, like `triton_common.operand`."""
         if not self.through_tf32:
             return x.to(self.dot)
         x = x.to(self.dot).contiguous()
@@ -163,17 +165,20 @@ class _Plan:
         return torch.where(x.isnan(), x, nearest.view(torch.float32))
 
     def exchange(self, planes: int, like: Tensor) -> Tensor:
-        """What teams exchange, zeros: [groups of sequences, H, 2, planes, BB, BD]."""
+        """Return the exchange buffer of the teams, zeros: [groups of sequences, H, 2, planes, BB, BD]."""
         shape = self.grid[1], self.H, 2, planes, self.tile["BB"], self.tile["BD"]
         return like.new_zeros(shape, dtype=self.dot)
 
     def counters(self, like: Tensor) -> Tensor:
-        """A cache line a team."""
+        """Return the counters of the teams, zeros: a cache line each."""
         return like.new_zeros(self.H * self.grid[1], 32, dtype=torch.int32)
 
     def launch_teams(self, kernel: Any, steps: int, *args: Any) -> None:
-        """As many teams at once as the device holds: a launch of more would wait for programs that never start, so a
-        cooperative launch refuses it. TeamRefused if it refuses this one."""
+        """Launch as many teams at once as the device can run.
+
+        With more, programs would wait for others that never start, so launches are cooperative. Raises TeamRefused if
+        the driver refuses a launch.
+        """
         parts, teams = ceil_div(self.D, self.tile["BU"]), self.H * self.grid[1]
         at_once = max(1, self.processors // parts)
         for first in range(0, teams, at_once):
@@ -194,7 +199,7 @@ def _op(
     i: Tensor, f: Tensor, z: Tensor, o: Tensor, recurrent: Tensor, bias: Tensor,
     y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None, reverse: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, S, H D], the last y, c, n, m, and for the backward pass states and gates (empty unless `for_backward`)."""
+    """Return y [B, S, H D], the last y, c, n, m, and states and gates, which are empty unless for_backward."""
     outputs = _op_fake(i, f, z, o, recurrent, bias, y0, c0, n0, m0, resets, reverse, for_backward)
     y, y1, c1, n1, m1, *kept = outputs
     H, D = recurrent.shape[:2]
@@ -233,7 +238,7 @@ def _launch_forward_by_team(
     plan: _Plan, given: tuple[Tensor, ...], y0: Tensor, written: tuple[Any, ...], last: tuple[Tensor, ...],
     sizes: tuple[int, ...], reverse: bool,
 ) -> None:
-    """`last` holds the state before the first token. Raises TeamRefused."""
+    """Launch the forward kernel by teams. `last` holds the state before the first token. Raises TeamRefused."""
     exchange, resets = plan.exchange(1, y0), written[0]
     first = y0
     if resets is not None:
@@ -264,13 +269,13 @@ def _op_backward(
     y0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor, resets: Tensor | None,
     y: Tensor, states: Tensor, gates_if: Tensor, gates_zo: Tensor, reverse: bool,
 ) -> list[Tensor]:
-    """Gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
+    """Return the gradients of i, f, z, o, recurrent, bias and the initial y, c, n, m."""
     H, D = recurrent.shape[:2]
     dy = last_contiguous(dy)
     _raise_if_late(i)
     plan = _Plan(i, (f, z, o), H, D, reverse, True)
     first = [x.new_empty(x.shape) for x in (y0, c0, n0, m0)]
-    # not in float16: what comes from them, a token back and in the weights, may be too small for it
+    # Not in float16: the gradients of earlier tokens and of the weights derive from them, and could underflow.
     grads = [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dot)) for x in (i, f, z, o)]
     resets = backward_marks([dy], [dy1, dc1, dn1, dm1], resets, reverse)
     contiguous = (x.contiguous() for x in (plan.operand(recurrent), c0, n0, m0))
@@ -301,7 +306,7 @@ def _op_backward(
 def _weight_gradients(
     plan: _Plan, grads: tuple[Tensor, ...], y: Tensor, y0: Tensor, resets: Tensor | None, H: int, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Over all tokens at once: what each read of y before it, times its gates' gradients."""
+    """Return the gradients of recurrent and bias, from those of the gates of all tokens."""
     with without_autocast(y.device.type):
         return _summed(plan, grads, y, y0, resets, H, reverse)
 
@@ -339,7 +344,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(ctx, dy, *later):  # type: ignore[no-untyped-def]
     *tensors, y, states, gates_if, gates_zo = ctx.saved_tensors
-    if states is None:  # the forward pass did not know that a gradient would be needed
+    if states is None:  # The forward pass ran with for_backward=False.
         states, gates_if, gates_zo = _op(*tensors, ctx.reverse, True)[5:]
     last = (common.filled(grad, like) for grad, like in zip(later[:4], tensors[6:10], strict=True))
     grads = _op_backward(common.filled(dy, y), *last, *tensors, y, states, gates_if, gates_zo, ctx.reverse)
@@ -354,7 +359,7 @@ def run(
     gates: tuple[Tensor, Tensor, Tensor, Tensor], recurrent: Tensor, bias: Tensor, state: SLSTMState,
     resets: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, SLSTMState]:
-    """As `slstm_reference.run`; y in the dtype of i."""
+    """Run the scan like `slstm_reference.run`. y has the dtype of i."""
     H, D = recurrent.shape[:2]
     if gates[0].numel() == 0:
         return implementation("slstm", "torch").run(gates, recurrent, bias, state, resets, reverse)
